@@ -8,6 +8,8 @@ system runs in a memory cgroup of its own (budget and `ALLOWANCE_BYTES`).
     rocksdict    RocksDB under the same loop of lookup, Adagrad and write-back; no network. Also in 8 shards
                  that read a batch ahead, each a process, because threads would wait for Python's lock
     mapped       the table as one memory-mapped file under that loop; no network
+    colonnade mapped  as much memory again between memory and the disk, for evicted rows: as fast as it is here, and
+                 with an emulated delay of 300 ns and 1 us for each cache line that moves (workers/tier_delay.py)
     tier_device  the device alone; tier_policies: how many rows LRU, LFU, lookahead and Belady would read
 """
 
@@ -24,6 +26,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import fmean
@@ -70,11 +73,20 @@ SHARD_BYTES = 640 << 20
 MAPPED_SLACK_BYTES = 128 << 20
 """Slack in the mapped table's memory limit, beside the budget and what its process has already taken: the rest of the
 limit is page cache."""
+PLACEMENTS = ("even", "profiled")
+"""Values of plan.placement."""
 PEER_INSTALLS = (("rocksdict==0.3.29",),)
 NUM_SHARDS = 8
 PEER_SYSTEMS = (
     "colonnade 1/8", "colonnade hints 1/8", "rocksdict 1/8", "rocksdict 8 shards 1/8", "mapped 1/8",
 )  # fmt: skip
+LEVEL_SYSTEMS = (
+    tables.ALL, "colonnade 1/8", "colonnade mapped 0ns 1/8", "colonnade mapped 300ns 1/8",
+    "colonnade mapped 1000ns 1/8", "colonnade 1/4",
+)  # fmt: skip
+"""Systems of the piece `levels`: the delay of mapped memory, if there is any, by cache line."""
+MAPPED_FOLDER = "/dev/shm"
+"""Folder of files in memory, where evicted rows are."""
 WIDTH = 150
 """Columns: the widest table."""
 READER_ROUNDS, READER_STEPS, DEVICE_SECONDS, DEVICE_DEPTH = 5, 40, 2.0, 64
@@ -218,10 +230,15 @@ class Bench:
     def list_pieces(self, dim: int, is_main: bool) -> dict[str, Callable[[Setup], list[Measured]]]:
         """List what measures each piece. `memory`: all in memory and at each budget."""
         pieces = {"memory": self.measure_memory if is_main else self.measure_tail}
+        for n in self.extent.tail_fractions or self.extent.fractions:
+            pieces[f"placement 1/{n}"] = partial(self.measure_placement, fraction=n)
         if is_main:
             pieces |= {"peers": self.measure_peers, "reader": self.measure_reader}
             if dim == self.extent.dims[0]:
-                pieces["writes"] = self.measure_writes
+                pieces |= {
+                    "writes": self.measure_writes, "two tables": self.measure_two_tables,
+                    "levels": self.measure_levels,
+                }  # fmt: skip
             pieces |= {"commits": self.measure_commits, "first epoch": self.measure_first_epoch}
         return pieces
 
@@ -279,6 +296,35 @@ class Bench:
                     running.block(tables.NETWORK, extent.steps, network=True)
             return self.cases_of(setup, opened)
 
+    def measure_placement(self, setup: Setup, fraction: int) -> list[Measured]:
+        """Measure an even division of memory beside one by a profile, in turns."""
+        extent = self.extent
+        with ExitStack() as stack:
+            systems = [f"colonnade {kind} 1/{fraction}" for kind in PLACEMENTS]
+            opened = self.open_systems(setup, systems, stack)
+            for running in opened:
+                running.block(None, extent.warm_up, network=False)
+            for _ in range(2 * extent.rounds):
+                for running in opened:
+                    running.block(tables.SPARSE, extent.steps, network=False)
+            return self.cases_of(replace(setup, misses={}), opened)
+
+    def measure_two_tables(self, setup: Setup) -> list[Measured]:
+        """One hot and one cold table of the same size, at 1/8: an even division beside one by a profile."""
+        store = self.folder / "two-tables"
+        shutil.rmtree(store, ignore_errors=True)
+        store.mkdir()
+        rounds = 2 * self.extent.rounds
+        words = worker_words(
+            "tiers_two_tables", store, setup.dim, max(setup.stream.shape.cardinalities), rounds, self.extent.steps
+        )  # fmt: skip
+        shutil.rmtree(store)
+        return [
+            Measured(f"D={setup.dim}{tables.TWO_TABLES}", f"colonnade {kind} 1/8", unit, values)
+            for kind, by_unit in json.loads(words).items()
+            for unit, values in by_unit.items()
+        ]
+
     def measure_commits(self, setup: Setup) -> list[Measured]:
         """Measure blocks that hold a commit beside blocks that do not, with the network, at 1/8."""
         with ExitStack() as stack:
@@ -312,6 +358,19 @@ class Bench:
             # Policies are counted over the batches of the longer piece, where there is one.
             has_policies = self.file.has_piece(f"{setup.name} memory")
             return self.cases_of(replace(setup, misses={}) if has_policies else setup, opened)
+
+    def measure_levels(self, setup: Setup) -> list[Measured]:
+        """Measure evicted rows in mapped memory of the budget's size, with emulated latencies."""
+        extent = self.extent
+        with ExitStack() as stack:
+            opened = self.open_systems(setup, LEVEL_SYSTEMS, stack)
+            for running in opened:
+                running.block(None, extent.warm_up, network=False)
+            for _ in range(extent.rounds):
+                for running in opened:
+                    running.block(tables.SPARSE, extent.steps, network=False)
+                    running.block(tables.NETWORK, extent.steps, network=True)
+            return self.cases_of(replace(setup, name=setup.name + tables.LEVELS, misses={}), opened)
 
     def measure_first_epoch(self, setup: Setup) -> list[Measured]:
         extent = self.extent
@@ -388,10 +447,15 @@ class Bench:
         kind = system.split()[0]
         fraction = int(system.split("/")[1]) if "/" in system else None
         hints = " hints " in system
+        placement = next((word for word in PLACEMENTS if word in system.split()), "history")
         if kind == "rocksdict" and not self.site:
             return None
         budget = tables.model_bytes(stream.shape, dim) // fraction if fraction else None
-        needed = (budget or tables.model_bytes(stream.shape, dim)) + ALLOWANCE_BYTES // 3
+        line_ns = re.search(r" mapped (\d+)ns ", system)
+        mapped_bytes = budget if line_ns and budget else 0
+        needed = (
+            (budget or tables.model_bytes(stream.shape, dim)) + ALLOWANCE_BYTES // 3 + mapped_bytes
+        )
         if needed > (free := available_bytes()):
             self.leave_out(
                 f"{name} {system}: needs {needed / 2**30:.1f} GiB, {free / 2**30:.1f} are free"
@@ -407,14 +471,17 @@ class Bench:
         if budget is not None:
             try:
                 group = open_group(
-                    store.name, budget + ALLOWANCE_BYTES + (shards - 1) * SHARD_BYTES
+                    store.name,
+                    budget + mapped_bytes + ALLOWANCE_BYTES + (shards - 1) * SHARD_BYTES,
                 )
             except NoMemoryGroup as error:
                 self.limits[system] = str(error)
         case = replace(
             self.case_of(stream, dim, store, budget, hints=hints, starts_empty=starts_empty),
-            shards=shards,
-        )
+            shards=shards, placement=placement,
+            delay=str(self.programs.delay), mapped=MAPPED_FOLDER if mapped_bytes else "",
+            mapped_bytes=mapped_bytes, line_ns=int(line_ns[1]) if line_ns else 0,
+        )  # fmt: skip
         worker = open_worker(system, sys.executable, f"workers.tiers_{kind}")
         try:
             if group is not None:

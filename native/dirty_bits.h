@@ -26,6 +26,12 @@ class DirtyBits {
   }
   void clean(std::uint32_t slot) noexcept { dirty()[slot / 64] &= ~bit(slot); }
 
+  void move(std::uint32_t from, std::uint32_t to) noexcept {  // of a row that no snapshot needs
+    if (!is_dirty(from)) return;
+    soil(to);
+    clean(from);
+  }
+
   bool is_to_save(std::uint32_t slot) const { return has_snapshot_ && saves()[slot / 64] & bit(slot); }
   void saved(std::uint32_t slot) noexcept {
     if (has_snapshot_) saves()[slot / 64] &= ~bit(slot);

@@ -97,7 +97,7 @@ void Dram::for_each_group(std::span<const Run> runs, const Visit& visit) {
 }
 
 void Dram::check_slots(std::int64_t table, std::span<const std::uint32_t> slots) const {
-  const auto capacity = static_cast<std::uint64_t>(at(table).settings().capacity_rows);
+  const auto capacity = static_cast<std::uint64_t>(at(table).num_addresses());
   for (std::size_t i = 0; i < slots.size(); ++i) {
     if (slots[i] >= capacity) {
       refuse("slots: got " + std::to_string(static_cast<std::int32_t>(slots[i])) + " at position " +
@@ -126,7 +126,7 @@ void Dram::refuse_id(std::int64_t table, std::span<const std::int64_t> ids) cons
 
 Acquired Dram::acquire(std::span<const std::int64_t> ids, std::span<const std::int64_t> offsets,
                        std::span<const std::uint8_t> next_use, std::span<std::uint32_t> slots, bool is_birth,
-                       const TableSink& sink) {
+                       const TableSink& sink, const TableSink& clean_sink) {
   const auto runs = this->runs(offsets, ids.size(), "ids");
   if (!next_use.empty() && next_use.size() != ids.size())
     refuse("next_use: got " + std::to_string(next_use.size()) + " codes, wanted " + std::to_string(ids.size()));
@@ -180,7 +180,9 @@ Acquired Dram::acquire(std::span<const std::int64_t> ids, std::span<const std::i
       if (found[t].missing == 0) return;
       try {
         const Lock held = lock(t);
-        evicted[t] = tables_[t].evict(found[t], [&](const LeftRows& rows) { sink(t, rows); });
+        RowSink clean_rows;
+        if (clean_sink) clean_rows = [&](const LeftRows& rows) { clean_sink(t, rows); };
+        evicted[t] = tables_[t].evict(found[t], [&](const LeftRows& rows) { sink(t, rows); }, clean_rows);
       } catch (...) {
         failed[t] = std::current_exception();
       }
@@ -220,6 +222,13 @@ Acquired Dram::acquire(std::span<const std::int64_t> ids, std::span<const std::i
                  });
   }
   return acquired;
+}
+
+std::int64_t Dram::resize(std::int64_t table, std::int64_t capacity, const TableSink& sink) {
+  const std::scoped_lock acquiring(acquiring_);
+  auto& rows = at(table);
+  const Lock held = lock(table);
+  return rows.resize(capacity, [&](const LeftRows& left) { sink(table, left); });
 }
 
 void Dram::resume(std::int64_t table, std::span<const std::uint32_t> slots, std::span<const std::uint8_t> heats) {
@@ -441,6 +450,33 @@ void Dram::end_snapshot() {
     tables_[t].end_snapshot();
   }
   has_snapshot_ = false;
+}
+
+std::size_t Dram::insert(std::int64_t table, const LeftRows& rows, bool is_dirty, const TableSink& sink) {
+  auto& own = at(table);
+  const Lock held = lock(table);
+  return own.insert(rows, is_dirty, [&](const LeftRows& left) { sink(table, left); });
+}
+
+std::size_t Dram::insert(std::int64_t table, std::span<const std::int64_t> ids, const std::byte* records,
+                         const TableSink& sink) {
+  auto& own = at(table);
+  const Lock held = lock(table);
+  return own.insert(ids, records, [&](const LeftRows& left) { sink(table, left); });
+}
+
+void Dram::copy_up(std::int64_t table, std::span<const std::int64_t> ids, const RowLayout& upper,
+                   std::span<const std::uint32_t> upper_slots, std::span<std::uint32_t> slots, const TableSink& sink) {
+  auto& own = at(table);
+  const Lock held = lock(table);
+  own.copy_up(ids, upper, upper_slots, slots, [&](const LeftRows& left) { sink(table, left); });
+}
+
+void Dram::move_up(std::int64_t table, std::span<const std::uint32_t> slots, Dram& upper,
+                   std::span<const std::uint32_t> upper_slots) {
+  auto& own = at(table);
+  const Lock held_above = upper.lock(table), held = lock(table);
+  own.move_up(slots, upper.tables_[table], upper_slots);
 }
 
 void Dram::drop(std::int64_t table, std::span<const std::int64_t> ids) {

@@ -31,11 +31,14 @@ class Dram {
   Dram(std::span<const TableSettings> tables, const RowFormat& format);
 
   // Pin rows. ids (U,) unique within each table; next_use (U,) codes of heat.h, or empty; slots (U,) output. A full
-  // table evicts unpinned rows, dirty ones to the sink. NoRoom, out_of_range and invalid_argument change nothing (all
-  // slots are then kNoSlot); so do exceptions of the sink, except that rows may have been evicted.
+  // table evicts unpinned rows, dirty ones to the sink, trained clean ones to `clean_sink` if there is one. NoRoom,
+  // out_of_range and invalid_argument change nothing (all slots are then kNoSlot); so do exceptions of the sink, except
+  // that rows may have been evicted.
   Acquired acquire(std::span<const std::int64_t> ids, std::span<const std::int64_t> offsets,
                    std::span<const std::uint8_t> next_use, std::span<std::uint32_t> slots, bool is_birth,
-                   const TableSink& sink);
+                   const TableSink& sink, const TableSink& clean_sink = {});
+  // Change the capacity of a table as TableRows::resize does; returns it.
+  std::int64_t resize(std::int64_t table, std::int64_t capacity, const TableSink& sink);
   // Restore the access frequency (heat.h) of rows that were just acquired and had been resident before.
   void resume(std::int64_t table, std::span<const std::uint32_t> slots, std::span<const std::uint8_t> heats);
   // Estimate from their clocks the access frequency of rows, just acquired and read, that only earlier processes used,
@@ -77,6 +80,15 @@ class Dram {
   void save(std::span<const std::uint32_t> slots, std::span<const std::int64_t> offsets, const TableSink& sink);
   bool save_some(std::int64_t table, std::int64_t most, const TableSink& sink);  // false: none is left
   void end_snapshot();  // rows not saved are dirty again
+  // As a cache below another tier with the same tables: see table_rows.h. `insert` and `move_up` are called, or call,
+  // under the lock of that tier's table.
+  std::size_t insert(std::int64_t table, const LeftRows& rows, bool is_dirty, const TableSink& sink);
+  std::size_t insert(std::int64_t table, std::span<const std::int64_t> ids, const std::byte* records,
+                     const TableSink& sink);
+  void copy_up(std::int64_t table, std::span<const std::int64_t> ids, const RowLayout& upper,
+               std::span<const std::uint32_t> upper_slots, std::span<std::uint32_t> slots, const TableSink& sink);
+  void move_up(std::int64_t table, std::span<const std::uint32_t> slots, Dram& upper,
+               std::span<const std::uint32_t> upper_slots);
   // Release rows of an acquire that failed, as if never admitted.
   void drop(std::int64_t table, std::span<const std::int64_t> ids);
 
@@ -84,8 +96,11 @@ class Dram {
   Dtype dtype() const { return format_.dtype; }
   bool is_split() const { return format_.is_split; }
   bool has_rows(std::int64_t table) const { return at(table).share().has_rows(); }  // whether this rank can have rows
+  bool is_direct(std::int64_t table) const { return at(table).is_direct(); }
   const RowLayout& layout(std::int64_t table) const { return at(table).layout(); }
   std::int64_t capacity_rows(std::int64_t table) const { return at(table).settings().capacity_rows; }
+  std::int64_t num_addresses(std::int64_t table) const { return at(table).num_addresses(); }
+  bool can_resize(std::int64_t table) const { return at(table).can_evict() && at(table).settings().directory.empty(); }
   std::int64_t num_rows(std::int64_t table) const;
   std::uint64_t num_looked(std::int64_t table) const;  // slots examined so far for eviction
   double pinned_share(std::int64_t table) const;  // of slots in tables that evict; else 0

@@ -185,6 +185,20 @@ class SlotIndex {
     }
   }
 
+  // `id` must be at `from`.
+  void move(std::int64_t id, std::uint32_t from, std::uint32_t to) noexcept {
+    const Probe at = probe(id);
+    for (auto* bucket = const_cast<Bucket*>(at.bucket);; ++bucket) {
+      for (unsigned hits = bucket->matches(at.tag); hits; hits &= hits - 1) {
+        std::uint32_t& slot = bucket->slots[std::countr_zero(hits)];
+        if (slot == from) {
+          slot = to;
+          return;
+        }
+      }
+    }
+  }
+
   COLONNADE_INLINE_MEMBER void prefetch(std::int64_t id) const { __builtin_prefetch(probe(id).bucket, 0, 2); }
 
   // Bytes in use, in addition to whole pages.

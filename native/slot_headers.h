@@ -1,6 +1,7 @@
 // Headers of nine bytes for the slots of a hashed table: id, pin count, whether it has a row.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <memory>
@@ -24,6 +25,7 @@ class SlotHeaders {
   explicit SlotHeaders(std::int64_t slots)
       : slab_(checked_bytes(kStride, static_cast<std::size_t>(slots))),
         bytes_(slab_.data()),
+        limit_(slots),
         many_(std::make_unique<ManyPins>()) {}
 
   const Slab& slab() const { return slab_; }
@@ -56,10 +58,29 @@ class SlotHeaders {
     return slot;
   }
   void give(std::uint32_t slot) noexcept {  // must not be pinned
+    if (slot >= limit_) {
+      flags(slot) = 0;
+      return;
+    }
     const std::int64_t next = first_free_;
     std::memcpy(at(slot), &next, 8);
     flags(slot) = 0;
     first_free_ = slot;
+  }
+
+  // Move an unpinned row to a free slot. The list of free slots is then wrong until `set_limit`.
+  void move(std::uint32_t from, std::uint32_t to) noexcept {
+    std::memcpy(at(to), at(from), kStride);
+    flags(from) = 0;
+  }
+  // Use no slot from `limit` on for new rows; at most `limit` rows may be resident. Lists the free slots anew.
+  void set_limit(std::int64_t limit) noexcept {
+    limit_ = limit;
+    while (num_touched_ > 0 && !is_resident(static_cast<std::uint32_t>(num_touched_ - 1))) --num_touched_;
+    first_free_ = kNone;
+    for (std::int64_t slot = std::min(limit, num_touched_) - 1; slot >= 0; --slot) {
+      if (!is_resident(static_cast<std::uint32_t>(slot))) give(static_cast<std::uint32_t>(slot));
+    }
   }
 
   Pin pin(std::uint32_t slot) noexcept {
@@ -124,6 +145,7 @@ class SlotHeaders {
   Slab slab_;
   std::byte* bytes_ = nullptr;
   std::int64_t num_touched_ = 0;
+  std::int64_t limit_ = 0;
   std::uint32_t first_free_ = kNone;
   std::unique_ptr<ManyPins> many_;
 };

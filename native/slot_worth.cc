@@ -43,6 +43,16 @@ void SlotWorth::tick(std::int64_t rows, std::int64_t touched, bool is_hinted) no
   keep_apart(touched / kApart + rows / 64 + 1, touched);
 }
 
+void SlotWorth::follow(const SlotWorth& upper, std::int64_t touched) noexcept {
+  if (upper.num_ticks_ == num_ticks_) return;
+  num_ticks_ = upper.num_ticks_;
+  time_ = upper.time_;
+  if (upper.has_hints() != has_hints()) change(upper.has_hints(), touched);
+  now_ = upper.now_;
+  offset_ = upper.offset_;
+  keep_apart(touched / kApart + 1, touched);
+}
+
 // Scores of one kind cannot be compared with the other.
 void SlotWorth::change(bool is_hinted, std::int64_t touched) noexcept {
   flip_ = is_hinted ? 0xffff : 0;

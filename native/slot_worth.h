@@ -25,6 +25,13 @@ class SlotWorth {
   explicit SlotWorth(std::int64_t slots);
 
   std::int64_t bytes(std::int64_t touched) const { return 2 * touched + 4 * num_candidates_; }
+  void set_slots(std::int64_t slots) noexcept { slots_ = slots; }
+  // Move scores of rows; `choose` may follow after `forget_candidates`.
+  void move(std::uint32_t from, std::uint32_t to) noexcept { scores_[to] = scores_[from]; }
+  void forget_candidates() noexcept {
+    num_candidates_ = 0;
+    is_estimated_ = false;
+  }
   bool has_hints() const { return flip_ != 0; }
   COLONNADE_INLINE_MEMBER void fetch(std::uint32_t slot) const { __builtin_prefetch(scores_ + slot, 1, 2); }
 
@@ -51,6 +58,14 @@ class SlotWorth {
   // evenly fed count.
   void recall(std::uint32_t slot, std::uint32_t uses, std::int64_t steps) noexcept;
   std::uint8_t at_rest(std::uint32_t slot) const noexcept;  // never kUnknown
+
+  // Scores of rows that move between two tiers of a table, where the lower one takes over the clock of the upper one.
+  void follow(const SlotWorth& upper, std::int64_t touched) noexcept;
+  std::uint16_t score(std::uint32_t slot) const { return scores_[slot]; }
+  void begin_at(std::uint32_t slot, std::uint16_t score) noexcept { scores_[slot] = score; }
+  void resume_at(std::uint32_t slot, std::uint16_t score) noexcept {
+    if (!has_hints()) scores_[slot] = heat::used(score, now_, random_of(slot));
+  }
 
   void released(std::uint32_t slot) noexcept {  // after its last pin is released
     if (!is_estimated_ || key(scores_[slot]) > threshold_) return;

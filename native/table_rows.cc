@@ -43,8 +43,10 @@ TableRows::TableRows(const TableSettings& settings, const RowFormat& format)
   is_direct_ = settings.rows != 0 && share_.has_rows() && share_.num_places() <= settings.capacity_rows;
   if (is_direct_) settings_.capacity_rows = share_.num_places();
   if (!share_.has_rows()) settings_.capacity_rows = 0;
+  const bool can_grow = can_evict() && share_.has_rows() && settings.directory.empty() && settings.most_rows < kNoSlot;
+  settings_.most_rows = can_grow ? std::max(settings_.capacity_rows, settings.most_rows) : settings_.capacity_rows;
 
-  const auto capacity = static_cast<std::size_t>(settings_.capacity_rows);
+  const auto capacity = static_cast<std::size_t>(settings_.most_rows);
   const auto weights_stride =
       checked_bytes(static_cast<std::size_t>(item_bytes(format.dtype)), static_cast<std::size_t>(dim));
   const auto state_item = static_cast<std::size_t>(item_bytes(compute_dtype(format.dtype)));
@@ -56,12 +58,16 @@ TableRows::TableRows(const TableSettings& settings, const RowFormat& format)
   };
   weights_slab_ = slab(checked_bytes(weights_stride, capacity));
   states_slab_ = slab(checked_bytes(state_stride, capacity));
-  bits_ = DirtyBits(settings_.capacity_rows);
+  bits_ = DirtyBits(settings_.most_rows);
   if (is_direct_) {
     born_ = RowBits(settings_.capacity_rows);
   } else {
-    headers_ = SlotHeaders(settings_.capacity_rows);
-    if (settings_.can_evict) worth_ = SlotWorth(settings_.capacity_rows);
+    headers_ = SlotHeaders(settings_.most_rows);
+    headers_.set_limit(settings_.capacity_rows);
+    if (settings_.can_evict) {
+      worth_ = SlotWorth(settings_.most_rows);
+      worth_.set_slots(settings_.capacity_rows);
+    }
   }
   layout_ = {.dtype = format.dtype,
              .is_split = format.is_split,
@@ -276,13 +282,20 @@ void TableRows::hand_over(std::span<const std::uint32_t> slots, bool is_for_comm
       ids[i] = id_of(run[i]);
       heats[i] = can_evict() ? worth_.at_rest(run[i]) : 0;
     }
-    sink({{ids, run.size()}, {heats, run.size()}, is_for_commit, run, &layout_});
+    sink({{ids, run.size()}, {heats, run.size()}, is_for_commit, run, &layout_, can_evict() ? &worth_ : nullptr});
   }
 }
 
-std::pair<std::int64_t, std::int64_t> TableRows::evict(const Found& found, const RowSink& sink) {
-  std::int64_t left = num_evictions(found), num_evicted = 0, num_dirty = 0;
-  std::uint32_t victims[kVictims], dirty[kVictims], to_save[kVictims];
+std::pair<std::int64_t, std::int64_t> TableRows::evict(const Found& found, const RowSink& sink,
+                                                       const RowSink& clean_sink) {
+  return evict_rows(num_evictions(found), sink, clean_sink);
+}
+
+// `num`: at most the number of unpinned rows.
+std::pair<std::int64_t, std::int64_t> TableRows::evict_rows(std::int64_t num, const RowSink& sink,
+                                                            const RowSink& clean_sink) {
+  std::int64_t left = num, num_evicted = 0, num_dirty = 0;
+  std::uint32_t victims[kVictims], dirty[kVictims], to_save[kVictims], clean[kVictims];
   while (left > 0) {
     const std::int64_t n =
         worth_.choose({victims, static_cast<std::size_t>(std::min(left, kVictims))}, left, headers_);
@@ -290,16 +303,19 @@ std::pair<std::int64_t, std::int64_t> TableRows::evict(const Found& found, const
       index_.prefetch(headers_(victims[i]));
       __builtin_prefetch(layout_.state_of(victims[i]) + layout_.clock_offset, 0, 2);
     }
-    std::size_t num_newer = 0, num_saves = 0;
+    std::size_t num_newer = 0, num_saves = 0, num_clean = 0;
     for (std::int64_t i = 0; i < n; ++i) {
       if (layout_.clock_of(victims[i]) == 0) continue;
       if (bits_.is_to_save(victims[i])) {
         to_save[num_saves++] = victims[i];
       } else if (bits_.is_dirty(victims[i])) {
         dirty[num_newer++] = victims[i];
+      } else {
+        clean[num_clean++] = victims[i];
       }
     }
     try {
+      if (clean_sink) hand_over({clean, num_clean}, false, clean_sink);
       hand_over({to_save, num_saves}, true, sink);
       hand_over({dirty, num_newer}, false, sink);
     } catch (...) {
@@ -314,6 +330,44 @@ std::pair<std::int64_t, std::int64_t> TableRows::evict(const Found& found, const
   return {num_evicted, num_dirty};
 }
 
+std::int64_t TableRows::resize(std::int64_t capacity, const RowSink& sink) {
+  if (!can_evict() || capacity == settings_.capacity_rows) return settings_.capacity_rows;
+  capacity = std::min(std::max({capacity, num_pinned_, std::int64_t{1}}), settings_.most_rows);
+  evict_rows(std::max<std::int64_t>(0, num_rows_ - capacity), sink, {});
+  const std::int64_t touched = headers_.num_touched();
+  std::vector<std::uint32_t> moving;
+  for (std::int64_t s = capacity; s < touched; ++s) {
+    const auto slot = static_cast<std::uint32_t>(s);
+    if (headers_.is_resident(slot) && !headers_.is_pinned(slot)) moving.push_back(slot);
+  }
+  save(moving, sink);  // a snapshot looks for rows slot by slot, and would miss those that move
+  settings_.capacity_rows = capacity;
+  std::int64_t to = 0;  // at most `capacity` rows: while one is beyond, a slot before is free
+  for (const auto slot : moving) {
+    while (headers_.is_resident(static_cast<std::uint32_t>(to))) ++to;
+    move_row(slot, static_cast<std::uint32_t>(to));
+  }
+  headers_.set_limit(capacity);
+  worth_.set_slots(capacity);
+  worth_.forget_candidates();
+  for (std::int64_t begin = capacity, slot = capacity; slot <= touched; ++slot) {
+    if (slot < touched && !headers_.is_resident(static_cast<std::uint32_t>(slot))) continue;
+    weights_slab_.give_back(begin * layout_.weights_stride, slot * layout_.weights_stride);
+    states_slab_.give_back(begin * layout_.state_stride, slot * layout_.state_stride);
+    begin = slot + 1;
+  }
+  return capacity;
+}
+
+void TableRows::move_row(std::uint32_t from, std::uint32_t to) noexcept {
+  std::memcpy(layout_.weights_of(to), layout_.weights_of(from), static_cast<std::size_t>(layout_.weights_stride));
+  std::memcpy(layout_.state_of(to), layout_.state_of(from), static_cast<std::size_t>(layout_.state_stride));
+  index_.move(headers_(from), from, to);
+  headers_.move(from, to);
+  worth_.move(from, to);
+  bits_.move(from, to);
+}
+
 // For a row that is not pinned.
 void TableRows::free_slot(std::uint32_t slot) noexcept {
   bits_.clean(slot);
@@ -321,6 +375,76 @@ void TableRows::free_slot(std::uint32_t slot) noexcept {
   index_.erase(headers_(slot), slot);
   headers_.give(slot);
   --num_rows_;
+}
+
+template <class Fill>
+std::size_t TableRows::insert_new(std::span<const std::int64_t> ids, const RowSink& sink, const Fill& fill) {
+  ids = ids.first(std::min<std::size_t>(ids.size(), static_cast<std::size_t>(settings_.capacity_rows)));
+  if (ids.empty()) return 0;
+  std::vector<std::uint32_t> slots(ids.size(), kNoSlot);
+  const Found found{.missing = static_cast<std::int64_t>(ids.size())};
+  reserve(found);
+  evict(found, sink, {});
+  admit(ids, {}, slots, found);
+  for (std::size_t i = 0; i < ids.size(); ++i) {
+    fill(i, slots[i]);
+    headers_.unpin(slots[i]);
+    worth_.released(slots[i]);
+  }
+  num_pinned_ = 0;
+  return ids.size();
+}
+
+std::size_t TableRows::insert(const LeftRows& rows, bool is_dirty, const RowSink& sink) {
+  const RowLayout& upper = *rows.layout;
+  if (rows.worth) worth_.follow(*rows.worth, headers_.num_touched());
+  return insert_new(rows.ids, sink, [&](std::size_t i, std::uint32_t slot) {
+    if (i + 8 < rows.slots.size()) {
+      __builtin_prefetch(upper.state_of(rows.slots[i + 8]), 0, 2);
+      __builtin_prefetch(upper.weights_of(rows.slots[i + 8]), 0, 2);
+    }
+    layout_.copy(slot, upper, rows.slots[i]);
+    if (is_dirty) bits_.soil(slot);
+    if (rows.worth) worth_.begin_at(slot, rows.worth->score(rows.slots[i]));
+  });
+}
+
+std::size_t TableRows::insert(std::span<const std::int64_t> ids, const std::byte* records, const RowSink& sink) {
+  return insert_new(ids, sink, [&](std::size_t i, std::uint32_t slot) {
+    layout_.unpack(slot, records + static_cast<std::int64_t>(i) * layout_.record_bytes());
+    bits_.soil(slot);
+  });
+}
+
+void TableRows::copy_up(std::span<const std::int64_t> ids, const RowLayout& upper,
+                        std::span<const std::uint32_t> upper_slots, std::span<std::uint32_t> slots,
+                        const RowSink& sink) {
+  std::vector<std::uint32_t> to_save;
+  for_each_slot(ids, [&](std::int64_t i, std::uint32_t slot) {
+    slots[i] = slot;
+    if (slot != kNoSlot && bits_.is_to_save(slot)) to_save.push_back(slot);
+  });
+  save(to_save, sink);
+  constexpr std::size_t kAhead = 16;  // rows being fetched: this memory is slow
+  for (std::size_t i = 0; i < ids.size(); ++i) {
+    if (i + kAhead < ids.size() && slots[i + kAhead] != kNoSlot) {
+      const std::uint32_t next = slots[i + kAhead];
+      for (std::int64_t b = 0; b < layout_.weights_bytes(); b += 64) __builtin_prefetch(layout_.weights_of(next) + b, 0, 2);
+      for (std::int64_t b = 0; b < layout_.state_stride; b += 64) __builtin_prefetch(layout_.state_of(next) + b, 0, 2);
+    }
+    if (slots[i] != kNoSlot) upper.copy(upper_slots[i], layout_, slots[i]);
+  }
+}
+
+void TableRows::move_up(std::span<const std::uint32_t> slots, TableRows& upper,
+                        std::span<const std::uint32_t> upper_slots) noexcept {
+  if (upper.can_evict()) worth_.follow(upper.worth_, headers_.num_touched());
+  for (std::size_t i = 0; i < slots.size(); ++i) {
+    if (slots[i] == kNoSlot) continue;
+    if (bits_.is_dirty(slots[i])) upper.bits_.soil(upper_slots[i]);
+    if (upper.can_evict()) upper.worth_.resume_at(upper_slots[i], worth_.score(slots[i]));
+    free_slot(slots[i]);
+  }
 }
 
 void TableRows::write_dirty(std::int64_t most, const RowSink& sink) {
@@ -357,7 +481,7 @@ bool TableRows::save_some(std::int64_t most, const RowSink& sink) {
 
 TableRows::Released TableRows::release(std::span<const std::uint32_t> slots, bool is_dirty) noexcept {
   const auto n = static_cast<std::int64_t>(slots.size());
-  const auto capacity = static_cast<std::uint64_t>(settings_.capacity_rows);
+  const auto capacity = static_cast<std::uint64_t>(settings_.most_rows);
   if (is_direct_) {
     const RowBits::View bits = born_.view();
     bool is_known = n <= num_pinned_;

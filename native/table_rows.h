@@ -41,6 +41,7 @@ struct TableSettings {
   std::string directory = {};  // folder of the mounted file for rows; empty: anonymous memory
   std::int64_t num_owners = 1, place = 0;  // number of owners, and this rank's number or VocabularyShare::kNone
   std::int64_t first_column = 0;  // first column in the whole row; random bits depend on it
+  std::int64_t most_rows = 0;  // largest capacity of `resize`; 0: that of the start
 };
 
 // Row format that all tables of a rank share.
@@ -84,6 +85,11 @@ struct RowLayout {
     std::memcpy(record + weights_bytes(), state_of(slot), state_bytes());
     std::memcpy(record + weights_bytes() + state_bytes(), &clock, 8);
   }
+  // Copy a row of a layout with the same columns and state.
+  void copy(std::uint32_t slot, const RowLayout& other, std::uint32_t other_slot) const {
+    std::memcpy(weights_of(slot), other.weights_of(other_slot), weights_bytes());
+    std::memcpy(state_of(slot), other.state_of(other_slot), state_stride);
+  }
   void unpack(std::uint32_t slot, const std::byte* record) const {
     std::uint64_t clock;
     std::memcpy(weights_of(slot), record, weights_bytes());
@@ -95,13 +101,14 @@ struct RowLayout {
 
 inline constexpr std::uint32_t kNoSlot = SlotIndex::kAbsent;
 
-// Rows of one table to be written to the backing.
+// Rows of one table to be written to the tier below.
 struct LeftRows {
   std::span<const std::int64_t> ids;
   std::span<const std::uint8_t> heats;
   bool is_for_commit;  // with their content at the time of the snapshot
   std::span<const std::uint32_t> slots;
   const RowLayout* layout;
+  const SlotWorth* worth;  // null if the table never evicts
 
   void pack(std::size_t i, std::byte* record) const {
     if (i + 8 < slots.size()) {
@@ -141,6 +148,8 @@ class TableRows {
   const RowLayout& layout() const { return layout_; }
   const TableSettings& settings() const { return settings_; }
   const VocabularyShare& share() const { return share_; }
+  // Slots with an address; a resize may leave pinned rows in slots beyond the capacity.
+  std::int64_t num_addresses() const { return settings_.most_rows; }
   bool is_direct() const { return is_direct_; }
   bool can_evict() const { return !is_direct_ && settings_.can_evict; }
   std::uint64_t num_looked() const { return worth_.num_looked(); }
@@ -165,8 +174,14 @@ class TableRows {
     return is_direct_ || num_others(found, wanted) + wanted <= settings_.capacity_rows;
   }
   void reserve(const Found& found);  // 4: memory for step 6. NoRoom: nothing changed
-  // 5: evict rows for the missing ones, dirty ones to the sink. Returns their number, and how many were dirty.
-  std::pair<std::int64_t, std::int64_t> evict(const Found& found, const RowSink& sink);
+  // 5: evict rows for the missing ones, dirty ones to the sink, trained clean ones to `clean_sink` unless it is empty.
+  // Returns their number, and how many were dirty.
+  std::pair<std::int64_t, std::int64_t> evict(const Found& found, const RowSink& sink, const RowSink& clean_sink);
+  // Change the capacity of a table that evicts, to at least its pinned rows and at most `most_rows`; returns it. Evicts
+  // rows that do not fit, dirty ones to the sink, moves unpinned rows to the slots that stay, and frees the memory of
+  // the others. Must not be called between the steps of an acquire. Rows that a snapshot still needs go to the sink
+  // before they move. If the sink throws, some rows were evicted and the capacity is unchanged.
+  std::int64_t resize(std::int64_t capacity, const RowSink& sink);
   void admit(std::span<const std::int64_t> ids, std::span<const std::uint8_t> next_use,
              std::span<std::uint32_t> slots, const Found& found) noexcept;  // 6: a pinned slot for every missing row
   // Restore the access frequency of rows just admitted that had been resident before.
@@ -211,6 +226,20 @@ class TableRows {
   void save(std::span<const std::uint32_t> slots, const RowSink& sink);
   bool save_some(std::int64_t most, const RowSink& sink);  // any rows; false: none is left
 
+  // As a cache below another tier with the same layout, where nothing is pinned between calls:
+  // Insert rows of that tier, none of which is here, at their scores; `sink` gets rows evicted for them. Returns the
+  // number inserted: the first ones, at most the capacity. If it throws, nothing was inserted.
+  std::size_t insert(const LeftRows& rows, bool is_dirty, const RowSink& sink);
+  // Insert records as dirty rows that were just used; else as above.
+  std::size_t insert(std::span<const std::int64_t> ids, const std::byte* records, const RowSink& sink);
+  // Copy rows to slots of the tier above; slots (N,) output: where they are here, kNoSlot if absent. Those that a
+  // checkpoint must still save go to the sink.
+  void copy_up(std::span<const std::int64_t> ids, const RowLayout& upper, std::span<const std::uint32_t> upper_slots,
+               std::span<std::uint32_t> slots, const RowSink& sink);
+  // Complete the move of rows copied by `copy_up`: free their slots. They remain dirty above if they were here.
+  void move_up(std::span<const std::uint32_t> slots, TableRows& upper,
+               std::span<const std::uint32_t> upper_slots) noexcept;
+
   void drop(std::int64_t id) noexcept;  // an unpinned row without content, if resident
   // Delete rows: an unpinned row frees its slot, a pinned one is reinitialised; in a direct table, if any are pinned. A
   // row that a checkpoint must still save goes to the sink first.
@@ -243,6 +272,11 @@ class TableRows {
       if (worth) worth->fetch(slot);
     }
   };
+  // Evict for `ids`, all absent, as many as fit; then call fill(i, slot) for each, which must not throw.
+  template <class Fill>
+  std::size_t insert_new(std::span<const std::int64_t> ids, const RowSink& sink, const Fill& fill);
+  std::pair<std::int64_t, std::int64_t> evict_rows(std::int64_t num, const RowSink& sink, const RowSink& clean_sink);
+  void move_row(std::uint32_t from, std::uint32_t to) noexcept;
   void free_slot(std::uint32_t slot) noexcept;
   void ask_for_huge_pages(std::int64_t slots) noexcept;  // slots that will soon have been used
 

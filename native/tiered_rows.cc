@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <exception>
 #include <stdexcept>
 #include <string>
 
@@ -18,8 +19,8 @@ constexpr std::int64_t kBirths = 256;   // rows that a thread initialises at a t
 
 }  // namespace
 
-TieredRows::TieredRows(Dram& dram, std::vector<RowLog*> logs, PageReader& reader, std::int64_t steps)
-    : dram_(dram), logs_(std::move(logs)), reader_(reader), steps_(steps) {
+TieredRows::TieredRows(Dram& dram, std::vector<RowLog*> logs, PageReader& reader, std::int64_t steps, Dram* cache)
+    : dram_(dram), logs_(std::move(logs)), reader_(reader), steps_(steps), cache_(cache) {
   if (static_cast<std::int64_t>(logs_.size()) != dram.num_tables()) {
     throw std::invalid_argument("logs: got " + std::to_string(logs_.size()) + ", wanted one for each of " +
                                 std::to_string(dram.num_tables()) + " tables");
@@ -35,18 +36,53 @@ TieredRows::TieredRows(Dram& dram, std::vector<RowLog*> logs, PageReader& reader
                                   std::to_string(dram.layout(t).record_bytes()));
     }
   }
+  if (cache == nullptr) return;
+  if (cache->num_tables() != dram.num_tables()) {
+    throw std::invalid_argument("cache: got " + std::to_string(cache->num_tables()) + " tables, wanted " +
+                                std::to_string(dram.num_tables()));
+  }
+  for (std::int64_t t = 0; t < dram.num_tables(); ++t) {
+    const RowLayout &upper = dram.layout(t), &lower = cache->layout(t);
+    if (upper.weights_bytes() != lower.weights_bytes() || upper.state_stride != lower.state_stride)
+      throw std::invalid_argument("table " + std::to_string(t) + ": got a cache of rows with other columns");
+    if (cache->is_direct(t))
+      throw std::invalid_argument("table " + std::to_string(t) + ": got a cache of a vocabulary, wanted one of any ids");
+  }
 }
 
 TieredRows::~TieredRows() {
   for (const auto& job : jobs_) job->read_->wait();
 }
 
+void TieredRows::append(std::int64_t table, const LeftRows& rows) {
+  logs_[table]->append(
+      rows.ids, [&](std::size_t i, std::uint8_t* payload) { rows.pack(i, reinterpret_cast<std::byte*>(payload)); },
+      rows.heats, kHot, rows.is_for_commit);
+}
+
 TableSink TieredRows::sink() {
-  return [this](std::int64_t t, const LeftRows& rows) {
-    logs_[t]->append(
-        rows.ids, [&](std::size_t i, std::uint8_t* payload) { rows.pack(i, reinterpret_cast<std::byte*>(payload)); },
-        rows.heats, kHot, rows.is_for_commit);
-  };
+  return [this](std::int64_t t, const LeftRows& rows) { append(t, rows); };
+}
+
+// Insert rows evicted from memory. The log gets dirty ones that the cache is too small for.
+void TieredRows::insert_in_cache(std::int64_t table, const LeftRows& rows, bool is_dirty) {
+  const std::size_t room = static_cast<std::size_t>(cache_->capacity_rows(table));
+  if (is_dirty && rows.ids.size() > room) {
+    append(table, {rows.ids.subspan(room), rows.heats.subspan(room), false, rows.slots.subspan(room), rows.layout,
+                   rows.worth});
+  }
+  const auto n = static_cast<std::int64_t>(cache_->insert(table, rows, is_dirty, sink()));
+  rows_inserted_ += n;
+  bytes_inserted_ += n * cache_->layout(table).record_bytes();
+}
+
+// After a failed eviction, when rows that stay in memory may have been inserted.
+void TieredRows::drop_resident_from_cache() {
+  for (std::int64_t t = 0; t < dram_.num_tables(); ++t) {
+    std::vector<std::int64_t> ids;
+    for (const auto& [id, slot] : dram_.resident(t, false)) ids.push_back(id);
+    cache_->drop(t, ids);
+  }
 }
 
 std::shared_ptr<AcquireJob> TieredRows::acquire(std::span<const std::int64_t> ids, std::span<const std::int64_t> offsets,
@@ -55,12 +91,20 @@ std::shared_ptr<AcquireJob> TieredRows::acquire(std::span<const std::int64_t> id
   const std::scoped_lock lock(order_);
   auto job = std::make_shared<AcquireJob>();
   std::atomic<std::int64_t> bytes_evicted = 0;  // tables evict on different threads
-  const TableSink to_log = sink();
-  const Acquired acquired =
-      dram_.acquire(ids, offsets, next_use, slots, false, [&](std::int64_t t, const LeftRows& left) {
-        to_log(t, left);
-        bytes_evicted += static_cast<std::int64_t>(left.ids.size()) * logs_[t]->record_bytes();
-      });
+  const TableSink dirty_rows = [&](std::int64_t t, const LeftRows& left) {
+    if (cache_ == nullptr || left.is_for_commit) append(t, left);
+    if (cache_ != nullptr) insert_in_cache(t, left, !left.is_for_commit);
+    bytes_evicted += static_cast<std::int64_t>(left.ids.size()) * logs_[t]->record_bytes();
+  };
+  TableSink clean_rows;
+  if (cache_ != nullptr) clean_rows = [&](std::int64_t t, const LeftRows& left) { insert_in_cache(t, left, false); };
+  Acquired acquired;
+  try {
+    acquired = dram_.acquire(ids, offsets, next_use, slots, false, dirty_rows, clean_rows);
+  } catch (...) {
+    if (cache_ != nullptr) drop_resident_from_cache();
+    throw;
+  }
   const std::span<const std::int32_t> missing = acquired.missing;
   const std::int64_t num_tables = dram_.num_tables();
   try {
@@ -87,15 +131,53 @@ std::shared_ptr<AcquireJob> TieredRows::acquire(std::span<const std::int64_t> id
       const Row& row = (*rows)[position];
       dram_.layout(row.table).unpack(row.slot, reinterpret_cast<const std::byte*>(payload));
     };
+    std::vector<std::uint32_t> cached(cache_ == nullptr ? 0 : missing.size(), kNoSlot);  // slots in the cache
+    std::vector<std::exception_ptr> failed(cache_ == nullptr ? 0 : static_cast<std::size_t>(num_tables));
+    for_each_unit(static_cast<std::int64_t>(failed.size()), [&](std::int64_t t) {
+      const auto part = [&](auto& all) { return std::span(all).subspan(bounds[t], bounds[t + 1] - bounds[t]); };
+      if (part(cached).empty()) return;
+      try {
+        cache_->copy_up(t, part(missing_ids), dram_.layout(t), part(missing_slots), part(cached), sink());
+      } catch (...) {
+        failed[t] = std::current_exception();
+      }
+    });
+    for (const auto& error : failed) {
+      if (error) std::rethrow_exception(error);
+    }
     ReadPlan plan;
-    std::vector<RowAt> found(missing.size());
+    std::vector<RowAt> found(missing.size(), RowAt::memory);
     std::vector<std::uint8_t> heats(missing.size());
+    std::vector<std::int64_t> sought;         // ids that the cache does not have
+    std::vector<std::uint32_t> sought_at;     // their positions
+    std::vector<RowAt> sought_found;
+    std::vector<std::uint8_t> sought_heats;
+    std::int64_t num_cached = 0;
     for (std::int64_t t = 0; t < num_tables; ++t) {
       const std::int64_t begin = bounds[t], n = bounds[t + 1] - begin;
       if (n == 0) continue;
       const auto part = [&](auto& all) { return std::span(all).subspan(begin, n); };
-      logs_[t]->plan_reads(part(missing_ids), part(positions), static_cast<std::uint32_t>(t), plan, deliver, part(found),
-                           part(heats));
+      if (cache_ == nullptr) {
+        logs_[t]->plan_reads(part(missing_ids), part(positions), static_cast<std::uint32_t>(t), plan, deliver,
+                             part(found), part(heats));
+        continue;
+      }
+      sought.clear();
+      sought_at.clear();
+      for (std::int64_t i = begin; i < begin + n; ++i) {
+        if (cached[i] != kNoSlot) continue;
+        sought.push_back(missing_ids[i]);
+        sought_at.push_back(static_cast<std::uint32_t>(i));
+      }
+      num_cached += n - static_cast<std::int64_t>(sought.size());
+      job->counts_.bytes_mapped += (n - static_cast<std::int64_t>(sought.size())) * logs_[t]->record_bytes();
+      sought_found.resize(sought.size());
+      sought_heats.resize(sought.size());
+      logs_[t]->plan_reads(sought, sought_at, static_cast<std::uint32_t>(t), plan, deliver, sought_found, sought_heats);
+      for (std::size_t i = 0; i < sought.size(); ++i) {
+        found[sought_at[i]] = sought_found[i];
+        heats[sought_at[i]] = sought_heats[i];
+      }
     }
     std::vector<std::uint32_t> born, back, strange;
     std::vector<std::uint8_t> back_heats;
@@ -115,7 +197,7 @@ std::shared_ptr<AcquireJob> TieredRows::acquire(std::span<const std::int64_t> id
       back_heats.clear();
       strange.clear();
       for (std::int64_t i = bounds[t]; i < bounds[t + 1]; ++i) {
-        if (found[i] == RowAt::nowhere) continue;
+        if (found[i] == RowAt::nowhere || (cache_ != nullptr && cached[i] != kNoSlot)) continue;
         if (heats[i] == heat::kUnknown) {
           strange.push_back(missing_slots[i]);
           continue;
@@ -129,13 +211,23 @@ std::shared_ptr<AcquireJob> TieredRows::acquire(std::span<const std::int64_t> id
     auto& counts = job->counts_;
     counts.born = static_cast<std::int64_t>(born.size());
     counts.read = static_cast<std::int64_t>(job->coming_.size());
-    counts.copied = static_cast<std::int64_t>(missing.size()) - counts.born - counts.read;
+    counts.mapped = num_cached;
+    counts.copied = static_cast<std::int64_t>(missing.size()) - counts.born - counts.read - num_cached;
     counts.resident = static_cast<std::int64_t>(ids.size() - missing.size());
     counts.evicted_dirty = acquired.num_evicted_dirty;
     counts.bytes_evicted = bytes_evicted;
     for (const auto& [t, id] : job->coming_) counts.bytes_read += logs_[t]->record_bytes();
     counts.evicted_clean = acquired.num_evicted - acquired.num_evicted_dirty;
     job->read_ = reader_.submit(std::move(plan), deliver, false);
+    for (std::int64_t t = 0; t < num_tables && num_cached > 0; ++t) {  // cannot fail
+      const auto part = [&](auto& all) { return std::span(all).subspan(bounds[t], bounds[t + 1] - bounds[t]); };
+      cache_->move_up(t, part(cached), dram_, part(missing_slots));
+    }
+    if (cache_ != nullptr) {
+      hits_ += num_cached;
+      misses_ += static_cast<std::int64_t>(missing.size()) - num_cached;
+      bytes_read_ += counts.bytes_mapped;
+    }
   } catch (...) {
     dram_.release(slots, offsets, false);
     for (std::int64_t t = 0; t < num_tables; ++t) {
@@ -196,6 +288,7 @@ std::optional<ReadFault> TieredRows::read(std::int64_t table, std::span<const st
     const std::scoped_lock lock(order_);
     if (auto fault = wait_before(~std::uint64_t{0})) return fault;
     absent = dram_.read(table, ids, out);
+    if (cache_ != nullptr) absent = read_cached(table, ids, std::move(absent), out);
     if (absent.empty()) return std::nullopt;
     for (const auto position : absent) absent_ids.push_back(ids[position]);
     if (logs_[table] == nullptr) throw std::invalid_argument("table " + std::to_string(table) + ": no row of it is here");
@@ -216,6 +309,27 @@ std::optional<ReadFault> TieredRows::read(std::int64_t table, std::span<const st
   return job->wait();
 }
 
+// Copy weights of rows in the cache; return the positions of the others.
+std::vector<std::int32_t> TieredRows::read_cached(std::int64_t table, std::span<const std::int64_t> ids,
+                                                  std::vector<std::int32_t> absent, std::byte* out) const {
+  const auto width = static_cast<std::size_t>(cache_->layout(table).weights_bytes());
+  std::vector<std::int64_t> absent_ids;
+  for (const auto position : absent) absent_ids.push_back(ids[position]);
+  std::vector<std::byte> weights(absent.size() * width);
+  std::vector<std::int32_t> others;
+  std::size_t next = 0;
+  const auto missing = cache_->read(table, absent_ids, weights.data());
+  for (std::size_t i = 0; i < absent.size(); ++i) {
+    if (next < missing.size() && missing[next] == static_cast<std::int32_t>(i)) {
+      others.push_back(absent[i]);
+      ++next;
+    } else {
+      std::memcpy(out + static_cast<std::size_t>(absent[i]) * width, weights.data() + i * width, width);
+    }
+  }
+  return others;
+}
+
 void TieredRows::erase(std::int64_t table, std::span<const std::int64_t> ids) {
   const std::scoped_lock lock(order_);
   std::uint64_t behind = 0;
@@ -231,31 +345,74 @@ void TieredRows::erase(std::int64_t table, std::span<const std::int64_t> ids) {
   }
   wait_before(behind);
   dram_.erase(table, ids, sink());
+  if (cache_ != nullptr) cache_->erase(table, ids, sink());
   if (logs_[table] != nullptr) logs_[table]->erase(ids);
+}
+
+std::int64_t TieredRows::resize(std::int64_t table, std::int64_t capacity) {
+  const std::scoped_lock lock(order_);
+  if (wait_before(~std::uint64_t{0})) return dram_.capacity_rows(table);
+  return dram_.resize(table, capacity, sink());
 }
 
 std::int64_t TieredRows::write_dirty(std::int64_t table, std::int64_t rows) {
   std::int64_t written = 0;
-  const TableSink to_log = sink();
-  dram_.write_dirty(table, rows, [&](std::int64_t t, const LeftRows& left) {
-    to_log(t, left);
+  const TableSink counted = [&](std::int64_t t, const LeftRows& left) {
+    append(t, left);
     written += static_cast<std::int64_t>(left.ids.size());
-  });
+  };
+  dram_.write_dirty(table, rows, counted);
+  if (cache_ != nullptr && written == 0) cache_->write_dirty(table, rows, counted);
   return written;
 }
 
 std::int64_t TieredRows::save_some(std::int64_t rows) {
   std::int64_t saved = 0;
-  const TableSink to_log = sink();
-  for (std::int64_t t = 0; t < dram_.num_tables(); ++t) {
-    while (saved < rows && dram_.save_some(t, kSaves, [&](std::int64_t table, const LeftRows& left) {
-      to_log(table, left);
-      saved += static_cast<std::int64_t>(left.ids.size());
-    })) {
+  const TableSink counted = [&](std::int64_t t, const LeftRows& left) {
+    append(t, left);
+    saved += static_cast<std::int64_t>(left.ids.size());
+  };
+  for (Dram* const tier : {&dram_, cache_}) {
+    for (std::int64_t t = 0; tier != nullptr && t < tier->num_tables() && saved < rows; ++t) {
+      while (saved < rows && tier->save_some(t, kSaves, counted)) {
+      }
     }
-    if (saved >= rows) break;
   }
   return saved;
+}
+
+void TieredRows::write(std::int64_t table, std::span<const std::int64_t> ids, const std::byte* records) {
+  const std::scoped_lock lock(order_);
+  std::size_t n = 0;
+  if (cache_ != nullptr) {
+    cache_->erase(table, ids, sink());
+    n = cache_->insert(table, ids, records, sink());
+    rows_inserted_ += static_cast<std::int64_t>(n);
+    bytes_inserted_ += static_cast<std::int64_t>(n) * cache_->layout(table).record_bytes();
+  }
+  const std::int64_t record_bytes = logs_[table]->record_bytes();
+  logs_[table]->append(
+      ids.subspan(n),
+      [&](std::size_t i, std::uint8_t* payload) {
+        std::memcpy(payload, records + static_cast<std::int64_t>(n + i) * record_bytes, static_cast<std::size_t>(record_bytes));
+      },
+      {}, kHot, false);
+}
+
+// Not while rows move between the tiers, where a snapshot would miss them.
+void TieredRows::begin_snapshot() {
+  const std::scoped_lock lock(order_);
+  dram_.begin_snapshot();
+  if (cache_ != nullptr) cache_->begin_snapshot();
+}
+
+void TieredRows::end_snapshot() {
+  dram_.end_snapshot();
+  if (cache_ != nullptr) cache_->end_snapshot();
+}
+
+TieredRows::CacheCounts TieredRows::cache_counts() const {
+  return {hits_, misses_, rows_inserted_, bytes_read_, bytes_inserted_};
 }
 
 }  // namespace colonnade

@@ -199,7 +199,7 @@ void update(Dram& dram, std::span<const std::uint32_t> given_slots, const Segmen
       task.place = layout.place;
       tasks.push_back(task);
     }
-    const auto capacity = static_cast<std::uint32_t>(dram.capacity_rows(t));
+    const auto capacity = static_cast<std::uint32_t>(dram.num_addresses(t));
     int strangers = 0;
     for (std::int64_t u = segments.table_offsets[t]; u < segments.table_offsets[t + 1]; ++u)
       strangers |= slots[u] >= capacity;

@@ -26,8 +26,7 @@ def train(folder: Path) -> dict[str, Any]:
     )  # fmt: skip
     memory = {"dram": "1MiB", "ssd": f"{folder}-rows:1GiB"}
     colonnade.fit(
-        model, data, run=folder, batch_size=500, epochs=1, memory=memory, placement="profiled", lookahead="auto",
-        quiet=True,
+        model, data, run=folder, batch_size=500, epochs=1, memory=memory, lookahead="auto", quiet=True,
     )  # fmt: skip
     summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
     return summary

@@ -325,7 +325,9 @@ class Bench:
         if "chosen" not in answer or AUTO in self.broken:
             return answer.get("predicted", {}), None
         rate = "not shaped" if gigabits is None else f"{gigabits:g} Gbit/s"
-        for what in ("links", "chosen"):
+        for what in ("links", "measured", "chosen"):
+            if not answer.get(what):
+                continue
             self.facts[f"{name} {rate} {what}"] = answer[what]
             self.say(f"{name} {rate}, {what}: {answer[what]}")
         same = answer.get("same")

@@ -1,4 +1,4 @@
-"""The C++ programs of `bench tiers`, built when it runs: the simulator of policies, and the device alone."""
+"""The C++ programs of `bench tiers`, built when it runs: the simulator of policies, the device alone, and a delay."""
 
 from __future__ import annotations
 
@@ -24,15 +24,19 @@ FOREKNOWING = ("oracle", "belady")
 class Programs:
     policies: Path
     device: Path
+    delay: Path
+    """Shared library."""
 
 
 def build(folder: Path) -> Programs:
-    """Compile a program. Raises BenchError with the compiler's output."""
+    """Compile the programs. Raises BenchError with the compiler's output."""
     compiler = os.environ.get("CXX", "c++")
     built = []
     for name in ("tier_policies", "tier_device"):
         run([compiler, *FLAGS, str(BENCH / f"{name}.cc"), "-o", str(folder / name)])
         built.append(folder / name)
+    built.append(folder / "tier_delay.so")
+    run([compiler, *FLAGS, "-shared", "-fPIC", str(BENCH / "tier_delay.cc"), "-o", str(built[-1])])
     return Programs(*built)
 
 

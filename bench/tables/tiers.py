@@ -23,14 +23,17 @@ PLAIN = " between commits"
 COMMITS = " with commits"
 BESIDE = " sparse only, beside peers"
 WRITES = " writes"
+TWO_TABLES = " two tables"
 """Kinds of blocks: what follows a case's name."""
 FIRST_EPOCH = " first epoch"
+LEVELS = " levels"
 ALL = "colonnade all"
 POLICIES = (*KNOWING, LOOKING, *FOREKNOWING)
 COUNTS = {
     "device_reads": "reads/sample",
     "pages_read": "pages/sample",
     "rows_read": "rows read/sample",
+    "rows_mapped": "rows from mapped/sample",
     "bytes_written": "bytes written/sample",
     "cpu_seconds": "processor us/sample",
     "stall_seconds": "stall us/sample",
@@ -304,10 +307,11 @@ def print_result(
 
 
 def systems_grid(figures: Figures, others: OtherFigures, case: str, cores: int) -> Grid:
-    size = others.model_bytes.get(case.removesuffix(FIRST_EPOCH), 0) / 2**30
+    model = case.removesuffix(FIRST_EPOCH).removesuffix(LEVELS)
+    size = others.model_bytes.get(model, 0) / 2**30
     grid = _grid(
         f"{case}: {size:.1f} GiB in memory", "system", "samples/s", "of all", "alone", "of all",
-        "reads", "pages", "rows read", "written", "us", "stall us", "bound", "of bound",
+        "reads", "pages", "rows read", "mapped", "written", "us", "stall us", "bound", "of bound",
     )  # fmt: skip
     whole = [figures.rates.get((case + kind, ALL)) for kind in (NETWORK, SPARSE)]
     for system in dict.fromkeys(s for c, s in figures.rates if c in (case, case + SPARSE)):
@@ -316,11 +320,11 @@ def systems_grid(figures: Figures, others: OtherFigures, case: str, cores: int) 
         for rate, all_rate in zip(rates, whole, strict=True):
             cells.append("" if rate is None else f"{rate:,.0f}")
             cells.append("" if rate is None or all_rate is None else f"{rate / all_rate:.2f}")
-        for unit, digits in zip(COUNTS.values(), (3, 3, 3, 0, 2, 2), strict=True):
+        for unit, digits in zip(COUNTS.values(), (3, 3, 3, 3, 0, 2, 2), strict=True):
             value = figures.median.get((case + SPARSE, system, unit))
             cells.append("" if value is None else f"{value:.{digits}f}")
         bound = None
-        if system.startswith("colonnade 1/") and FIRST_EPOCH not in case:
+        if system.startswith("colonnade 1/") and case == model:
             bound = bound_of(figures, others, case, int(system.split("/")[1]), cores)
         if bound is not None and rates[1] is not None:
             cells += [f"{bound.samples:,.0f} {bound.which}", f"{rates[1] / bound.samples:.2f}"]
@@ -361,7 +365,7 @@ def nodes_grid(figures: Figures) -> Grid:
     grid = _grid(title, "case", "memory", "for capacity", "for speed", "nodes", "fewer")
     for case in figures.cases():
         whole = figures.rates.get((case, ALL))
-        if whole is None or FIRST_EPOCH in case:
+        if whole is None or case.endswith((FIRST_EPOCH, LEVELS)):
             continue
         dense = nodes(1, whole)
         grid.add_row(case, "all", *map(str, dense), f"{max(dense)}", "")

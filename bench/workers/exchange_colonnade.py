@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache
@@ -39,6 +38,7 @@ from colonnade import (
     build_plan,
     open_mesh,
 )
+from colonnade.plan.comparison import describe_exchanges
 from colonnade.plan.constraints import resolve_plan_config
 from colonnade.plan.cost.consumers import build_model_load, check_whole_bags
 from colonnade.plan.cost.table_stats import ColumnLoad, TableLoad
@@ -46,6 +46,8 @@ from colonnade.plan.measure.device import RowRate, measure_rows
 from colonnade.plan.measure.links import measure_links
 from colonnade.plan.search import choose
 from colonnade.plan.search.candidates import Constraint, PlanDecision, step_seconds
+from colonnade.run.plan_timing import count_plans_to_time, time_in_turns
+from colonnade.run.planner import NUM_RUNNERS_UP
 from colonnade.store.budget import slot_bytes
 from colonnade.topology.sharding import Sharding, host_wise, replicated, row_wise, table_wise
 from workers.exchange_loop import EPS, ROWS_LR, Case, Iterations, digest_of, serve
@@ -146,6 +148,10 @@ class Opened:
         sent = {name: count - before.get(name, 0) for name, count in self.sent().items()}
         return Iterations(seconds, digest_of(outputs), sent, phases)
 
+    def train_steps(self, warm_up: int, steps: int, start: Callable[[], None]) -> float:
+        """Train steps as a run's copies do (`colonnade.run.plan_timing`)."""
+        return sum(self.run(warm_up, steps, start).seconds)
+
     def sent(self) -> dict[str, float]:
         """Bytes this rank has sent, by "purpose link"."""
         return {" ".join(key): count for key, count in dict(self.mesh.traffic.sent_bytes).items()}
@@ -244,19 +250,18 @@ class Chooser:
             if n != AUTO and not has_copies(s.collection)
         }
         try:
-            choices[AUTO] = choose(self.loads, links, rates=self.rates, model=self.model)
+            choices[AUTO] = choose(
+                self.loads, links, rates=self.rates, model=self.model, num_runners_up=NUM_RUNNERS_UP
+            )
             self.systems.pop(AUTO, None)
-            is_open = PlanConfig(exchange=AUTO, sharding=AUTO)
-            tables, _, _ = self.system.declared(self.case)
-            chosen = {"plan": resolve_plan_config(is_open, tables, links, choices[AUTO])}
+            if self.rehearsed is not None:  # the first plan is for free links, and not quoted
+                answer["measured"], choices[AUTO] = self.keep_fastest(links, choices[AUTO])
+            chosen = self.open_choice(links, choices[AUTO])
             if same := self.opened_with(chosen):
                 answer["same"] = same
             else:
                 self.systems[AUTO] = self.system(self.case, chosen, self.stored, self.mesh)
-            counts = Counter(
-                f"{t.chosen.exchange} {t.chosen.sharding.kind}" for t in choices[AUTO].tables
-            )
-            answer["chosen"] = ", ".join(f"{n} x {what}" for what, n in counts.most_common())
+            answer["chosen"] = describe_decision(choices[AUTO])
         except ColonnadeError as error:
             choices.pop(AUTO, None)
             answer["left_out"][AUTO] = str(error)
@@ -275,6 +280,32 @@ class Chooser:
                 "seconds": self.step_seconds(choice, base - own, links.crowding),
             }
         return answer
+
+    def open_choice(self, links: World, decision: PlanDecision) -> dict[str, Any]:
+        """Return a choice with the decision's plan."""
+        is_open = PlanConfig(exchange=AUTO, sharding=AUTO)
+        tables, _, _ = self.system.declared(self.case)
+        return {"plan": resolve_plan_config(is_open, tables, links, decision)}
+
+    def keep_fastest(self, links: World, decision: PlanDecision) -> tuple[str, PlanDecision]:
+        """Time the decision and its runners-up as a run does at its start. Return milliseconds in words, and the
+        fastest. Collective."""
+        decisions = [decision, *decision.runners_up]
+        base = self.forced(links, self.systems[REHEARSED].collection).seconds.processor
+        predicted = [self.step_seconds(other, base, links.crowding) for other in decisions]
+        decisions = decisions[: count_plans_to_time(predicted, None)]
+        if not decisions:
+            return "", decision
+        opened = [
+            self.system(self.case, self.open_choice(links, other), self.stored, self.mesh)
+            for other in decisions
+        ]
+        seconds = time_in_turns([system.train_steps for system in opened], self.mesh)
+        words = ", ".join(
+            f"{describe_decision(other)} {1e3 * step:.1f} ms"
+            for other, step in zip(decisions, seconds, strict=True)
+        )
+        return words, decisions[seconds.index(min(seconds))]
 
     def opened_with(self, choice: Mapping[str, Any]) -> str | None:
         """Return the system whose plan is this one; None where there is none."""
@@ -300,6 +331,11 @@ class Chooser:
         }
         model = build_model_load(collection.declaration, self.loads, world=links)
         return choose(self.loads, links, rates=self.rates, forced=constraints, model=model)
+
+
+def describe_decision(decision: PlanDecision) -> str:
+    """Describe exchanges and shardings in words."""
+    return describe_exchanges(table.chosen.option for table in decision.tables)
 
 
 def has_copies(collection: EmbeddingCollection) -> bool:

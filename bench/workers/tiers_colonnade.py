@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,10 +20,16 @@ from torch.nn.functional import binary_cross_entropy_with_logits as bce
 import colonnade
 from colonnade import Batch, Feature, Ids, RowOptimizer, Table
 from colonnade.cache.next_use import encode_distance
-from colonnade.config.plan import PlanConfig
+from colonnade.config.plan import MemoryConfig, PlanConfig
 from colonnade.models.dlrm import DLRM
+from colonnade.plan.measure.profile import profile_batches
+from colonnade.plan.placement import place_rows
 from colonnade.plan.plan import Plan, build_plan
-from colonnade.store.budget import slot_bytes
+from colonnade.run.placement import MIN_BATCHES, SAMPLE_LOOKUPS
+from colonnade.sizes import StorageLocation
+from colonnade.store.budget import slot_bytes, split_cache_budget
+from colonnade.topology.sharding import Shard
+from workers.tier_delay import delay_moves
 from workers.tier_stream import Stream
 from workers.tiers_loop import Case, Gate, serve
 from workers.tiers_store import FILL_STEP, Commits, fill, open_backings, store_counts, tables_of
@@ -33,7 +40,7 @@ MAX_COUNT = 4096
 AGE_BINS, MAX_LOG_AGE = 4096, 32.0
 """Number of bins for the ages of rows, and log2 of the largest age in batches."""
 RUN = 65536
-"""Rows of a table in one batch when memory is warmed."""
+"""Most rows of a table in one batch when memory is warmed."""
 
 
 class TieredTraining:
@@ -98,24 +105,67 @@ def open_system(case: Case) -> tuple[TieredTraining, dict[str, float | str]]:
     model = DLRM(tables, features, num_dense=NUM_DENSE, bottom=case.bottom, top=case.top)
     plan = plan_of(tables, stream, case)
     on_disk = case.dram_bytes is not None
+    if case.mapped:
+        plan = add_cache(plan, tables, case)
     step = None if case.starts_empty else FILL_STEP
     backings = open_backings(Path(case.store), tables, step) if on_disk else []
     model.embeddings.open(plan, backings=backings)
     start = time.perf_counter()
     system = TieredTraining(case, stream, model)
     if not case.starts_empty:
-        warm(system, [table.capacity_rows for table in plan.tables])
+        together = min([RUN, *(table.capacity_rows for table in plan.tables if not table.fits)])
+        warm(system, [table.capacity_rows + table.mapped_rows for table in plan.tables], together)
+    if case.line_ns:
+        delay_moves(model.embeddings.store, Path(case.delay), case.line_ns)
     return system, {"colonnade": colonnade.__version__, "warm_seconds": time.perf_counter() - start}
 
 
 def plan_of(tables: Sequence[Table], stream: Stream, case: Case) -> Plan:
     if case.dram_bytes is None:
         return build_plan(tables, 1, PlanConfig(lookahead=case.lookahead))
+    memory = MemoryConfig(dram=case.dram_bytes)
+    if case.placement != "history":
+        plan = build_plan(tables, 1, PlanConfig(memory=memory, lookahead=case.lookahead))
+        return plan if case.placement == "even" else place_by_sample(plan, tables, stream, memory)
     shares = shares_of(tables, stream, case.lookahead, case.dram_bytes)
     return build_plan(
         tables,
         1,
         PlanConfig(memory={"dram": case.dram_bytes, "tables": shares}, lookahead=case.lookahead),
+    )
+
+
+def place_by_sample(
+    plan: Plan, tables: Sequence[Table], stream: Stream, memory: MemoryConfig
+) -> Plan:
+    """Place rows as a run does that resumes behind the history: by a profile of the stream's first batches."""
+    shape, starts = stream.shape, stream.shape.starts[:-1, None]
+    features = [Feature(table.name, table.name) for table in tables]
+    batches = max(MIN_BATCHES, SAMPLE_LOOKUPS // shape.lookups)
+    sample = []
+    for rows in stream.rows()[:batches]:
+        ids = torch.from_numpy(rows - starts)
+        values = {table.name: Ids(ids[f]) for f, table in enumerate(tables)}
+        sample.append(
+            Batch(size=shape.batch_size, dense=torch.zeros(shape.batch_size, 0), ids=values)
+        )
+    profile = profile_batches(tables, features, sample, is_brief=True)
+    first = int(shape.history / shape.batch_size)
+    return place_rows(
+        plan, tables, profile, memory, batch_size=shape.batch_size, num_samples=None, first_batch=first,
+        last_batch=first + shape.num_batches,
+    )  # fmt: skip
+
+
+def add_cache(plan: Plan, tables: Sequence[Table], case: Case) -> Plan:
+    """Give all mapped memory to evicted rows. A plan of its own would store whole tables there first."""
+    resident = [None if table.fits else table.capacity_rows for table in plan.tables]
+    rows = split_cache_budget(tables, case.mapped_bytes, [Shard()] * len(tables), resident)
+    planned = [
+        replace(table, mapped_rows=count) for table, count in zip(plan.tables, rows, strict=True)
+    ]
+    return replace(
+        plan, tables=tuple(planned), mapped=StorageLocation(case.mapped, case.mapped_bytes)
     )
 
 
@@ -169,20 +219,21 @@ def shares_of(
     }
 
 
-def warm(system: TieredTraining, capacities: Sequence[int]) -> None:
+def warm(system: TieredTraining, capacities: Sequence[int], together: int) -> None:
     """Train the rows that endless training would have left in memory, once each, with gradients of zero.
 
-    They are trained in the order of ids, which is that of the disk: most of it is read in one sweep.
+    They are trained in the order of ids, which is that of the disk: most of it is read in one sweep. together: rows of
+    a table in one batch.
     """
     stream, hints = system.stream, system.case.hints
     table_ids = select_warm_rows(system.case, stream, capacities)
     width = len(table_ids) * system.case.dim
     first_use, starts = stream.state("first") if hints else None, stream.shape.starts
-    firsts = range(0, max(map(len, table_ids)), RUN)
+    firsts = range(0, max(map(len, table_ids)), together)
     for number, first in enumerate(firsts):
         values, expected = {}, {}
         for t, ids in enumerate(table_ids):
-            part = ids[first : first + RUN]
+            part = ids[first : first + together]
             name = f"C{t + 1}"
             values[name] = Ids(torch.from_numpy(part), torch.tensor([0, len(part)]))
             if first_use is not None:

@@ -51,8 +51,17 @@ class Case:
     num_threads: int
     shards: int = 1
     """Databases of a peer."""
+    mapped: str = ""
+    """Folder for evicted rows above the disk."""
+    mapped_bytes: int = 0
+    line_ns: int = 0
+    """Delay for each cache line that moves to or from these."""
+    delay: str = ""
+    """Library of the delay."""
     site: str = ""
     """Folder of a peer's own packages."""
+    placement: str = "history"
+    """Memory of tables: by the history of the stream, as endless training would learn; or as `plan.placement`."""
     seed: int = 0
 
     def open_stream(self) -> Stream:

@@ -97,7 +97,8 @@ def store_counts(embeddings: EmbeddingCollection) -> Mapping[str, float]:
     store = embeddings.store
     sources = store.sources
     counts = {
-        "rows_read": sources.read, "rows_born": sources.born, "rows_resident": sources.resident,
+        "rows_read": sources.read, "rows_mapped": sources.mapped, "rows_born": sources.born,
+        "rows_resident": sources.resident,
         "rows_evicted": sources.evicted_clean + sources.evicted_dirty,
         "rows_written": sources.evicted_dirty, "stall_seconds": sources.stall_seconds,
     }  # fmt: skip

@@ -39,13 +39,14 @@ void make_dram(Dram* self, const Parts& parts, const std::vector<int64_t>& state
                const std::vector<double>& initial_states, const std::vector<int64_t>& initial_counts,
                const std::string& dtype, bool split, const std::vector<int64_t>& num_owners,
                const std::vector<int64_t>& places, bool can_evict,
-               const std::vector<std::string>& directories, const std::vector<int64_t>& first_columns) {
+               const std::vector<std::string>& directories, const std::vector<int64_t>& first_columns,
+               const std::vector<int64_t>& most_rows) {
   const auto n = static_cast<size_t>(parts.num_tables());
   const auto num_parts = parts.all().size();
   if (state_elements.size() != n || rows.size() != n || capacity_rows.size() != n || seeds.size() != n ||
       num_owners.size() != n || places.size() != n || (!directories.empty() && directories.size() != n) ||
-      (!first_columns.empty() && first_columns.size() != n)) {
-    throw std::invalid_argument("Dram: state_elements, rows, capacity_rows, seeds, num_owners, places, directories and first_columns need one element for each of " +
+      (!first_columns.empty() && first_columns.size() != n) || (!most_rows.empty() && most_rows.size() != n)) {
+    throw std::invalid_argument("Dram: state_elements, rows, capacity_rows, seeds, num_owners, places, directories, first_columns and most_rows need one element for each of " +
                                 std::to_string(n) + " tables");
   }
   if (init_scales.size() != num_parts || initial_states.size() != num_parts ||
@@ -57,7 +58,7 @@ void make_dram(Dram* self, const Parts& parts, const std::vector<int64_t>& state
   for (size_t t = 0; t < n; ++t) {
     tables.push_back({{}, state_elements[t], rows[t], capacity_rows[t], seeds[t], can_evict,
                       directories.empty() ? std::string() : directories[t], num_owners[t], places[t],
-                      first_columns.empty() ? 0 : first_columns[t]});
+                      first_columns.empty() ? 0 : first_columns[t], most_rows.empty() ? 0 : most_rows[t]});
     if (tables.back().first_column < 0) throw std::invalid_argument("Dram: a first column below 0");
     auto p = static_cast<size_t>(parts.first(static_cast<int64_t>(t)));
     for (const auto& part : parts.of(static_cast<int64_t>(t))) {
@@ -127,7 +128,7 @@ void bind_dram(nb::module_& m) {
       .def("__init__", &make_dram, "parts"_a, "state_elements"_a, "rows"_a, "capacity_rows"_a, "seeds"_a,
            "init_scales"_a, "initial_states"_a, "initial_counts"_a, "dtype"_a, "split"_a, "num_owners"_a, "places"_a,
            "can_evict"_a = true, "directories"_a = std::vector<std::string>(),
-           "first_columns"_a = std::vector<int64_t>())
+           "first_columns"_a = std::vector<int64_t>(), "most_rows"_a = std::vector<int64_t>())
       .def(
           "acquire",
           [](Dram& self, In ids, In offsets, Out slots, bool birth, std::optional<In> next_use) {
@@ -280,6 +281,8 @@ void bind_dram(nb::module_& m) {
           "table"_a)
       .def("num_looked", &Dram::num_looked, nb::call_guard<nb::gil_scoped_release>(), "table"_a)
       .def("pinned_share", &Dram::pinned_share, nb::call_guard<nb::gil_scoped_release>(), "table"_a)
+      .def("capacity_rows", &Dram::capacity_rows, "table"_a)
+      .def("can_resize", &Dram::can_resize, "table"_a)
       .def("num_rows", &Dram::num_rows, nb::call_guard<nb::gil_scoped_release>(), "table"_a)
       .def("resident_bytes", &Dram::resident_bytes, nb::call_guard<nb::gil_scoped_release>());
 }

@@ -33,24 +33,27 @@ void bind_tiered(nb::module_& m) {
         const auto& counts = self.job->counts();
         nb::dict all;
         all["resident"] = counts.resident;
+        all["mapped"] = counts.mapped;
         all["read"] = counts.read;
         all["copied"] = counts.copied;
         all["born"] = counts.born;
         all["evicted_clean"] = counts.evicted_clean;
         all["evicted_dirty"] = counts.evicted_dirty;
         all["bytes_read"] = counts.bytes_read;
+        all["bytes_mapped"] = counts.bytes_mapped;
         all["bytes_evicted"] = counts.bytes_evicted;
         return all;
       });
   nb::class_<TieredRows>(m, "TieredRows")
       .def(
           "__init__",
-          [](TieredRows* self, Dram& dram, const nb::list& logs, PageReader& reader, int64_t steps) {
+          [](TieredRows* self, Dram& dram, const nb::list& logs, PageReader& reader, int64_t steps, Dram* cache) {
             std::vector<RowLog*> all;
             for (const auto& log : logs) all.push_back(log.is_none() ? nullptr : &nb::cast<RowLog&>(log));
-            new (self) TieredRows(dram, std::move(all), reader, steps);
+            new (self) TieredRows(dram, std::move(all), reader, steps, cache);
           },
-          "dram"_a, "logs"_a, "reader"_a, "steps"_a = 0, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>())
+          "dram"_a, "logs"_a, "reader"_a, "steps"_a = 0, "cache"_a.none() = nb::none(), nb::keep_alive<1, 2>(),
+          nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(), nb::keep_alive<1, 6>())
       .def(
           "acquire",
           [](TieredRows& self, In ids, In offsets, Out slots, std::optional<In> next_use) {
@@ -106,6 +109,27 @@ void bind_tiered(nb::module_& m) {
             self.erase(table, i);
           },
           "table"_a, "ids"_a)
+      .def(
+          "write",
+          [](TieredRows& self, int64_t table, In ids, In records) {
+            const auto i = elements<const int64_t>(ids, "ids", {-1});
+            const auto r = elements<const uint8_t>(records, "records", {length(i), self.dram().layout(table).record_bytes()});
+            nb::gil_scoped_release released;
+            self.write(table, i, reinterpret_cast<const std::byte*>(r.data()));
+          },
+          "table"_a, "ids"_a, "records"_a)
+      .def("cache_counts",
+           [](const TieredRows& self) {
+             const auto counts = self.cache_counts();
+             nb::dict all;
+             all["hits"] = counts.hits;
+             all["misses"] = counts.misses;
+             all["rows_inserted"] = counts.rows_inserted;
+             all["bytes_read"] = counts.bytes_read;
+             all["bytes_inserted"] = counts.bytes_inserted;
+             return all;
+           })
+      .def("resize", &TieredRows::resize, "table"_a, "capacity"_a, release)
       .def("write_dirty", &TieredRows::write_dirty, "table"_a, "rows"_a, release)
       .def("begin_snapshot", &TieredRows::begin_snapshot, release)
       .def(

@@ -30,9 +30,11 @@ std::uint64_t clock_in(const std::byte* record) {
   return clock;
 }
 
-// Random acquires and releases against a map of clocks: nothing updated is ever lost.
-void nothing_is_lost(std::int64_t rows, std::int64_t capacity, std::int64_t universe) {
-  const TableSettings settings = table(rows, capacity);
+// Random acquires and releases against a map of clocks: nothing updated is ever lost. most_rows: the capacity changes,
+// up to it, with and without pinned rows.
+void nothing_is_lost(std::int64_t rows, std::int64_t capacity, std::int64_t universe, std::int64_t most_rows = 0) {
+  TableSettings settings = table(rows, capacity);
+  settings.most_rows = most_rows;
   Dram dram({&settings, 1}, {Dtype::float32});
   Random random(static_cast<std::uint64_t>(capacity));
   std::map<std::int64_t, std::uint64_t> clocks, below;
@@ -47,13 +49,17 @@ void nothing_is_lost(std::int64_t rows, std::int64_t capacity, std::int64_t univ
     const std::int64_t offsets[] = {0, static_cast<std::int64_t>(ids.size())};
     std::vector<std::uint32_t> slots(ids.size());
     Left left(dram);
+    const auto note_left = [&] {
+      for (std::size_t i = 0; i < left.tables[0].ids.size(); ++i) {
+        const auto id = left.tables[0].ids[i];
+        below[id] = clock_in(left.tables[0].records.data() + i * kRecordBytes);
+        CHECK(below[id] == clocks[id]);
+      }
+      left.tables[0] = {};
+    };
     const Acquired acquired = dram.acquire(ids, offsets, {}, slots, false, left.sink());
     num_evicted += acquired.num_evicted;
-    for (std::size_t i = 0; i < left.tables[0].ids.size(); ++i) {
-      const auto id = left.tables[0].ids[i];
-      below[id] = clock_in(left.tables[0].records.data() + i * kRecordBytes);
-      CHECK(below[id] == clocks[id]);
-    }
+    note_left();
     for (const auto position : acquired.missing) {
       dram.birth(0, {&ids[position], 1}, {&slots[position], 1});
       std::vector<std::byte> record(kRecordBytes);
@@ -67,10 +73,31 @@ void nothing_is_lost(std::int64_t rows, std::int64_t capacity, std::int64_t univ
       CHECK(static_cast<std::uint64_t>(found[i]) == clocks[ids[i]]);
       if (is_dirty) dram.layout(0).clock_of(slots[i]) = static_cast<std::uint32_t>(++clocks[ids[i]]);
     }
+    const auto resize = [&](std::int64_t num_pinned) {
+      const auto wanted = static_cast<std::int64_t>(random.below(static_cast<std::uint64_t>(most_rows) + 2));
+      capacity = dram.resize(0, wanted, left.sink());
+      note_left();
+      CHECK(capacity == std::min(most_rows, std::max({wanted, num_pinned, std::int64_t{1}})));
+      CHECK(capacity == dram.capacity_rows(0));
+    };
+    if (most_rows && random.below(4) == 0) {
+      resize(static_cast<std::int64_t>(ids.size()));
+      CHECK(std::ranges::equal(dram.clocks(0, slots), ids, {}, {}, [&](auto id) { return static_cast<std::int64_t>(clocks[id]); }));
+    }
     CHECK(dram.num_rows(0) <= capacity);
     dram.release(slots, offsets, is_dirty);
+    if (most_rows && random.below(4) == 0) resize(0);
   }
   CHECK((num_evicted > 0) == (capacity < universe));
+}
+
+void resizes_have_bounds_and_leave_direct_tables_alone() {
+  TableSettings settings[] = {table(0, 8), table(8, 8)};
+  settings[0].most_rows = settings[1].most_rows = 16;
+  Dram dram(settings, {Dtype::float32});
+  CHECK(dram.can_resize(0) && !dram.can_resize(1));
+  CHECK(dram.resize(0, 100, nowhere) == 16 && dram.resize(1, 4, nowhere) == 8);
+  CHECK(dram.resize(0, 0, nowhere) == 1);
 }
 
 void refused_acquires_leave_no_trace() {
@@ -122,7 +149,8 @@ void set_row(const Dram& dram, std::uint32_t slot, std::uint64_t clock) {
 
 // A snapshot is of its moment while rows are trained, leave and are forgotten, and another thread saves.
 void snapshots_are_of_their_moment(std::int64_t rows, std::int64_t capacity, std::int64_t universe) {
-  const TableSettings settings = table(rows, capacity);
+  TableSettings settings = table(rows, capacity);
+  settings.most_rows = 2 * capacity;  // tables that evict are resized
   Dram dram({&settings, 1}, {Dtype::float32});
   Random random(static_cast<std::uint64_t>(universe));
   std::map<std::int64_t, std::uint64_t> clocks, below, committed;
@@ -174,6 +202,10 @@ void snapshots_are_of_their_moment(std::int64_t rows, std::int64_t capacity, std
         if (is_dirty) set_row(dram, slots[i], ++clocks[ids[i]]);
       }
       dram.release(slots, offsets, is_dirty);
+      if (round % 2) {
+        dram.resize(0, capacity / 3 + static_cast<std::int64_t>(random.below(static_cast<std::uint64_t>(capacity))), left.sink());
+        look_below();
+      }
       if (step % 5 == 4) {
         const std::int64_t gone[] = {static_cast<std::int64_t>(random.below(static_cast<std::uint64_t>(universe)))};
         dram.erase(0, gone, left.sink());
@@ -230,6 +262,9 @@ int main() {
   nothing_is_lost(0, 50, 40);
   nothing_is_lost(0, 50, 400);
   nothing_is_lost(1'000, 300, 1'000);
+  nothing_is_lost(0, 50, 400, 120);
+  nothing_is_lost(1'000, 300, 1'000, 900);
+  resizes_have_bounds_and_leave_direct_tables_alone();
   nothing_is_lost(300, 300, 300);
   for (const std::int64_t rows : {0, 200, 60}) snapshots_are_of_their_moment(rows, 60, rows ? rows : 150);
   sinks_may_fail();

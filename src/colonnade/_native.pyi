@@ -226,6 +226,9 @@ class Dram:
         first_columns: list[
             int
         ] = ...,  # by table: first column in the whole row, for initial values and rounding; []: all 0
+        most_rows: list[
+            int
+        ] = ...,  # by table: largest capacity of `TieredRows.resize`; []: as at first
     ) -> None: ...
     def acquire(
         self,
@@ -287,6 +290,10 @@ class Dram:
         """Return the address of the weights of slot 0."""
     def stride_bytes(self, table: int) -> int:
         """Return the distance between the weights of two slots, in bytes."""
+    def capacity_rows(self, table: int) -> int:
+        """Return the number of slots of a table."""
+    def can_resize(self, table: int) -> bool:
+        """Return whether the table's rows can be evicted, and are in this process's memory."""
     def num_rows(self, table: int) -> int:
         """Return the number of resident rows."""
     def resident_bytes(self) -> int:
@@ -861,11 +868,12 @@ class AcquireJob:
 
     is_done: bool
     def counts(self) -> dict[str, int]:
-        """Return numbers of rows: resident, read (from files), copied (from the logs' memory), born (initialised),
-        evicted_clean, evicted_dirty; and bytes of records: bytes_read, bytes_evicted."""
+        """Return numbers of rows: resident, mapped (from the cache), read (from files), copied (from the logs' memory),
+        born (initialised), evicted_clean, evicted_dirty; and bytes of records: bytes_read, bytes_mapped, bytes_evicted.
+        """
 
 class TieredRows:
-    """Rows of all tables in two tiers: rows in use in a Dram, the others in one log per table. Thread-safe.
+    """Rows of all tables in tiers: rows in use in a Dram, evicted ones in a cache, the rest in logs. Thread-safe.
 
     Keeps its parts alive. A fault is (table, kind, place, errno) as in `LogRead.wait`; every later wait returns it too.
     """
@@ -876,15 +884,17 @@ class TieredRows:
         logs: list[RowLog] | list[RowLog | None],
         reader: PageReader,
         steps: int = 0,
+        cache: Dram | None = None,
     ) -> None:
-        """Create the two tiers. logs: by table; None for a table without rows on this rank.
+        """Create the tiers. logs: by table; None for a table without rows on this rank.
 
-        steps: number of steps that the stored rows were trained for; a row's clock counts its uses in these."""
+        steps: number of steps that the stored rows were trained for; a row's clock counts its uses in these.
+        cache: store of evicted rows above the logs, of open tables with the same columns; a row is in one of both."""
     def acquire(
         self, ids: Array, offsets: Array, slots: Array, next_use: Array | None = None
     ) -> AcquireJob:
-        """Pin rows as `Dram.acquire` does. Evicted rows go to their logs; missing rows are read from there, or
-        initialised. An exception leaves nothing pinned."""
+        """Pin rows as `Dram.acquire` does. Evicted rows go to the cache, or their logs; missing rows are read from
+        there, or initialised. An exception leaves nothing pinned."""
     def wait(self, job: AcquireJob) -> tuple[int, str, int, int] | None:
         """Wait until the rows of this acquire and of all earlier ones are resident."""
     def settle(self) -> tuple[int, str, int, int] | None:
@@ -895,6 +905,15 @@ class TieredRows:
         """Read weights (N, D) of rows from memory or the log, ahead of reads for acquires. Changes nothing."""
     def erase(self, table: int, ids: Array) -> None:
         """Delete rows, in memory and in the log. Rows in use are reinitialised in place."""
+    def write(self, table: int, ids: Array, records: Array) -> None:
+        """Overwrite rows that are not in the Dram with records (N, record_bytes) uint8, in the cache or else the
+        log."""
+    def cache_counts(self) -> dict[str, int]:
+        """Return totals of the cache: hits, misses (rows), rows_inserted, bytes_read, bytes_inserted."""
+    def resize(self, table: int, capacity: int) -> int:
+        """Change the slots of a table, to at least its pinned rows and at most its `most_rows`; return their number.
+
+        Evicts rows that do not fit. A table that cannot evict rows does not change."""
     def write_dirty(self, table: int, rows: int) -> int:
         """Write about `rows` dirty rows to their log, where they remain resident; return their number, 0 if none is
         dirty."""

@@ -1,5 +1,6 @@
 """`bench tiers`: the stream is what it says, the simulator does what naive policies do, ratios mean what they say."""
 
+import ctypes
 import math
 import shutil
 import sys
@@ -18,7 +19,9 @@ sys.path.insert(0, str(BENCH))  # benches are scripts, not part of the package
 
 from harness import Measured  # noqa: E402
 from tables import tier_programs, tiers  # noqa: E402
+from workers import tiers_store  # noqa: E402
 from workers.memory_group import NoMemoryGroup, open_group  # noqa: E402
+from workers.tier_delay import count_lines, delay_moves  # noqa: E402
 from workers.tier_stream import Law, Shape, Stream, probabilities, scaled, write_stream  # noqa: E402
 from workers.tiers_loop import Case, Gate  # noqa: E402
 from workers.tiers_peer import PeerTraining, look_up, update  # noqa: E402
@@ -32,10 +35,12 @@ from colonnade import (  # noqa: E402
     Ids,
     PlanConfig,
     RowOptimizer,
+    RowWiseAdagrad,
     Table,
     build_plan,
 )  # fmt: skip
 from colonnade.cache.next_use import encode_distance  # noqa: E402
+from colonnade.store.dram import open_dram_store  # noqa: E402
 
 SMALL = Shape((50, 400, 3, 90), 1.1, batch_size=16, num_batches=60, history=800.0)
 HORIZON = 1 << 17
@@ -239,6 +244,54 @@ def test_a_program_that_fails_says_why(programs: tier_programs.Programs, tmp_pat
         tier_programs.run([str(programs.policies), str(tmp_path), "out", "lru:5:0"])
     with pytest.raises(tier_programs.BenchError, match="tier_device"):
         tier_programs.run([str(programs.device), "0.1", "8", str(tmp_path / "none")])
+
+
+def test_a_delay_lasts_as_long_as_asked(programs: tier_programs.Programs) -> None:
+    spin = ctypes.CDLL(str(programs.delay)).spin
+    spin.argtypes = [ctypes.c_int64]
+    start = time.perf_counter()
+    spin(20_000_000)
+    assert time.perf_counter() - start >= 0.02
+
+
+def test_lines_of_a_row() -> None:
+    for dim, lines in ((16, 2), (64, 5), (17, 3)):
+        assert count_lines(Table("C", dim, rows=9, optimizer=RowWiseAdagrad(lr=0.02))) == lines
+
+
+def test_moves_are_delayed_by_their_lines(
+    programs: tier_programs.Programs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tables = [Table("C", 16, rows=400, optimizer=RowWiseAdagrad(lr=0.02))]
+    logs = tiers_store.open_backings(tmp_path, tables, None)
+    store = open_dram_store(
+        tables, [60], seed=1, backings=logs, cache_directory=tmp_path, cache_rows=[200]
+    )
+    delays: list[int] = []
+
+    class Library:
+        def __init__(self, path: str) -> None:
+            assert path == str(programs.delay)
+            self.spin = Spin()
+
+    class Spin:
+        def __call__(self, nanoseconds: int) -> None:
+            delays.append(nanoseconds)
+
+    monkeypatch.setattr("workers.tier_delay.ctypes.CDLL", Library)
+    delay_moves(store, programs.delay, 300)
+    for first in (0, 60, 0):
+        ids, offsets = torch.arange(first, first + 60), torch.tensor([0, 60])
+        slots, job = store.acquire(ids, offsets)
+        store.wait(job)
+        for slot in slots.tolist():  # trained rows, which move down when others come
+            record = torch.zeros(1, tables[0].record_bytes, dtype=torch.uint8)
+            record[0, -8] = 1
+            store.native.unpack(0, torch.tensor([slot], dtype=torch.int32), record)
+        store.release(slots, offsets, dirty=True)
+    assert delays == [0, 60 * 2 * 300, 2 * 60 * 2 * 300]  # none; down; down and up
+    for log in logs:
+        log.close()
 
 
 # ---- the loop

@@ -61,6 +61,9 @@ class TestDramOverFiles(ResidentContract):
     def directories(self, place):
         return []
 
+    def cache(self, place):
+        return {}
+
     def train(self, store, slots, offsets):
         add_one(store, slots, offsets)
 
@@ -71,7 +74,31 @@ class TestDramOverFiles(ResidentContract):
             seed=1,
             backings=open_logs(place),
             directories=self.directories(place),
+            **self.cache(place),
         )
+
+
+class TestDramOverCache(TestDramOverFiles):
+    """Evicted rows in files mapped from a directory, above the logs."""
+
+    rows = 11
+
+    def cache(self, place):
+        return {"cache_directory": place / "mapped", "cache_rows": [self.rows] * len(TABLES)}
+
+    def test_a_directory_that_cannot_hold_them_is_refused(self, tmp_path):
+        (tmp_path / "mapped").write_text("a file")
+        with pytest.raises(StorageError, match=r"mapped files: .*mapped.*name another directory"):
+            self.open(tmp_path, [9, 9])
+        with pytest.raises(StorageError, match=r"could not map a file of .* bytes for rows"):
+            open_dram_store(
+                TABLES, [9, 9], seed=1, backings=open_logs(tmp_path / "logs"),
+                cache_directory=tmp_path, cache_rows=[2**32 - 2, 0],
+            )  # fmt: skip
+
+
+class TestDramOverCacheOfOneRow(TestDramOverCache):
+    rows = 1
 
 
 class TestMappedOverFiles(TestDramOverFiles):

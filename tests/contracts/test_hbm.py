@@ -18,9 +18,14 @@ class HbmContract(ResidentContract):
     device = "cpu"
     dram_rows: list[int] | None = None  # None: without logs, every row has room
 
+    def cache(self, place):
+        return {}
+
     def open(self, place, capacity_rows, step=None):
         backings = open_logs(place, step) if self.dram_rows else []
-        below = open_dram_store(TABLES, self.dram_rows or [97, 97], seed=1, backings=backings)
+        below = open_dram_store(
+            TABLES, self.dram_rows or [97, 97], seed=1, backings=backings, **self.cache(place)
+        )
         return open_hbm_store(below, capacity_rows or [97, 97], self.device, seed=1)
 
     def train(self, store, slots, offsets):
@@ -249,6 +254,13 @@ class TestHbmOverFiles(HbmContract):
 def close(store):
     for log in store.below.logs.values():
         log.close()
+
+
+class TestHbmOverCache(TestHbmOverFiles):
+    """Four tiers: a device, memory, evicted rows in mapped files, logs."""
+
+    def cache(self, place):
+        return {"cache_directory": place / "mapped", "cache_rows": [13] * len(TABLES)}
 
 
 @CUDA

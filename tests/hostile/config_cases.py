@@ -160,8 +160,18 @@ def cases() -> list[Case]:
         ),
         Case(
             "plan.memory.mapped beyond its disk",
-            train("synthetic", None, "plan.memory.mapped=here:900TiB"),
+            train("synthetic", None, "plan.memory.mapped=here:900TiB", "plan.memory.dram=1MiB"),
             ("plan.memory.mapped", "the file system has"),
+        ),
+        Case(
+            "plan.memory.mapped without plan.memory.dram",
+            train("synthetic", None, "plan.memory.mapped=here:1GiB"),
+            ("plan.memory.mapped", "without plan.memory.dram"),
+        ),
+        Case(
+            "plan.memory.mapped of no bytes",
+            train("synthetic", None, "plan.memory.mapped=here:0", "plan.memory.dram=1MiB"),
+            ("plan.memory.mapped", "at least 1 byte"),
         ),
         Case(
             "--dram of no size",
@@ -204,11 +214,10 @@ def cases() -> list[Case]:
         ),
         Case("plan of no lookups", ("plan", *SMALL, "--sample", "0"), ("--sample",)),
         Case(
-            "a profiled run with memory below one batch",
+            "a run with memory below one batch",
             train(
                 "synthetic",
                 None,
-                "plan.placement=profiled",
                 "plan.memory.dram=300KiB",
                 "data.options.num_train=9000",
             ),

@@ -40,9 +40,11 @@ from colonnade import (
 )
 from colonnade.config.plan import CacheTier
 from colonnade.row_state import dense_state_dict
+from colonnade.store.dram import RowSources
 from colonnade.store.log import open_log
 from colonnade.store.shards import AbsentRows
 from colonnade.store.table_shards import shard_tables
+from colonnade.store.tier_counts import TierCounts, collect_tier_counts
 from colonnade.topology.sharding import Sharding, row_wise
 from colonnade.train.dense import DenseGradients
 
@@ -205,6 +207,8 @@ class Trained:
     dense: dict[str, Tensor]
     rows: dict[str, Tensor]  # by table: weights of `probe_ids`
     clocks: dict[str, Tensor] = field(default_factory=dict)
+    tiers: dict[str, TierCounts] = field(default_factory=dict)  # of this rank
+    sources: RowSources = field(default_factory=RowSources)
 
 
 def probe_ids() -> dict[str, Tensor]:
@@ -245,6 +249,7 @@ def train(
     size: int = 23,
     dtype: str = "float64",
     dram_bytes: int | None = None,
+    mapped_bytes: int | None = None,
     hbm_bytes: int | None = None,
     device: str = "cpu",
     lookahead: int = 2,
@@ -268,7 +273,11 @@ def train(
         collection.tables,
         mesh.num_ranks,
         PlanConfig(
-            memory={"dram": dram_bytes, "hbm": hbm_bytes},
+            memory={
+                "dram": dram_bytes,
+                "mapped": f"{folder}/mapped:{mapped_bytes}" if mapped_bytes else None,
+                "hbm": hbm_bytes,
+            },
             lookahead=lookahead,
             staleness_steps=staleness,
             cache=cache_settings(caches, cache_tier),
@@ -308,6 +317,8 @@ def train(
         losses,
         {k: v.cpu().clone() for k, v in dense_state_dict(model).items()},
         all_rows(collection),
+        tiers=collect_tier_counts(collection.store),
+        sources=collection.store.sources,
     )
     for backing in backings:
         backing.close()

@@ -43,7 +43,14 @@ from colonnade.plan.search import choose
 from colonnade.plan.search.candidates import Constraint
 from colonnade.store.checksums import compute_checksums
 from colonnade.store.mapped import open_mapped
-from colonnade.topology.sharding import Sharding, build_hot_rows, column_wise, row_wise, table_wise
+from colonnade.topology.sharding import (
+    Sharding,
+    build_hot_rows,
+    column_wise,
+    replicated,
+    row_wise,
+    table_wise,
+)
 from colonnade.wire.codec import EXACT, Codecs
 
 LR, SIZES = 0.3, [13, 0, 1, 24]
@@ -490,7 +497,41 @@ def test_what_it_refuses():
         ):
             collection_of(case).open(plan)
     other = replace(case, consumers=("who",))  # the query's table travels otherwise
-    with pytest.raises(ConfigError, match=r"'history'.*give this table exchange rows"):
+    with pytest.raises(ConfigError, match=r"'history'.*exchange=rows"):
         collection_of(other).open(
             build_plan(TABLES, 1, PlanConfig(tables=by_table(exchange=case.exchanges)))
         )
+
+
+APART = {
+    "cut": ({"sharding": column_wise([0, 1]), "exchange": "pooled"}, "is cut by columns"),
+    "copied": ({"sharding": replicated(2)}, "is replicated"),
+    "hot": ({"sharding": row_wise(2), "exchange": "partials", "replicated_rows": [1]}, "has hot rows"),
+    "rows": ({"sharding": row_wise(2), "exchange": "rows"}, "is under rows"),
+}  # fmt: skip
+
+
+def refused(mesh):
+    """Messages of plans whose query is of a table that owners do not have whole under `partials`."""
+    messages = {}
+    whole = {"sharding": row_wise(2), "exchange": "partials"}
+    for name, (settings, _) in APART.items():
+        collection = EmbeddingCollection(
+            [Table(table, 8, rows=9, optimizer=SGD(lr=0.1)) for table in ("item", "past")],
+            [Feature("item", "item"), Feature("past", "past", pooling="sequence")],
+            consumers={"likes": (TargetAttention(2), ("item", "past"))},
+        )
+        own = {"item": settings, "past": whole}
+        plan = build_plan(collection.tables, mesh.num_ranks, PlanConfig(tables=own))
+        with pytest.raises(ConfigError) as error:
+            collection.open(plan, mesh)
+        messages[name] = str(error.value)
+    return messages
+
+
+def test_attention_that_owners_cannot_evaluate_is_refused_with_the_table():
+    for messages in run_ranks(2, refused):
+        for name, (_, reason) in APART.items():
+            assert "consumer 'likes' (TargetAttention)" in messages[name]
+            assert f"table 'item' of its field 'item' {reason}" in messages[name]
+            assert "set plan.tables.past.exchange=rows" in messages[name]

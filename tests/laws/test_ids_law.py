@@ -115,7 +115,7 @@ CASES = {
     "partials by table": Case("partials", "table_wise", remote=("fm",)),
     "partials, mixed": Case("partials", mixed={"user": "table_wise", "tag": "two"}, remote=BOTH),
     "partials beside rows": Case("partials", others={"wide": "rows"}),
-    "partials beside columns": Case("partials", mixed={"wide": "column_wise"}),
+    "partials beside columns": Case("partials", mixed={"wide": "column_wise"}, remote=BOTH),
     "partials beside hot rows": Case(
         "partials", hot={"tag": [4, 0, 1], "wide": [0, 2]}, remote=BOTH
     ),

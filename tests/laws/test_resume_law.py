@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import random
 import signal
+import tempfile
 import time
+from pathlib import Path
 
 import pytest
 from forked_run import finish, run_to_end, start
 from small_run import digest
 
+MAPPED = Path(tempfile.gettempdir()) / "colonnade-mapped-rows"
+"""Directory of files without names, which leave nothing."""
 VARIANTS = {
     "plain": {},
     "tiered": {"plan.memory.dram": 60_000},
@@ -35,6 +39,7 @@ VARIANTS = {
         "embedding.schedule.warmup_steps": 5,
         "dense.schedule.name": "cosine",
     },
+    "mapped": {"plan.memory.dram": 50_000, "plan.memory.mapped": f"{MAPPED}:20KiB"},
 }
 OF_TWO = {
     "tiered": VARIANTS["tiered"],
@@ -91,7 +96,7 @@ def test_killed_inside_a_change_of_the_disk(undisturbed, kill_at, tmp_path):
     assert digest(tmp_path) == undisturbed(variant, 1)
 
 
-@pytest.mark.parametrize("variant", later("stale", "tiered", "open"))
+@pytest.mark.parametrize("variant", later("stale", "tiered", "open", "mapped"))
 def test_killed_at_random_moments(undisturbed, variant, tmp_path):
     chance = random.Random(variant)
     for _ in range(4):

@@ -7,6 +7,7 @@ from __future__ import annotations
 import random
 from dataclasses import asdict, replace
 
+import numpy as np
 import pytest
 import torch
 from plans import by_table
@@ -31,8 +32,8 @@ from colonnade import (
     build_plan,
 )
 from colonnade.comm.traffic import Traffic
-from colonnade.exchange.operator_cut import choose_remote_consumers
 from colonnade.lookup.layout import declare
+from colonnade.lookup.views import is_merged_at_samples
 from colonnade.plan.cost.consumers import build_model_load, find_remote_consumers
 from colonnade.plan.cost.partials import Partials
 from colonnade.plan.cost.table_stats import build_table_loads
@@ -40,7 +41,13 @@ from colonnade.plan.hot import profile_hot_and_cold
 from colonnade.plan.measure.profile import profile_batches
 from colonnade.plan.search import choose
 from colonnade.plan.search.candidates import Constraint
-from colonnade.topology.sharding import Sharding, column_wise, row_wise, table_wise
+from colonnade.topology.sharding import (
+    Sharding,
+    column_wise,
+    replicated,
+    row_wise,
+    table_wise,
+)
 from colonnade.wire.codec import EXACT, Codecs
 
 SIZE, STEPS = 450, 6  # of a rank's batch
@@ -95,6 +102,14 @@ def beside_columns(num_ranks):
     return {**on_one(num_ranks), "a": Constraint("column_wise", "pooled")}
 
 
+def over_cut_rows(num_ranks):
+    return {**dealt(num_ranks), "a": Constraint("column_wise", "pooled")}
+
+
+def over_copies(num_ranks):
+    return {**dealt(num_ranks), "b": Constraint("replicated")}
+
+
 def mixed(num_ranks):
     beside = {"e": Constraint("row_wise", "rows"), "f": Constraint("table_wise", "pooled", (0,))}
     return {**all_over(num_ranks), **beside}
@@ -119,6 +134,8 @@ CASES = {
     "beside columns": (BESIDE, beside_columns, EXACT, {"fm"}),
     "beside hot rows": (BESIDE, on_one, EXACT, {"fm"}),
     "over hot rows": (LR_FM, dealt, EXACT, {"linear", "fm"}),
+    "over cut rows": (LR_FM, over_cut_rows, EXACT, {"linear", "fm"}),
+    "over copies": (LR_FM, over_copies, EXACT, {"linear", "fm"}),
     "pooled, to compare": (LR_FM, lambda n: dealt(n, "pooled"), EXACT, set()),
     "pooled of all ranks": (LR_FM, lambda n: all_over(n, "pooled"), EXACT, set()),
 }  # fmt: skip
@@ -144,6 +161,8 @@ def batch_of(step: int, size: int = SIZE) -> Batch:
 def sharding_of(constraint: Constraint, num_ranks: int) -> Sharding:
     if constraint.kind == "column_wise":
         return column_wise(range(num_ranks))
+    if constraint.kind == "replicated":
+        return replicated(num_ranks)
     return row_wise(num_ranks) if constraint.kind == "row_wise" else table_wise(*constraint.ranks)
 
 
@@ -245,6 +264,10 @@ def test_bytes_are_foretold(hosts, ranks_per_host, cases):
         why = {item.name: item.why for item in choice.consumers}
         if "columns" in case:
             assert why["linear"] == "rows of table a are cut by columns"
+        if case in ("over cut rows", "over copies"):
+            table = "a" if case == "over cut rows" else "b"
+            added = f"the samples' ranks add table {table}, which is cut by columns or replicated"
+            assert why["fm"] == f"fewer floats; {added}"
         if case == "over hot rows":
             assert why["fm"] == "fewer floats; table a, which has hot rows, sends values"
         if case == "beside hot rows":
@@ -259,7 +282,7 @@ def test_bytes_are_foretold(hosts, ranks_per_host, cases):
 
 def test_the_cut_of_numbers_is_the_exchanges():
     """Random declarations and shardings give the same cut."""
-    dice = random.Random(5)
+    dice, num_split = random.Random(5), 0
     for _ in range(200):
         names = [str(t) for t in range(dice.randint(1, 6))]
         tables = [Table(name, 6, rows=99) for name in names]
@@ -279,6 +302,19 @@ def test_the_cut_of_numbers_is_the_exchanges():
             Sharding("host_wise", tuple(sorted(dice.sample(range(n), dice.randint(1, n)))))
             for _ in names
         ]
+        of_sequences = {
+            declared.table
+            for name, (_, taken) in consumers.items()
+            for declared in features
+            if name.startswith("a") and declared.name in taken
+        }
+        exchanges = ["partials"] * len(names)
+        for t in range(len(names)):  # of a sequence or its query there is no split
+            if names[t] not in of_sequences and dice.random() < 0.3:
+                shardings[t] = dice.choice([column_wise(range(2)), replicated(n)])
+                exchanges[t] = dice.choice(["partials", "pooled"])
+                if shardings[t].is_replicated:
+                    exchanges[t] = "replicated"
         declaration = declare(tables, features, consumers)
         sampled = profile_batches(tables, features, [one_of_each(features)])
         loads = build_table_loads(tables, features, sampled, World(ranks_per_host=n), batch_size=1)
@@ -286,12 +322,16 @@ def test_the_cut_of_numbers_is_the_exchanges():
         partials = Partials(build_model_load(declaration, loads), len(tables), adds_in_host=adds)
         owners = torch.zeros(len(tables), n).double().numpy()
         for t, sharding in enumerate(shardings):
-            owners[t, list(sharding.ranks)] = 1.0
+            if exchanges[t] == "partials":
+                owners[t, list(sharding.ranks)] = 1 / sharding.slices
+        apart = np.array([is_merged_at_samples(sharding) for sharding in shardings])
         result = [
-            partials.model.consumers[c].name for c in partials.select_remote_consumers(owners)
+            partials.model.consumers[c].name
+            for c in partials.select_remote_consumers(owners, apart)
         ]
-        assert tuple(result) == choose_remote_consumers(declaration, shardings)
-        traffic = partials.predict_traffic(owners)
+        assert tuple(result) == find_remote_consumers(declaration, shardings, exchanges)
+        num_split += any(apart) and bool(result)
+        traffic = partials.predict_traffic(owners, apart)
         shares = [partials.predict_table_bytes(traffic, owners, t) for t in range(len(tables))]
         assert traffic.unsendable_field is None
         for b, sent in enumerate((traffic.values, traffic.gradients)):
@@ -300,6 +340,7 @@ def test_the_cut_of_numbers_is_the_exchanges():
             assert sum(share[b].host_summed for share in shares) == pytest.approx(
                 traffic.host_summed[b]
             )
+    assert num_split > 20
 
 
 def one_of_each(features):

@@ -35,7 +35,13 @@ from colonnade.exchange.operator_cut import (
     explain_not_remote,
 )
 from colonnade.lookup.layout import declare
-from colonnade.topology.sharding import Sharding, column_wise, row_wise, table_wise
+from colonnade.topology.sharding import (
+    Sharding,
+    column_wise,
+    replicated,
+    row_wise,
+    table_wise,
+)
 
 SIZES = [13, 0, 1, 24]
 FIELDS = ("user.deep", "item", "seen", "tags")
@@ -53,9 +59,13 @@ class Case:
     cut: tuple[str, ...] = ()
     """Tables whose rows are cut by columns."""
     hot: dict[str, list[int]] = field(default_factory=dict)
+    copied: tuple[str, ...] = ()
+    """Tables with a copy on every rank."""
 
     def shardings_in(self, num_ranks: int) -> dict[str, Sharding]:
-        return self._uncut(num_ranks) | {name: column_wise(range(num_ranks)) for name in self.cut}
+        cut = {name: column_wise(range(num_ranks)) for name in self.cut}
+        copied = {name: replicated(num_ranks) for name in self.copied}
+        return self._uncut(num_ranks) | cut | copied
 
     def _uncut(self, num_ranks: int) -> dict[str, Sharding]:
         if self.kind == "table_wise":
@@ -202,8 +212,42 @@ CASES = {
             "pairs": (BiInteraction(), ("seen", "item")),
         },
         "table_wise",
-        ("first", "again"),
+        ("first", "again", "cut"),
         cut=("item",),
+    ),
+    "weights, columns under another exchange": Case(
+        {
+            "first": (FieldsLinear((5, 5, 3, 5), 1), ("item", "tags", "history", "user.deep")),
+            "sums": (Sum(), ("seen", "user.deep", "tags")),
+            "deep": (Concat(), ("item",)),
+        },
+        "row_wise",
+        ("first", "sums"),
+        dict.fromkeys(("user", "tag", "wide"), "partials") | {"item": "pooled"},
+        cut=("item",),
+    ),
+    "weights beside copies": Case(
+        {
+            "first": (FieldsLinear((5, 5, 3, 5), 2), ("item", "tags", "history", "user.deep")),
+            "sums": (Sum(), ("seen", "tags", "user.deep")),
+            "sent": (FieldsLinear((5,), 6), ("item",)),
+            "copied": (FieldsLinear((5,), 1), ("tags",)),
+        },
+        "row_wise",
+        ("first", "sums"),
+        dict.fromkeys(("user", "item", "wide"), "partials") | {"tag": "rows"},
+        copied=("tag",),
+    ),
+    "weights beside copies, columns and hot rows": Case(
+        {
+            "first": (FieldsLinear((5, 5, 3, 5), 1), ("item", "tags", "history", "user.deep")),
+            "pairs": (BiInteraction(), ("tags", "item", "seen")),
+        },
+        "table_wise",
+        ("first",),
+        cut=("item",),
+        copied=("tag",),
+        hot={"wide": [0, 1, 2]},
     ),
 }
 WEIGHTED = [name for name in CASES if name.startswith("weights")]
@@ -335,7 +379,7 @@ def test_equals_the_operators_on_one_rank(num_ranks):
             assert {rank[number][2] for rank in everyone} == {case.wanted}
         if case in [CASES[name] for name in WEIGHTED] and num_ranks > 1:
             results = {rank[number][2] for rank in everyone}
-            assert results == {() if staleness else case.wanted}
+            assert results == {() if staleness else case.wanted}, f"run {number}"
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name not in WEIGHTED])

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import re
+import signal
 
+import numpy as np
 import pytest
 import torch
+from forked_run import finish, run_to_end, start
+from rich.console import Console
 from scenario import STAYS, assert_same_bits, tables, train
+from small_run import CONFIG, digest
 
 from colonnade import Mesh, PlanConfig, _native, build_plan
+from colonnade.config.run import build_config, override_settings
 from colonnade.errors import BudgetExceeded
+from colonnade.plan.placement import MemoryBalancer
+from colonnade.run.run import open_run
+from colonnade.store.budget import slot_bytes
 
 BUDGETS = [None, 1 << 20, 60_000, 30_000]
 SIZES = [23, 1, 0, 37, 23, 23, 2, 23]
@@ -105,3 +114,54 @@ def test_different_seeds_differ():
     """The comparison can fail: another number of steps is another model."""
     one, other = train(Mesh(), steps=2), train(Mesh(), steps=3)
     assert not torch.equal(one.rows["user"], other.rows["user"])
+
+
+@pytest.fixture
+def moving(monkeypatch):
+    """Move memory between tables at every commit, to another division; return the steps."""
+    moves = []
+
+    def choose(balancer, capacities, num_resident, traffic, step):
+        budget = sum(rows * slot_bytes(balancer.tables[t]) for t, rows in capacities.items())
+        parts = np.random.default_rng(step).dirichlet([1.0] * len(capacities))
+        sizes = {t: slot_bytes(balancer.tables[t]) for t in capacities}
+        free = budget - sum(ROWS_OF_A_BATCH * size for size in sizes.values())
+        moves.append(step)
+        return {
+            t: ROWS_OF_A_BATCH + int(part * free) // sizes[t]
+            for t, part in zip(capacities, parts, strict=True)
+        }
+
+    monkeypatch.setattr(MemoryBalancer, "choose", choose)
+    return moves
+
+
+ROWS_OF_A_BATCH = 100
+MOVING = {"plan.memory.dram": 60_000, "train.checkpoint_steps": 3}
+
+
+@pytest.mark.parametrize(("hints", "level"), [(False, 0), (True, 0), (False, 20_000)])
+def test_memory_that_moves_at_every_commit(hints, level, tmp_path, moving):
+    """The bits are those of all rows in memory, and of a run that is killed anywhere and resumes. level: bytes of
+    mapped memory for evicted rows."""
+    run_to_end(tmp_path / "all", {"train.checkpoint_steps": 3})
+    wanted = digest(tmp_path / "all")
+    mapped = f"{tmp_path}/mapped:{level}" if level else None
+    settings = MOVING | {"data.next_use_hints": hints, "plan.memory.mapped": mapped}
+    config = override_settings(build_config(CONFIG), settings)
+    with (tmp_path / "log").open("w") as log:
+        run = open_run(config, Mesh(), tmp_path / "here", console=Console(file=log, width=200))
+        try:
+            run.train()
+        finally:
+            run.close()
+    assert digest(tmp_path / "here") == wanted
+    assert len(moving) >= 8
+    assert (tmp_path / "log").read_text().count("memory moves with the traffic") >= 8
+    for kill_at in (60, 150):
+        folder = tmp_path / f"killed at {kill_at}"
+        (child,) = children = start(folder, settings, kill_at=kill_at)
+        finish(children)
+        assert child.code == -signal.SIGKILL
+        run_to_end(folder, settings)
+        assert digest(folder) == wanted

@@ -41,6 +41,13 @@ def write_run(
     plan["tables"] = [
         {"name": n, "capacity_rows": 1000, "fits": i % 2 == 0} for i, n in enumerate(names)
     ]
+    plan["comparison"] = {
+        "plans": [
+            {"exchanges": "rows row_wise", "predicted_seconds": 0.02, "measured_seconds": 0.03},
+            {"exchanges": "partials", "predicted_seconds": 0.03, "measured_seconds": 0.025},
+        ],
+        "chosen": 1,
+    }
     (folder / "plan.json").write_text(json.dumps(plan))
     machine = {
         "processor": "A processor",

@@ -419,3 +419,33 @@ def test_a_thousand_ranks_and_five_hundred_tables_take_seconds(num_hosts, num_ta
     assert by_host.max() < 3 * by_host.mean()
     dealt = choose(loads, world, options=[("rows", "row_wise")])
     assert choice.seconds.step < 0.8 * dealt.seconds.step
+
+
+def test_runners_up_are_plans_of_other_kinds():
+    loads = [load_of(f"t{i}", 1000 * (i + 1), TWO_BY_TWO, hot=2) for i in range(5)]
+    forced = {"t0": Constraint("row_wise", "rows")}
+    choice = choose(loads, TWO_BY_TWO, forced=forced, num_runners_up=4)
+    assert choice == replace(choose(loads, TWO_BY_TWO, forced=forced), runners_up=choice.runners_up)
+    kinds = [[table.chosen.option for table in d.tables] for d in (choice, *choice.runners_up)]
+    assert len(kinds) == 5 and len({tuple(kind) for kind in kinds}) == 5
+    assert len({kind[-1] for kind in kinds}) == 5  # most tables changed, not one
+    assert {kind[0] for kind in kinds} == {("rows", "row_wise")}
+    steps = [decision.seconds.step for decision in (choice, *choice.runners_up)]
+    assert steps == sorted(steps)
+    for runner_up in choice.runners_up:  # each is the plan that its constraints give
+        fixed = {
+            table.name: Constraint(*reversed(table.chosen.option), table.chosen.sharding.ranks)
+            for table in runner_up.tables
+        }
+        again = choose(loads, TWO_BY_TWO, forced=fixed)
+        assert again.seconds.step == pytest.approx(runner_up.seconds.step)
+        assert again.shardings == runner_up.shardings
+
+
+def test_runners_up_keep_to_constraints_and_memory():
+    loads = [load_of(f"t{i}", 1000, TWO_BY_TWO) for i in range(4)]
+    fixed = {load.name: Constraint("row_wise", "rows") for load in loads}
+    assert not choose(loads, TWO_BY_TWO, forced=fixed, num_runners_up=4).runners_up
+    even = Memory(int(sum(load.total_bytes for load in loads) / 4 * 1.01))
+    for runner_up in choose(loads, TWO_BY_TWO, memory=even, num_runners_up=4).runners_up:
+        assert "replicated" not in runner_up.exchanges.values()

@@ -39,13 +39,9 @@ from colonnade.sizes import StorageLocation, parse_byte_size, parse_storage_loca
         ({"plan": {"memory": {"ssd": "/a", "mapped": "/a:1"}}}, ["/a", "one tier in a directory"]),
         ({"plan": {"memory": {"mapped": "/a:5ZB"}}}, ["plan.memory.mapped", "5ZB", "GiB"]),
         ({"plan": {"memory": {"hbm": "1GiB"}}}, ["plan.memory.hbm", "device=cpu", "device=cuda"]),
-        (
-            {
-                "plan": {"memory": {"hbm": "1GiB"}, "placement": "profiled"},
-                "train": {"device": "cuda"},
-            },
-            ["plan.memory.hbm", "placement=profiled", "leave"],
-        ),
+        ({"plan": {"placement": "online"}}, ["plan.placement", "choose from profiled, even"]),
+        ({"plan": {"memory": {"hbm": 0}}}, ["plan.memory.hbm", "at least 1 byte"]),
+        ({"plan": {"memory": {"dram": 0}}}, ["plan.memory.dram", "at least 1 byte"]),
         (
             {"plan": {"memory": {"dram": 5, "tables": {"t": 6}}}},
             ["plan.memory", "6 bytes", "raise dram"],

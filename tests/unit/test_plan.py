@@ -14,7 +14,7 @@ from colonnade.exchange import open_exchange
 from colonnade.lookup.layout import declare
 from colonnade.plan.plan import describe_planned_tables
 from colonnade.sizes import StorageLocation
-from colonnade.store.budget import slot_bytes, split_memory_budget
+from colonnade.store.budget import cached_row_bytes, slot_bytes, split_memory_budget
 from colonnade.topology.sharding import Shard, replicated, row_wise, table_wise
 from colonnade.topology.world import World
 from colonnade.wire.codec import Codecs
@@ -53,7 +53,11 @@ def test_plans_round_trip(tables, budget, mapped, num_ranks, staleness):
         tables,
         num_ranks,
         PlanConfig(
-            memory={"dram": budget, "mapped": mapped, "ssd": ["/a", "/b:5"]},
+            memory={
+                "dram": budget,
+                "mapped": mapped if budget else None,
+                "ssd": ["/a", "/b:5"],
+            },
             staleness_steps=staleness,
             write_budget="7MB",
             codec={"values": "bf16", "gradients": "int8", "dense": "fp16"},
@@ -76,10 +80,18 @@ def test_plans_round_trip(tables, budget, mapped, num_ranks, staleness):
             assert planned.fits
     if budget is not None:
         assert spent["dram"] <= budget + sum(map(slot_bytes, tables))  # a row each at least
-    if mapped is None:
+    if plan.mapped is None:
         assert spent["mapped"] == 0
     elif plan.mapped.bytes is not None:
-        assert spent["mapped"] <= plan.mapped.bytes
+        cached = [
+            p.mapped_rows * cached_row_bytes(t) for p, t in zip(plan.tables, tables, strict=True)
+        ]
+        assert spent["mapped"] + sum(cached) <= plan.mapped.bytes
+    for table, planned in zip(tables, plan.tables, strict=True):
+        if planned.fits or plan.mapped is None or plan.mapped.bytes is None:
+            assert planned.mapped_rows == 0
+        elif table.rows is not None:
+            assert planned.capacity_rows + planned.mapped_rows <= -(-table.rows // num_ranks)
 
 
 def test_single_tables_have_memory_of_their_own():

@@ -23,10 +23,10 @@ from colonnade.errors import BudgetExceeded, DataError
 from colonnade.plan.caching import cached_row_bytes
 from colonnade.plan.cost.prediction import StepCosts
 from colonnade.plan.measure.device import Device
+from colonnade.run import micro_benchmark as rehearsal
 from colonnade.run import planning
-from colonnade.run import planning as rehearsal
 from colonnade.run.build import build_model
-from colonnade.run.planning import choose_resident_rows
+from colonnade.run.micro_benchmark import choose_resident_rows
 from colonnade.run.run import open_run, plan_run
 from colonnade.run.validation import find_collection
 from colonnade.store.budget import slot_bytes
@@ -36,10 +36,11 @@ CONFIG = build_config(
     {
         "data": {"name": "synthetic", "options": {"num_train": 2000, "num_test": 500, "seed": 3}},
         "model": {"name": "dlrm", "dim": 4, "bottom": [8], "top": [8]},
-        "plan": {"placement": "profiled", "memory": {"dram": "220KiB"}},
+        "plan": {"memory": {"dram": "220KiB"}},
         "train": {"batch_size": 50, "epochs": 1},
     }
 )
+PREDICTED = override_settings(CONFIG, {"plan.lookahead": "auto"})
 
 
 def trained(config, folder):
@@ -78,7 +79,7 @@ def quick(monkeypatch):
 
 
 def test_a_profiled_run_gives_the_bits_of_an_even_one_and_checks_its_prediction(tmp_path, quick):
-    summary, plan, rows = trained(CONFIG, tmp_path / "profiled")
+    summary, plan, rows = trained(PREDICTED, tmp_path / "profiled")
     even = override_settings(CONFIG, {"plan.placement": "even"})
     other, even_plan, even_rows = trained(even, tmp_path / "even")
     assert summary["metrics"] == other["metrics"]
@@ -96,13 +97,13 @@ def test_a_profiled_run_gives_the_bits_of_an_even_one_and_checks_its_prediction(
 
 
 def test_going_on_plans_anew_without_measuring_the_disk_again(tmp_path, quick, monkeypatch):
-    trained(CONFIG, tmp_path / "run")
+    trained(PREDICTED, tmp_path / "run")
     monkeypatch.setattr(planning, "measure_device", lambda places: pytest.fail("measured again"))
-    summary, plan, _ = trained(override_settings(CONFIG, {"train.epochs": 2}), tmp_path / "run")
+    summary, plan, _ = trained(override_settings(PREDICTED, {"train.epochs": 2}), tmp_path / "run")
     assert summary["steps"] == 40 and plan.prediction is not None
     (tmp_path / "run" / "device.json").write_text("{torn")
     with pytest.raises(pytest.fail.Exception, match="measured again"):
-        trained(override_settings(CONFIG, {"train.epochs": 3}), tmp_path / "run")
+        trained(override_settings(PREDICTED, {"train.epochs": 3}), tmp_path / "run")
 
 
 def test_reads_and_first_touches_are_foretold(tmp_path, quick, monkeypatch):
@@ -212,7 +213,6 @@ def test_fit_plans_for_a_model_of_ones_own(tmp_path, quick):
         Net(),
         data,
         run=tmp_path / "run",
-        placement="profiled",
         dram="1MiB",
         batch_size=64,
         quiet=True,

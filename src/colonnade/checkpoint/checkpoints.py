@@ -112,6 +112,8 @@ class Checkpoints:
         Waits for the previous checkpoint, and raises as `finish_checkpoint` does.
         """
         self.finish_checkpoint()
+        if change := trainer.collection.opened.balance_memory(trainer.collection.step):
+            trainer.progress.print_line(change)
         with trainer.rows.synchronized_view() as pending_copies:
             snapshot = take_trainer_snapshot(trainer, prefetched, self.run, pending_copies)
             trainer.collection.store.begin_commit()

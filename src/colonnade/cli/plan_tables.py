@@ -23,10 +23,11 @@ from colonnade.plan.cost.nodes import (
     compute_ratio_needs,
 )
 from colonnade.plan.cost.prediction import PERSIA, Machine, SampleCost, Simulated, simulate_training
-from colonnade.plan.plan import memory_bytes, resident_row_bytes
+from colonnade.plan.plan import mapped_cache_bytes, memory_bytes, resident_row_bytes
 from colonnade.plan.search.candidates import PlanDecision, TableChoice, TableCost
 from colonnade.plan.towers.forecast import PAPER
 from colonnade.report.formatting import format_bytes, format_count, format_seconds
+from colonnade.run.plan_timing import MAX_PREDICTED_GAP
 from colonnade.run.planning import PlanningResult
 from colonnade.sizes import parse_positive_bytes
 from colonnade.store.budget import slot_bytes
@@ -190,7 +191,8 @@ def _print_memory(
         tables, planned.plan.tables, planned.prediction.tables, strict=True
     ):
         rows = None if table.rows is None else -(-table.rows // table_plan.sharding.num_owners)
-        backing = {"run folder": "+files", "ssd": "+ssd"}.get(table_plan.rest, "")
+        backing = "+mapped" if table_plan.mapped_rows else ""
+        backing += {"run folder": "+files", "ssd": "+ssd"}.get(table_plan.rest, "")
         size = resident_row_bytes(table, table_plan.sharding)
         lines.append((prediction.reads_per_sample, prediction.bytes_per_sample, [
             table.name, "any" if rows is None else format_count(rows),
@@ -230,7 +232,28 @@ def _print_exchanges(console: Console, planned: PlanningResult) -> None:
         console.print(f"  and {len(lines) - MAX_LINES} more with fewer seconds")
     if any(table.is_forced for table in lines):
         console.print("  !: set by you, not chosen")
+    _print_runners_up(console, planned)
     _print_consumers(console, planned)
+
+
+def _print_runners_up(console: Console, planned: PlanningResult) -> None:
+    """Print the best plans of other kinds, which a run may time beside the choice."""
+    if not planned.runners_up:
+        return
+    best = planned.prediction.step_seconds
+    console.print("\nrunners-up: best plans of other kinds, by prediction")
+    for runner_up in planned.runners_up:
+        seconds = runner_up.prediction.step_seconds
+        more = seconds - best
+        console.print(
+            f"  {runner_up.plan.describe_exchanges()}: a step {format_seconds(seconds)}, "
+            f"{_format_added_seconds(more)}",
+            markup=False,
+        )
+    console.print(
+        f"this command only predicts: a run times the choice and those within {MAX_PREDICTED_GAP:.0f} times its step "
+        "on all ranks, and keeps the fastest"
+    )
 
 
 def _print_consumers(console: Console, planned: PlanningResult) -> None:
@@ -284,6 +307,7 @@ def _print_total_costs(console: Console, planned: PlanningResult, tables: Sequen
     used: dict[str, Any] = {"dram": 0, "mapped": 0}
     for table, table_plan in zip(tables, planned.plan.tables, strict=True):
         used[table_plan.tier] += memory_bytes(table, table_plan)
+        used["mapped"] += mapped_cache_bytes(table, table_plan)
     budget = planned.plan.dram_bytes
     memory = f"memory {format_bytes(used['dram'])}"
     memory += " (no limit)" if budget is None else f" of {format_bytes(budget)}"

@@ -86,6 +86,7 @@ def _build_traffic_table(sent_bytes: Mapping[str, Any], steps: int) -> Grid:
 
 SOURCES = {
     "resident": "already in memory",
+    "mapped": "in mapped memory",
     "read": "read from files",
     "copied": "not yet in files",
     "born": "new (first value)",

@@ -82,8 +82,9 @@ class MemoryConfig(Section):
     dram: Size | None = None
     """Memory per rank for rows, e.g. 2GiB; rows that do not fit are stored in files. Default: no limit."""
     mapped: PlaceText | None = None
-    """Directory with an optional size, /path:10GiB, for tables that do not fit in dram; meant for byte-addressable
-    memory (DAX, CXL), but any directory works. Default: none."""
+    """Directory with a size, /path:10GiB, for tables that do not fit in dram and, in the bytes they leave, for evicted
+    rows of the others; meant for byte-addressable memory (DAX, CXL), but any directory works. Without a size: whole
+    tables only. Default: none."""
     ssd: Annotated[
         list[PlaceText], BeforeValidator(_wrap_in_list), AfterValidator(_validate_distinct_paths)
     ] = []
@@ -333,9 +334,9 @@ class CacheConfig(Section):
 class PlanConfig(Section):
     memory: MemoryConfig = MemoryConfig()
     """Memory and storage that each rank may use for rows."""
-    placement: Literal["even", "profiled"] = "even"
-    """Division of memory among tables: the same share of every table (even), or more for tables with the most used
-    rows, by a profile of a sample of the data (profiled)."""
+    placement: Literal["profiled", "even"] = "profiled"
+    """Division of dram and hbm among tables if not all rows fit: most for the tables with the most used rows, by a
+    profile of the run's first batches (profiled); or the same share for every table, by the settings alone (even)."""
     lookahead: Annotated[int | Literal["auto"], PlainValidator(_validate_lookahead)] = 2
     """Number of batches to prefetch ahead of training (their ids are sent and their rows read into memory); auto:
     enough to hide the reads."""
@@ -346,12 +347,13 @@ class PlanConfig(Section):
     exchange: ExchangeChoice = "rows"
     """Values that ranks exchange: rows; bags pooled by the owners (pooled); partial results of the model's first
     operators where those are smaller (partials); bags pooled by the owners and relayed through a rank of their tower
-    (towers); bags pooled by such a rank from rows it fetches (tower_rows). auto: the fastest by prediction, with towers
-    only for models with tower modules. Replicated tables always exchange gradients only."""
+    (towers); bags pooled by such a rank from rows it fetches (tower_rows). auto: the fastest, by prediction and by
+    timing the best plans, with towers only for models with tower modules. Replicated tables always exchange gradients
+    only."""
     sharding: ShardingChoice = "row_wise"
     """Distribution of a table over ranks: rows over all ranks (row_wise), over the ranks of one host (host_wise) or on
     one rank (table_wise); columns over ranks (column_wise) or over hosts, whose ranks share the rows (grid); a copy on
-    every rank (replicated). auto: the fastest by prediction."""
+    every rank (replicated). auto: the fastest, as with exchange."""
     codec: CodecConfig = CodecConfig()
     """Encoding of rows and gradients in messages."""
     towers: Annotated[int, Field(ge=1)] | str | None = None

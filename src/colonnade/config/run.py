@@ -329,11 +329,6 @@ class RunConfig(Section):
                 "got plan.exchange or plan.sharding=auto with plan.memory.hbm, which predictions do not cover; name an "
                 "exchange and a sharding, or leave hbm out"
             )
-        if self.plan.memory.hbm is not None and self.plan.placement == "profiled":
-            raise ValueError(
-                "got plan.placement=profiled with plan.memory.hbm, which predictions do not cover; leave placement "
-                "out, or hbm"
-            )
         return self
 
 

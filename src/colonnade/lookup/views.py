@@ -6,7 +6,7 @@ whole rows would give. Hot and cold rows are slices, too; a lookup reads one of 
 
 This module evaluates consumers that take sequences, or fields of tables with slices, from the values that exchanges
 return. Exchanges get all other consumers as declared, and may evaluate them on other ranks. If a consumer sums partials
-and some of its tables have hot rows, owners may evaluate its other fields; this module adds the hot ones.
+and some of its tables are cut or replicated, owners may evaluate its other fields; this module adds these.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from colonnade.batch import Batch
+from colonnade.errors import ConfigError
 from colonnade.interaction import Concat, FieldSubset
 from colonnade.interaction.contract import SQUARES
 from colonnade.lookup.hops import EVALUATING
@@ -31,7 +32,7 @@ from colonnade.table import Feature, Pooling, TableSide
 from colonnade.topology.sharding import Sharding
 
 OTHERS = "[others]"
-"""Suffix of a split consumer's name, for its fields of tables with hot rows."""
+"""Suffix of a split consumer's name, for its fields of cut and replicated tables."""
 
 
 @dataclass(frozen=True)
@@ -43,12 +44,13 @@ class Slices:
     exchanged: frozenset[str]
     """Consumers that exchanges get as declared. If no table is cut, they also get all that take no sequence."""
     split_consumers: Mapping[str, tuple[int, ...]]
-    """Fields of a split consumer that are of tables without hot rows, by consumer. An exchange may evaluate these; the
-    consumer's other fields are of tables with hot rows."""
+    """Fields of a split consumer that an exchange may evaluate, by consumer. Its other fields are of tables that are
+    cut by columns, have hot rows or are replicated."""
 
     @cached_property
     def is_cut(self) -> bool:
-        return len(self.table_shards) > len(self.declared.tables)
+        """True if a table has several slices, or a consumer is split."""
+        return len(self.table_shards) > len(self.declared.tables) or bool(self.split_consumers)
 
     @cached_property
     def slices_of_table(self) -> tuple[tuple[int, ...], ...]:
@@ -108,7 +110,8 @@ class Slices:
             self._slice_feature(f, slice_index) for f, slice_index in self.feature_slice_pairs
         )
         # Sums that are still to be added and divided are not rounded before.
-        output = declared.tables[0].compute_dtype if self.hot_ids else declared.output
+        has_sums = bool(self.hot_ids or self.split_consumers)
+        output = declared.tables[0].compute_dtype if has_sums else declared.output
         bare = EmbeddingDeclaration(tables, features, {}, output)
         consumers = {
             name: consumer
@@ -135,7 +138,7 @@ class Slices:
         return replace(bare, consumers=consumers)
 
     def _split_fields(self, name: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return the fields of a split consumer: those without hot rows, and the others."""
+        """Return the fields of a split consumer: those that an exchange may evaluate, and the others."""
         features, positions = self.declared.consumers[name].features, self.split_consumers[name]
         others = tuple(field for n, field in enumerate(features) if n not in positions)
         return tuple(features[n] for n in positions), others
@@ -309,27 +312,29 @@ class Slices:
     def _merge_partial(
         self, name: str, values: Tensor, others: Tensor, dense: Tensor | None, is_partial: bool
     ) -> Tensor:
-        """Return the output of a split consumer. values: the partial of its fields without hot rows, or these side by
-        side; others: its other fields side by side."""
+        """Return the output of a split consumer. values: the partial of the fields that an exchange may evaluate, or
+        these side by side; others: its other fields side by side."""
         consumer, output = self.declared.consumers[name], self.declared.output_dtype
-        without_hot, with_hot = self._split_fields(name)
+        whole_fields, other_fields = self._split_fields(name)
         dims = {field.name: field.dim for field in self.declared.fields}
         if not is_partial:
             parts = dict(
                 zip(
-                    without_hot,
-                    values.to(output).split([dims[f] for f in without_hot], 1),
+                    whole_fields,
+                    values.to(output).split([dims[f] for f in whole_fields], 1),
                     strict=True,
                 )
             )
-            parts |= zip(with_hot, others.split([dims[f] for f in with_hot], 1), strict=True)
+            parts |= zip(
+                other_fields, others.split([dims[f] for f in other_fields], 1), strict=True
+            )
             whole = torch.cat([parts[f] for f in consumer.features], 1)
             return evaluate(name, consumer, whole, dense)
         operator, others = consumer.interaction, others.to(values)
         other_values = (
-            others.unflatten(1, (len(with_hot), -1)) if operator.needs_equal_dims else others
+            others.unflatten(1, (len(other_fields), -1)) if operator.needs_equal_dims else others
         )
-        positions = [consumer.features.index(f) for f in with_hot]
+        positions = [consumer.features.index(f) for f in other_fields]
         stats = values + operator.partial_of_fields(other_values, positions)
         return combine(name, consumer, stats, dense).to(output)
 
@@ -338,7 +343,7 @@ class Slices:
     ) -> Tensor:
         """Merge slices of these fields, side by side in `values`, into the fields, (B, sum of dims)."""
         if split_batch is None:
-            return values
+            return values.to(self.declared.output_dtype)
         dims = {field.name: field.dim for field in self.declared.fields}
         squared = {field.name for field in self.declared.fields if field.is_squared}
         parts, column = [], 0
@@ -363,6 +368,12 @@ class Slices:
         return self.declared.features[declared_field.feature]
 
 
+def is_merged_at_samples(sharding: Sharding) -> bool:
+    """Return whether only the ranks of the samples have whole values of a table's fields: it is cut by columns, has hot
+    rows, or is replicated."""
+    return _explain_apart(sharding) is not None
+
+
 def slices_of(
     declared: EmbeddingDeclaration,
     shardings: Sequence[Sharding],
@@ -376,20 +387,22 @@ def slices_of(
     if not exchanges:
         return Slices(declared, shards, frozenset(), {})
     late = bounds or [0] * len(exchanges)
-    whole = [sharding.slices == 1 and not sharding.has_hot for sharding in shardings]
     exchanged, split_consumers = set(), {}
     for name, consumer in declared.consumers.items():
         fields = {field.name: declared.parts[field.part][0] for field in declared.fields}
         tables = [fields[f] for f in consumer.features]
-        kinds = {(exchanges[t], late[t]) for t in tables if not shardings[t].has_hot}
-        if len(kinds) != 1 or any(shardings[t].slices > 1 for t in tables):
+        is_apart = [is_merged_at_samples(shardings[t]) for t in tables]
+        kinds = {
+            (exchanges[t], late[t]) for t, apart in zip(tables, is_apart, strict=True) if not apart
+        }
+        if len(kinds) != 1:
             continue
         ((exchange, _),) = kinds
         interaction = consumer.interaction
-        if not all(whole[t] for t in tables):
+        if any(is_apart):
             adds_up = interaction.merge == "sum" and not interaction.sequences
             if adds_up and exchange == "partials" and not isinstance(interaction, Concat):
-                split_consumers[name] = tuple(n for n, t in enumerate(tables) if whole[t])
+                split_consumers[name] = tuple(n for n, apart in enumerate(is_apart) if not apart)
             continue
         # Rows of hashed tables are added up by `merge_outputs`, so owners cannot attend to them.
         is_hashed = any(declared.tables[t].hashes is not None for t in tables)
@@ -397,3 +410,39 @@ def slices_of(
         if is_attended if interaction.sequences else exchange in EVALUATING:
             exchanged.add(name)
     return Slices(declared, shards, frozenset(exchanged), split_consumers)
+
+
+def check_attention_under_partials(
+    views: Slices, shardings: Sequence[Sharding], exchanges: Sequence[str]
+) -> None:
+    """Check that owners can evaluate each consumer of a sequence whose table is under `partials`. shardings, exchanges:
+    by declared table. Raises ConfigError."""
+    declared = views.declared
+    tables = {field.name: declared.parts[field.part][0] for field in declared.fields}
+    for name in views.local_attention:
+        consumer = declared.consumers[name]
+        sequence = consumer.features[-1]
+        table = declared.tables[tables[sequence]].name
+        if exchanges[tables[sequence]] != "partials":
+            continue
+        for field in consumer.features:
+            t = tables[field]
+            reason = _explain_apart(shardings[t])
+            if reason is None and exchanges[t] != "partials":
+                reason = f"is under {exchanges[t]}"
+            if reason is not None:
+                raise ConfigError(
+                    f"table {table!r}: got exchange=partials for {sequence!r}, a sequence that consumer {name!r} "
+                    f"({type(consumer.interaction).__name__}) takes, but table {declared.tables[t].name!r} of its "
+                    f"field {field!r} {reason}, wanted all its tables under partials and whole; set "
+                    f"plan.tables.{table}.exchange=rows, or change table {declared.tables[t].name!r}"
+                )
+
+
+def _explain_apart(sharding: Sharding) -> str | None:
+    """Describe why only the ranks of the samples have whole values of a table's fields; None: its owners have them."""
+    if sharding.slices > 1:
+        return "is cut by columns"
+    if sharding.has_hot:
+        return "has hot rows"
+    return "is replicated" if sharding.is_replicated else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -13,13 +13,16 @@ from colonnade.exchange import open_exchange
 from colonnade.exchange.cached import CachedExchange, find_cached_part
 from colonnade.exchange.exchange import Exchange
 from colonnade.lookup.layout import EmbeddingDeclaration
-from colonnade.lookup.views import Slices, slices_of
+from colonnade.lookup.views import Slices, check_attention_under_partials, slices_of
+from colonnade.plan.placement import MemoryBalancer, describe_change
 from colonnade.plan.plan import Plan
 from colonnade.staleness import resolve_table_staleness
+from colonnade.store.budget import slot_bytes
 from colonnade.store.contract import Backing
 from colonnade.store.dram import DramStore, open_dram_store
 from colonnade.store.hbm import HbmStore, open_hbm_store
 from colonnade.store.policies import RowPolicy, check_retention_policies, open_retention_policies
+from colonnade.store.traffic import TrafficSample
 from colonnade.topology.sharding import Shard
 
 
@@ -36,6 +39,8 @@ class OpenRows:
     store: DramStore | HbmStore
     policies: Mapping[int, RowPolicy]
     """Policies that decide which rows are forgotten, by table as it is sharded."""
+    balancer: MemoryBalancer | None
+    """Decisions to move memory between tables at commits; None if it stays as planned."""
     cached: CachedExchange | None
     """Part of the exchange that caches rows; None if no table has a cache."""
     staleness_bounds: tuple[int, ...]
@@ -45,6 +50,22 @@ class OpenRows:
     def reads_ahead(self) -> int:
         """Number of steps between the earliest read of a batch and its use."""
         return self.staleness_bounds[-1]
+
+    def balance_memory(self, step: int) -> str:
+        """Move memory between tables if the traffic since the last call asks for it. Between steps, not in a commit.
+
+        Changes no value of a row. Returns a line that describes the change; "" if there is none.
+        """
+        store = self.store.below if isinstance(self.store, HbmStore) else self.store
+        if self.balancer is None or store.traffic is None:
+            return ""
+        before = store.capacities()
+        num_resident = {t: store.num_rows(t) for t in before}
+        chosen = self.balancer.choose(before, num_resident, store.traffic, step)
+        if not chosen:
+            return ""
+        store.resize(chosen)
+        return describe_change(store.tables, before, store.capacities())
 
     def build_slices(self, table: str) -> tuple[int, ...]:
         """Return the indices of a declared table's slices among all sharded tables, from the left."""
@@ -70,6 +91,7 @@ def open_rows(
     _, steps_ahead = resolve_table_staleness(plan.staleness_by_table, is_read)
     names = [table_plan.exchange for table_plan in plan.tables]
     views = slices_of(declaration, plan.shardings, names, steps_ahead)
+    check_attention_under_partials(views, plan.shardings, names)
     table_shards = views.table_shards
     shards = tuple(table_shard.sharding.shard_of(mesh.rank) for table_shard in table_shards)
     exchange = open_exchange(
@@ -94,6 +116,7 @@ def open_rows(
         exchange,
         store,
         _open_retention_policies(views, shards, seed, cached, policies),
+        _open_balancer(views, plan, shards, memory),
         cached,
         tuple(sorted(set(steps_ahead))),
     )
@@ -126,6 +149,12 @@ def _open_row_store(
         directories=[
             Path(plan.mapped.path) if plan.mapped and tier == "mapped" else None for tier in tiers
         ],
+        cache_directory=Path(plan.mapped.path) if plan.mapped else None,
+        cache_rows=[
+            0 if table_shard.is_hot else planned[table_shard.number].mapped_rows
+            for table_shard in table_shards
+        ],
+        most_rows=_count_most_rows(views, plan) if backings else (),
     )
     if plan.hbm_bytes is None:
         return memory, memory
@@ -136,6 +165,46 @@ def _open_row_store(
         for shard, table_shard in zip(shards, table_shards, strict=True)
     ]
     return memory, open_hbm_store(memory, slots, device, seed=seed)
+
+
+MOST_GROWTH = 16
+"""Largest growth of a table's memory, which bounds the address space that tables reserve."""
+
+
+def _count_most_rows(views: Slices, plan: Plan) -> list[int]:
+    """Return the rows that each table may have in memory when memory has moved; 0: as many as planned."""
+    limits = []
+    for table_shard in views.table_shards:
+        planned = plan.tables[table_shard.number]
+        can_move = not (table_shard.is_hot or planned.has_own_budget or planned.tier == "mapped")
+        limit = 0
+        if plan.placement == "profiled" and plan.dram_bytes is not None and can_move:
+            whole = plan.dram_bytes // slot_bytes(table_shard.stored)
+            limit = min(whole, MOST_GROWTH * planned.capacity_rows)
+        limits.append(limit)
+    return limits
+
+
+def _open_balancer(
+    views: Slices, plan: Plan, shards: Sequence[Shard], store: DramStore
+) -> MemoryBalancer | None:
+    """Open the decisions to move memory between tables, and let the store sample its traffic; None for nothing to move.
+
+    A table with all its rows in memory has them at fixed addresses, and keeps them.
+    """
+    resizable = store.capacities()
+    movable = {}
+    for t, limit in enumerate(_count_most_rows(views, plan)):
+        table = views.table_shards[t].stored
+        local = None if table.rows is None else shards[t].max_rows(table.rows)
+        if limit and t in resizable and local != 0:  # 0: this rank owns none of its rows
+            movable[t] = replace(table, rows=local)
+    if len(movable) < 2:
+        return None
+    store.traffic = TrafficSample(len(store.tables))
+    late = plan.max_staleness_steps
+    depth = 2 if plan.lookahead == "auto" else plan.lookahead
+    return MemoryBalancer(movable, depth + 1 + late, 1 + late)
 
 
 def _open_retention_policies(

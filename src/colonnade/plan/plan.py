@@ -17,15 +17,18 @@ from colonnade.exchange.cached import TableCache
 from colonnade.formats import make_format_stamp, parse_stamped_json
 from colonnade.lookup.hops import EXCHANGES
 from colonnade.plan.caching import build_table_caches, check_cache_settings
+from colonnade.plan.comparison import PlanComparison, describe_exchanges
 from colonnade.plan.constraints import resolve_fixed_tables
 from colonnade.plan.cost.memory import Tier
 from colonnade.plan.hot import add_hot_rows_to_shardings, subtract_hot_row_bytes
 from colonnade.sizes import StorageLocation
 from colonnade.staleness import RowClock
 from colonnade.store.budget import (
+    cached_row_bytes,
     choose_mapped_tables,
     min_budget_bytes,
     slot_bytes,
+    split_cache_budget,
     split_hbm_budget,
     split_memory_budget,
 )
@@ -101,12 +104,16 @@ class TablePlan:
     """Storage of the other rows: "run folder", "ssd", or "-" if there are none."""
     hbm_rows: int = 0
     """Number of rows that fit in device memory, as copies above main memory; 0: no such tier."""
+    mapped_rows: int = 0
+    """Number of rows evicted from memory that fit in byte-addressable memory, above the files; 0: no such tier."""
     exchange: str = "rows"
     """Exchange between ranks: a key of `lookup.hops.EXCHANGES`, or "cached"."""
     staleness_steps: int | None = None
     """Number of steps that reads are late; None: that of the plan."""
     cache: TableCache | None = None
     """Row cache on each rank, under exchange "cached"."""
+    has_own_budget: bool = False
+    """True if its memory is a setting of its own, which no placement changes."""
 
     def __post_init__(self) -> None:
         if self.exchange not in (*EXCHANGES, "cached"):
@@ -136,7 +143,7 @@ class Plan:
     """Number of steps that reads are late, for tables without a number of their own."""
     tables: tuple[TablePlan, ...]
     mapped: StorageLocation | None = None
-    """Directory on byte-addressable memory for tables of tier "mapped"."""
+    """Directory on byte-addressable memory for tables of tier "mapped", and for evicted rows of the others."""
     ssd: tuple[StorageLocation, ...] = ()
     """Directories over which files of rows are striped; empty: the run folder."""
     write_budget: int | None = None
@@ -152,9 +159,11 @@ class Plan:
     cache_tier: CacheTier = "dram"
     """Memory of row caches: main memory, or that of each rank's device."""
     placement: str = "even"
-    """Division of memory among tables: "even", or "profiled" by the rows that a sample reads most."""
+    """Division of memory among tables: "even", or "profiled" by the reads that a sample predicts."""
     prediction: Mapping[str, Any] | None = None
     """`plan.cost.prediction.Prediction` as plain values, if the plan was made from a profile."""
+    comparison: PlanComparison | None = None
+    """Plans that the run chose from, if its settings left shardings or exchanges open."""
 
     def check_world(self, num_ranks: int, servers: Sequence[int]) -> None:
         """Raise ConfigError if the plan is for another world."""
@@ -204,6 +213,10 @@ class Plan:
         """Distinct exchanges of the tables, sorted."""
         return tuple(sorted({table.exchange for table in self.tables}))
 
+    def describe_exchanges(self) -> str:
+        """Describe exchanges and shardings of the tables in words."""
+        return describe_exchanges((table.exchange, table.sharding.kind) for table in self.tables)
+
     def to_json(self) -> str:
         """Return the text of `plan.json`."""
         return json.dumps({**make_format_stamp("colonnade plan"), **asdict(self)}, indent=2)
@@ -222,13 +235,14 @@ class Plan:
             )
             for table in values.pop("tables")
         )
-        mapped = values.pop("mapped", None)
+        mapped, comparison = values.pop("mapped", None), values.pop("comparison", None)
         return cls(
             tables=tables,
             mapped=None if mapped is None else StorageLocation(**mapped),
             ssd=tuple(StorageLocation(**location) for location in values.pop("ssd", ())),
             codecs=Codecs(**values.pop("codecs", {})),
             servers=tuple(values.pop("servers", ())),
+            comparison=None if comparison is None else PlanComparison.from_dict(comparison),
             **values,
         )
 
@@ -249,7 +263,8 @@ def _read_cache(fields: dict[str, Any] | None) -> TableCache | None:
 def build_plan(
     tables: Sequence[Table], world: World | int = 1, config: PlanConfig = DEFAULTS
 ) -> Plan:
-    """Build the plan that a complete configuration describes, without choices of its own. Pure function.
+    """Build the plan that a complete configuration describes, without choices of its own: memory is divided evenly.
+    Pure function.
 
     world: the world, or the number of ranks on one host. Every table needs a sharding and an exchange. `fit` and
     `colonnade plan` choose settings that a configuration leaves open ("auto", the rank of a `table_wise` table, numbers
@@ -320,6 +335,7 @@ def _assemble_plan(
                 cache=cache, capacity_rows=capacity.rows, fits=capacity.fits, tier=capacity.tier,
                 rest="-" if capacity.fits else rest, hbm_rows=capacity.hbm_rows,
                 staleness_steps=None if own is None else own.staleness_steps,
+                has_own_budget=table.name in memory.tables,
             )
         )  # fmt: skip
     plan = Plan(
@@ -332,8 +348,8 @@ def _assemble_plan(
     )  # fmt: skip
     if plan.lookahead == "auto" and (world.num_ranks > 1 or not plan.needs_backing):
         # Ranks must agree on a depth. Without rows in files there is nothing to wait for.
-        return replace(plan, lookahead=AUTO_LOOKAHEAD_ON_FILES if plan.needs_backing else 2)
-    return plan
+        plan = replace(plan, lookahead=AUTO_LOOKAHEAD_ON_FILES if plan.needs_backing else 2)
+    return _add_mapped_rows(plan, tables)
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,6 +380,11 @@ def _divide_memory(
         memory.mapped_location,
         memory.tables,
     )
+    if mapped is not None and memory.dram is None and not table_bytes:
+        raise ConfigError(
+            f"plan.memory.mapped: got {mapped.path} without plan.memory.dram, so every row is in main memory; set dram "
+            "to what main memory may take, or leave mapped out"
+        )
     dram_bytes = subtract_hot_row_bytes(all_shards, memory.dram, "plan.memory.dram", slot_bytes)
     hbm_bytes = subtract_hot_row_bytes(
         all_shards, memory.hbm, "plan.memory.hbm", lambda table: table.record_bytes
@@ -461,7 +482,7 @@ def apply_placement(
     tables: Sequence[Table],
     rows: Mapping[str, tuple[int, Tier]],
     *,
-    lookahead: int,
+    lookahead: int | Literal["auto"],
 ) -> Plan:
     """Return `plan` with the memory that the profiled placement chose: (rows, tier) by table name."""
     is_limited = plan.dram_bytes is not None
@@ -488,11 +509,48 @@ def apply_placement(
                 rest="-" if fits else rest,
             )
         )
+    plan = replace(plan, tables=tuple(planned), lookahead=lookahead, placement="profiled")
+    return _add_mapped_rows(plan, tables)
+
+
+def _add_mapped_rows(plan: Plan, tables: Sequence[Table]) -> Plan:
+    """Divide the mapped memory that whole tables leave among evicted rows of the others.
+
+    Mapped memory without a size is for whole tables only. Raises ConfigError if it has no room for any row.
+    """
+    mapped = plan.mapped
+    if mapped is None or mapped.bytes is None or not plan.needs_backing:
+        return replace(plan, tables=tuple(replace(table, mapped_rows=0) for table in plan.tables))
+    table_shards = [shard for shard in shard_tables(tables, plan.shardings) if not shard.is_hot]
+    slices = [shard.table for shard in table_shards]
+    planned = [plan.tables[shard.number] for shard in table_shards]
+    resident = [None if table.fits else table.capacity_rows for table in planned]
+    by_rank = list_distinct_shards([shard.sharding for shard in table_shards], plan.num_ranks)
+    rows = []
+    for shards in by_rank:
+        whole_bytes = sum(
+            shard.max_rows(table.rows or 0) * slot_bytes(table)
+            for table, shard, table_plan in zip(slices, shards, planned, strict=True)
+            if table_plan.tier == "mapped"
+        )
+        cache_bytes = max(0, mapped.bytes - whole_bytes)
+        rows.append(split_cache_budget(slices, cache_bytes, shards, resident))
+    cached = _min_over_slices(table_shards, _min_rows_over_ranks(by_rank, rows))
+    if not any(cached) and all(table.tier == "dram" for table in plan.tables):
+        evicting = [
+            table for table, count in zip(slices, resident, strict=True) if count is not None
+        ]
+        raise ConfigError(
+            f"plan.memory.mapped: got {mapped.bytes:,} bytes, wanted at least "
+            f"{sum(map(cached_row_bytes, evicting)):,}: one row of each of {len(evicting)} tables that do not fit in "
+            "dram; raise it, or leave mapped out"
+        )
     return replace(
         plan,
-        tables=tuple(planned),
-        lookahead=lookahead,
-        placement="profiled",
+        tables=tuple(
+            replace(table, mapped_rows=count)
+            for table, count in zip(plan.tables, cached, strict=True)
+        ),
     )
 
 
@@ -532,6 +590,12 @@ def memory_bytes(table: Table, planned: TablePlan) -> int:
     return planned.capacity_rows * resident_row_bytes(table, planned.sharding) + copies
 
 
+def mapped_cache_bytes(table: Table, planned: TablePlan) -> int:
+    """Return the bytes planned for a table's evicted rows in byte-addressable memory, on each of its ranks."""
+    slices = shard_tables([table], [planned.sharding])
+    return planned.mapped_rows * max(cached_row_bytes(shard.table) for shard in slices)
+
+
 def _exchange_columns(table: TablePlan) -> dict[str, str]:
     return {"sharding": str(table.sharding), "exchange": table.exchange}
 
@@ -539,6 +603,7 @@ def _exchange_columns(table: TablePlan) -> dict[str, str]:
 def describe_planned_tables(plan: Plan, tables: Sequence[Table]) -> list[dict[str, str]]:
     """Describe a plan as one printable line per table, by column title."""
     lines = []
+    has_mapped_rows = any(planned.mapped_rows for planned in plan.tables)
     for table, planned, late in zip(tables, plan.tables, plan.staleness_by_table, strict=True):
         owners = planned.sharding.num_owners
         owned = "any" if table.rows is None else f"{max_rows_per_owner(table.rows, owners):,}"
@@ -556,6 +621,7 @@ def describe_planned_tables(plan: Plan, tables: Sequence[Table]) -> list[dict[st
                 "rows in memory": "as trained" if unbounded else f"{planned.capacity_rows:,}",
                 "memory": "as trained" if unbounded else f"{memory / 2**20:,.1f} MiB",
                 "tier": planned.tier,
+                **({"rows in mapped": f"{planned.mapped_rows:,}"} if has_mapped_rows else {}),
                 "rest": planned.rest,
                 **({} if len(set(plan.staleness_by_table)) == 1 else {"staleness": f"{late}"}),
                 **({} if plan.num_ranks == 1 else _exchange_columns(planned)),

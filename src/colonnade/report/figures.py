@@ -211,12 +211,22 @@ def draw_phase_history_chart(run: RunRecord) -> Figure | None:
     )
 
 
+ROW_SOURCES = {
+    "resident": "already in memory",
+    "read": "read from files",
+    "born": "new",
+    "mapped": "in mapped memory",
+}
+
+
 def draw_row_source_chart(run: RunRecord) -> Figure | None:
-    """Draw the shares of rows that batches found in memory, read from files, or initialised."""
+    """Draw the shares of rows that were in memory or mapped memory, were read from files, or were initialised."""
     lines = [line for line in run.lines_of_kind("rows") if _count_rows(line)]
     if not lines:
         return None
-    labels = {"resident": "already in memory", "read": "read from files", "born": "new"}
+    labels = dict(ROW_SOURCES)
+    if not any(line.get("mapped") for line in lines):
+        del labels["mapped"]
     data = []
     for number, (name, label) in enumerate(labels.items()):
         points = [(line["step"], 100 * (line.get(name) or 0) / _count_rows(line)) for line in lines]
@@ -339,7 +349,7 @@ def _round_digits(value: float) -> float:
 
 
 def _count_rows(line: Mapping[str, Any]) -> float:
-    return sum(line.get(name) or 0 for name in ("resident", "read", "born"))
+    return sum(line.get(name) or 0 for name in ROW_SOURCES)
 
 
 def steps_between(lines: Sequence[Mapping[str, Any]]) -> list[int]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
+from colonnade.plan.comparison import PlanComparison
 from colonnade.report import figures, tiers, tower_map, traffic
 from colonnade.report.formatting import (
     format_bytes,
@@ -510,10 +511,23 @@ def _collect_plan_facts(run: RunRecord) -> dict[str, Any]:
             f"{predicted}, measured {format_count(_round_count(measured))}"
         )
         plan["what limits"] = prediction.get("limit", "-")
+    plan |= _collect_comparison_facts(run.plan.get("comparison"))
     if tables := run.plan.get("tables"):
         plan["tables"] = len(tables)
         plan["tables with rows beyond memory"] = sum(not t.get("fits", True) for t in tables)
     return {name.replace("_", " "): value for name, value in plan.items()}
+
+
+def _collect_comparison_facts(comparison: Any) -> dict[str, Any]:
+    """Return the plans that a run chose from in words; {} if its settings left nothing open."""
+    try:
+        first, *others = PlanComparison.from_dict(comparison).describe()
+    except (KeyError, TypeError, ValueError):
+        return {}
+    facts = {"exchanges": first.removeprefix("plan: ")}
+    if others:
+        facts["plans compared"] = "; ".join(line.strip() for line in others)
+    return facts
 
 
 def _collect_machine_facts(facts: Mapping[str, Any]) -> dict[str, Any]:

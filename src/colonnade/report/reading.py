@@ -108,6 +108,8 @@ def clean_named_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
             valid[name] = [
                 t for t in tables if isinstance(t, Mapping) and isinstance(t.get("name"), str)
             ]
+        elif name == "comparison":  # checked where it is described
+            valid[name] = value
         elif _is_size_name(str(name)):
             if value is None or is_number(value):
                 valid[str(name)] = value

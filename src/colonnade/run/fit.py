@@ -33,13 +33,8 @@ from colonnade.errors import ConfigError, DataError
 from colonnade.models.ranking import evaluation_mode
 from colonnade.plan.plan import build_plan
 from colonnade.run.cross_rank_check import check_config_on_all_ranks
-from colonnade.run.run import (
-    OWN,
-    OptimizerFactory,
-    ScheduleFactory,
-    prepare_run,
-    set_num_threads,
-)
+from colonnade.run.run import OWN, prepare_run, set_num_threads
+from colonnade.run.trainers import OptimizerFactory, ScheduleFactory
 from colonnade.run.validation import find_collection
 from colonnade.terminal import Terminal
 from colonnade.train.interrupt import stop_on_signals

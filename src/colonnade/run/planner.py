@@ -39,6 +39,8 @@ from colonnade.topology.world import World
 from colonnade.wire.codec import EXACT, CodecName, Codecs
 from colonnade.wire.coded_sums import CODED_DTYPES, SIGNAL_BYTES, coded_buffer_bytes
 
+NUM_RUNNERS_UP = 4
+"""Largest number of plans of other kinds that are predicted, and timed, beside the predicted fastest."""
 REDUCED_FRACTION = 0.9
 """Fraction of the memory that is compared with all of it, to estimate what a byte saves."""
 
@@ -136,6 +138,7 @@ def choose_shardings_and_exchanges(
             declared=collection.declaration,
         ),
         towers=config.plan.towers if isinstance(config.plan.towers, int) else None,
+        num_runners_up=NUM_RUNNERS_UP if world.num_ranks > 1 else 0,
     )
 
 

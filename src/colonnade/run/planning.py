@@ -1,43 +1,34 @@
-"""Planning from the data: profile a sample, time the disk and a few steps, and give memory to the tables it helps most.
-
-Steps are timed on copies of the model and in a temporary folder, so they change nothing of the run.
-"""
+"""Planning from the data: profile a sample, time the disk and some steps, give memory to the tables it helps most."""
 
 from __future__ import annotations
 
-import copy
 import json
-import math
-import shutil
-import tempfile
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import islice
 from pathlib import Path
+from typing import Any
 
-import numpy as np
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from colonnade.batch import Batch
 from colonnade.checkpoint.header import list_checkpoints, read_header
-from colonnade.checkpoint.stores import open_stores, read_table_shardings
+from colonnade.checkpoint.stores import read_table_shardings
 from colonnade.comm.mesh import Mesh
-from colonnade.config.plan import MemoryConfig, PlanConfig
+from colonnade.config.plan import PlanConfig, TablePlanConfig
 from colonnade.config.run import RunConfig
-from colonnade.data.batches import open_batches
-from colonnade.data.contract import Schema, Source, Splits, multi_id_columns, num_steps
+from colonnade.data.contract import Source, Splits, multi_id_columns
 from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import ColonnadeError, ConfigError
 from colonnade.lookup.stacking import hash_ids, hashed_tables_by_feature
-from colonnade.plan.constraints import resolve_plan_config
+from colonnade.plan.comparison import ComparedPlan, PlanComparison
+from colonnade.plan.constraints import is_settled, read_table_constraints, resolve_plan_config
 from colonnade.plan.cost.memory import (
     MemoryDemand,
     TableMemory,
+    Tier,
     average_over_ranks,
     divide_memory,
     divide_memory_on_ranks,
@@ -45,6 +36,7 @@ from colonnade.plan.cost.memory import (
     predict_demands,
 )
 from colonnade.plan.cost.prediction import (
+    LinkCosts,
     Prediction,
     StepCosts,
     choose_lookahead_depth,
@@ -52,297 +44,48 @@ from colonnade.plan.cost.prediction import (
 )
 from colonnade.plan.cost.table_stats import TableLoad
 from colonnade.plan.hot import profile_hot_and_cold, subtract_hot_row_bytes
-from colonnade.plan.measure.device import Device, list_missing_folders, measure_device
+from colonnade.plan.measure.device import Device, measure_device
 from colonnade.plan.measure.links import measure_links
 from colonnade.plan.measure.profile import Profile, profile_batches
+from colonnade.plan.placement import is_memory_limited, place_rows_on_device
 from colonnade.plan.plan import Plan, apply_placement, build_plan
 from colonnade.plan.search.candidates import PlanDecision
 from colonnade.plan.towers.advice import Advice
-from colonnade.row_optimizer import RowOptimizer
+from colonnade.run.micro_benchmark import run_micro_benchmark
+from colonnade.run.placement import (
+    SAMPLE_LOOKUPS,
+    SAMPLES_OF_UNKNOWN_LENGTH,
+    Placement,
+    count_run_steps,
+    place_on_rank_0,
+    read_sample_batches,
+)
 from colonnade.run.planner import (
     choose_hot_ids,
     choose_shardings_and_exchanges,
     estimate_link_costs,
     estimate_table_loads,
 )
+from colonnade.run.validation import check_exchanges_of_features
 from colonnade.store.budget import slot_bytes
-from colonnade.store.disk import Disk
-from colonnade.store.dram import RowSources
-from colonnade.store.log import LogBacking
 from colonnade.store.table_shards import shard_tables
 from colonnade.table import Table
-from colonnade.terminal import Terminal
 from colonnade.topology.sharding import Sharding
 from colonnade.topology.world import World
-from colonnade.train.dense import DenseGradients
 from colonnade.train.objective import Objective
-from colonnade.train.progress import Progress
-from colonnade.train.trainer import Outcome, Schedule, Trainer
 
-PASSES = 4
-MIN_STEPS = 4
-"""Number of steps of a pass if the sample is a single batch, which is repeated."""
-LOOKAHEAD = 2
-
-
-@dataclass(frozen=True, slots=True)
-class TimedPass:
-    """Timed pass over the sample."""
-
-    seconds: Sequence[float]
-    """Seconds of each step."""
-    born_rows: float
-    """Initialised rows of a step, on average."""
-    moved_rows: float
-    """Rows that a step reads or evicts, on average."""
-
-
-def run_micro_benchmark(
-    model: nn.Module,
-    batches: Sequence[Batch],
-    schema: Schema,
-    objective: Objective,
-    make_optimizer: Callable[[list[nn.Parameter]], Optimizer],
-    *,
-    batch_size: int,
-    folder: Path | None = None,
-    reads: Mapping[str, float] | None = None,
-) -> StepCosts:
-    """Time steps of a model, with all rows in memory and with little memory. Runs on one rank.
-
-    Takes 2 x PASSES passes over `batches`, at least one. Passes with much and with little memory alternate, so that
-    slow seconds of the machine affect both.
-    model: not open; does not change.
-    folder: on the disk for rows. None: the cost of moving rows is not measured. With a single batch it is zero.
-    reads: number of rows that a step of the run will read, by table. None: memory is as small as possible.
-    """
-    with torch.random.fork_rng():  # so that planning changes no bit of the later run
-        return _measure_step_costs(
-            model,
-            _MicroBenchmark(batches, schema, objective, make_optimizer, batch_size),
-            folder,
-            reads or {},
-        )
-
-
-def _measure_step_costs(
-    model: nn.Module, benchmark: _MicroBenchmark, parent: Path | None, reads: Mapping[str, float]
-) -> StepCosts:
-    """Time passes with and without memory for all rows, and compute the costs per step and row."""
-    collection = _find_collection(model)
-    with ExitStack() as stack:
-        with_all_rows = benchmark.open_model(
-            model, build_plan(collection.tables, 1, PlanConfig(lookahead=LOOKAHEAD)), None
-        )
-        stack.callback(with_all_rows.close)
-        with_little_memory = None
-        if parent is not None:
-            temporary = stack.enter_context(_create_temporary_folder(parent))
-            with_little_memory = benchmark.open_model(
-                model, _plan_with_little_memory(collection, benchmark.batches, reads), temporary
-            )
-            stack.callback(with_little_memory.close)
-        first_pass = with_all_rows.train_timed_pass()  # initialises every row
-        if with_little_memory is not None:
-            with_little_memory.train_timed_pass()
-        ample_passes, tight_passes = [], []
-        for _ in range(PASSES - 1):
-            ample_passes.append(with_all_rows.train_timed_pass())
-            if with_little_memory is not None:
-                tight_passes.append(with_little_memory.train_timed_pass())
-    step_seconds = _median_step_seconds(ample_passes)
-    first_use_seconds = (
-        max(_median_step_seconds([first_pass]) - step_seconds, 0.0) / first_pass.born_rows
-        if first_pass.born_rows
-        else 0.0
-    )
-    num_moved = sum(step_pass.moved_rows for step_pass in tight_passes) / (PASSES - 1)
-    moved_seconds = (
-        max(_median_step_seconds(tight_passes) - step_seconds, 0.0) / num_moved
-        if num_moved
-        else 0.0
-    )
-    return StepCosts(
-        step_seconds=step_seconds, first_use_seconds=first_use_seconds, moved_seconds=moved_seconds
-    )
-
-
-def _median_step_seconds(passes: Sequence[TimedPass]) -> float:
-    """Return the median over all steps, which disturbances of the machine change less than a mean."""
-    return float(np.median([seconds for step_pass in passes for seconds in step_pass.seconds]))
-
-
-@contextmanager
-def _create_temporary_folder(parent: Path) -> Iterator[Path]:
-    """Make a temporary folder in `parent`; remove it and missing parents that were created for it afterwards."""
-    created = list_missing_folders(parent)
-    parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=".rehearsal-", dir=parent))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        for created_parent in created:
-            with suppress(OSError):
-                created_parent.rmdir()
-
-
-class _TimedModel:
-    """Copy of the model that trains pass by pass, with timed steps."""
-
-    def __init__(self, trainer: Trainer, backings: Sequence[LogBacking], num_steps: int) -> None:
-        self.trainer, self.backings, self.num_steps = trainer, backings, num_steps
-        self.stream = trainer.collection.lookahead(trainer._read_remaining_batches())
-        self.is_warm = False
-
-    def train_timed_pass(self) -> TimedPass:
-        """Train one pass. The first pass begins with a step that is not timed, to warm up torch and the allocator."""
-        steps, outcome, store = self.num_steps, Outcome(), self.trainer.collection.store
-        if not self.is_warm:
-            self.trainer.train_step(self.stream, outcome)
-            self.is_warm, steps = True, steps - 1
-        before, seconds = copy.copy(store.sources), []
-        for _ in range(steps):
-            start = time.perf_counter()
-            self.trainer.train_step(self.stream, outcome)
-            seconds.append(time.perf_counter() - start)
-        now = store.sources
-        return TimedPass(
-            seconds,
-            (now.born - before.born) / steps,
-            (_count_moved_rows(now) - _count_moved_rows(before)) / steps,
-        )
-
-    def close(self) -> None:
-        """Stop the lookahead and close the stores."""
-        self.stream.close()
-        for backing in self.backings:
-            backing.close()
-
-
-class _MicroBenchmark:
-    """Repeated sample batches, and what is needed to train copies of a model on them."""
-
-    def __init__(
-        self,
-        batches: Sequence[Batch],
-        schema: Schema,
-        objective: Objective,
-        make_optimizer: Callable[[list[nn.Parameter]], Optimizer],
-        batch_size: int,
-    ) -> None:
-        # The first pass begins with an untimed step, so a single batch must be repeated.
-        repeated = (
-            batches if len(batches) > 1 else [copy.copy(batches[0]) for _ in range(MIN_STEPS)]
-        )
-        self.batches = list(repeated)
-        self.data = Splits(train=open_batches(self.batches, schema, name="sample"))
-        self.num_steps, self.batch_size = len(self.batches), batch_size
-        self.objective, self.make_optimizer = objective, make_optimizer
-
-    def open_model(self, model: nn.Module, plan: Plan, folder: Path | None) -> _TimedModel:
-        """Open a copy of the model. folder: for rows that do not fit in memory."""
-        trainer, backings = self._build_trainer(copy.deepcopy(model), plan, folder)
-        trainer.model.train()
-        return _TimedModel(trainer, backings, self.num_steps)
-
-    def _build_trainer(self, model: nn.Module, plan: Plan, folder: Path | None):
-        collection, mesh = _find_collection(model), Mesh()
-        backings = []
-        if folder is not None:
-            backings = open_stores(
-                folder,
-                collection.tables,
-                [table_plan.sharding for table_plan in plan.tables],
-                0,
-                Disk(),
-                None,
-            )
-        collection.open(plan, mesh, backings=backings)
-        parameters = [p for p in model.parameters() if p.requires_grad]
-        dense = DenseGradients(parameters, mesh)
-        trainer = Trainer(
-            model,
-            collection,
-            self.data,
-            Schedule(batch_size=self.batch_size, epochs=PASSES + 2),
-            objective=self.objective,
-            dense_optimizer=self.make_optimizer(parameters),
-            rows=RowOptimizer(collection),
-            dense=dense,
-            progress=Progress(total_steps=None, console=Terminal(quiet=True), is_quiet=True),
-        )
-        dense.build_buckets()
-        return trainer, backings
-
-
-def _count_moved_rows(sources: RowSources) -> int:
-    """Count rows that were read from or evicted to the tier below."""
-    return sources.read + sources.copied + sources.evicted_dirty + sources.evicted_clean
-
-
-def _plan_with_little_memory(
-    collection: EmbeddingCollection, batches: Sequence[Batch], reads: Mapping[str, float]
-) -> Plan:
-    """Build a plan in which a step reads about as many rows of each table as it will in the run.
-
-    The cost of a row depends on their number, because some reads are hidden behind computation.
-    """
-    declaration = collection.declaration
-    batches = [hash_ids(batch, declaration) for batch in batches]
-    budgets = {}
-    for table in declaration.tables:
-        features = [feature.name for feature in declaration.features if feature.table == table.name]
-        ids = [
-            np.unique(
-                np.concatenate(
-                    [batch.ids[name].values.numpy() for name in features] or [np.zeros(0, np.int64)]
-                )
-            )
-            for batch in batches
-        ]
-        rows = choose_resident_rows(ids, LOOKAHEAD + 2, reads.get(table.name, math.inf))
-        budgets[table.name] = int(rows * 1.05 + 16) * slot_bytes(table)
-    memory = MemoryConfig(dram=sum(budgets.values()), tables=budgets)
-    return build_plan(collection.tables, 1, PlanConfig(memory=memory, lookahead=LOOKAHEAD))
-
-
-def choose_resident_rows(batches: Sequence[np.ndarray], window: int, reads: float) -> int:
-    """Return how many rows must be in memory so that a step over these batches reads about `reads` rows. Pure.
-
-    Memory holds the rows of any `window` consecutive batches, and the most used of the others. batches: unique ids of
-    each batch; training repeats them.
-    """
-    unique_ids, inverse, uses = np.unique(
-        np.concatenate(batches), return_inverse=True, return_counts=True
-    )
-    order = np.argsort(-uses, kind="stable")
-    # By number of cached rows: uses of all other rows, in all steps.
-    uses_left = int(uses.sum()) - np.concatenate([[0], np.cumsum(uses[order])])
-    num_cached = int(np.argmax(uses_left <= reads * len(batches))) if reads < math.inf else 0
-    is_cached = np.zeros(len(unique_ids), bool)
-    is_cached[order[:num_cached]] = True
-    rows, starts = num_cached, np.cumsum([0, *map(len, batches)])
-    for first in range(len(batches)):
-        last = min(first + window, len(batches))
-        window_rows = np.unique(inverse.ravel()[starts[first] : starts[last]])
-        rows = max(rows, num_cached + int((~is_cached[window_rows]).sum()))
-    return max(rows, 1)
-
-
-def _find_collection(model: nn.Module) -> EmbeddingCollection:
-    return next(module for module in model.modules() if isinstance(module, EmbeddingCollection))
-
-
-SAMPLE_LOOKUPS = 1 << 20
-MIN_BATCHES = 8
-MAX_BATCHES = 256
 MAX_TIMED_BATCHES = 12
 """Maximum number of batches of the sample that the model is timed on."""
 AUTO_DEPTHS = (8, 4, 2)
 """Candidates for an automatic lookahead, in batches; the first with a window that fits in memory is taken."""
-SAMPLES_OF_UNKNOWN_LENGTH = 16
-"""Assumed length of a run of unknown length, as a multiple of the sample."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedStep:
+    """Plan with its prediction."""
+
+    plan: Plan
+    prediction: Prediction
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,6 +102,8 @@ class PlanningResult:
     world: World
     advice: tuple[Advice, ...] = ()
     """Estimated savings of tower modules; empty unless requested."""
+    runners_up: tuple[PlannedStep, ...] = ()
+    """Plans of other kinds, fastest first by prediction; none on one rank."""
 
 
 def read_measured_device(folder: Path | None, paths: Sequence[str]) -> Device | None:
@@ -372,33 +117,15 @@ def read_measured_device(folder: Path | None, paths: Sequence[str]) -> Device | 
     return device if [directory.path for directory in device.directories] == list(paths) else None
 
 
-def read_sample_batches(
-    source: Source, batch_size: int, lookups: int = SAMPLE_LOOKUPS, num_ranks: int = 1
-) -> list[Batch]:
-    """Read rank 0's first batches of the first epoch until they have `lookups` lookups."""
-    sample: list[Batch] = []
-    count = 0
-    batches = source.batches(batch_size, num_ranks=num_ranks)
-    try:
-        for batch in islice(batches, MAX_BATCHES):
-            sample.append(batch)
-            count += sum(len(ids.values) for ids in batch.ids.values())
-            if count >= lookups and len(sample) >= MIN_BATCHES:
-                break
-    finally:
-        if hasattr(batches, "close"):
-            batches.close()
-    return sample
-
-
 def _divide_memory_among_tables(
+    tables: Sequence[Table],
     memory_demands: Sequence[MemoryDemand],
     plan: Plan,
     world: World,
     dram_bytes: int | None,
     mapped_bytes: int | None,
-    *,
     at_once: int,
+    *,
     is_even: bool,
 ) -> list[TableMemory]:
     """Return the memory of each table on its fullest rank: as planned, or by what it saves. at_once: batches in
@@ -406,8 +133,12 @@ def _divide_memory_among_tables(
     if is_even:
         return get_planned_memory(memory_demands, plan)
     shardings = [table.sharding for table in plan.tables]
-    return divide_memory_on_ranks(
+    placed = divide_memory_on_ranks(
         memory_demands, shardings, world.num_ranks, dram_bytes, mapped_bytes, at_once=at_once
+    )
+    rows = {memory.name: (memory.rows, memory.tier) for memory in placed}
+    return _subtract_mapped_hits(
+        placed, memory_demands, apply_placement(plan, tables, rows, lookahead=0)
     )
 
 
@@ -433,10 +164,9 @@ def plan_from_sample(
     hot_ids = choose_hot_ids(config.plan, declared, stacked_sample, world, recorded)
     dram_bytes = _dram_without_hot_rows(config.plan, collection.tables, world, hot_ids)
     unknown_steps = first_step + SAMPLES_OF_UNKNOWN_LENGTH * len(sample)
-    known_steps = _count_steps_of_run(config, data.train)
-    steps = unknown_steps if known_steps is None else known_steps
+    steps = count_run_steps(config, data.train, unknown_steps)
     mapped_bytes = 0 if base_plan.mapped is None else base_plan.mapped.bytes
-    is_evenly_placed, is_auto = config.plan.placement == "even", config.plan.lookahead == "auto"
+    is_auto = config.plan.lookahead == "auto"
     batch_size = sample_profile.largest_batch  # all samples, if there are fewer than a batch
     batches_in_flight = 1 + base_plan.max_staleness_steps
     demands_of = partial(
@@ -448,7 +178,7 @@ def plan_from_sample(
     depth, memory_demands = _find_fitting_window(depths, batches_in_flight, demands_of, dram_bytes)
     divide_memory(memory_demands, dram_bytes, mapped_bytes, at_once=batches_in_flight)
     # The disk is measured only after the checks of memory.
-    paths = _folders_of_rows(base_plan, rows_folder)
+    paths = list_row_folders(base_plan, rows_folder)
     device = device or read_measured_device(folder, paths) or measure_device(paths)
     hot_and_cold = profile_hot_and_cold(declared, hot_ids, stacked_sample) if hot_ids else None
     sides, side_profile = hot_and_cold or (declared, sample_profile)
@@ -459,38 +189,121 @@ def plan_from_sample(
     choice = choose_shardings_and_exchanges(
         collection, sides, loads, config, world, device, memory_demands, bags, hot_ids
     )
-    plan_config = resolve_plan_config(config.plan, tables, world, choice, hot_ids)
-    base_plan = build_plan(tables, world, plan_config)
-    shardings = [table.sharding for table in base_plan.tables]
-    memory_demands = demands_of(window=depth + batches_in_flight, shardings=shardings)
-    by_rank = _divide_memory_among_tables(
-        memory_demands, base_plan, world, dram_bytes, mapped_bytes, at_once=batches_in_flight, is_even=is_evenly_placed,
+
+    inputs = _PlanInputs(
+        collection, config, world, hot_ids, demands_of, depth, batches_in_flight, (dram_bytes, mapped_bytes),
+        sample_profile, max(steps - first_step, 1),
     )  # fmt: skip
-    capacities = {table.name: (table.rows, table.tier) for table in by_rank}
-    memory_demands, placements = average_over_ranks(memory_demands, by_rank, shardings, owners)
+    placed = _place_rows(inputs, choice)
     if costs is None:
         batches = _select_timed_batches(
             sample, data.train, config.train.samples_per_step, world.num_trainers
         )
         costs = run_micro_benchmark(
             model, batches, data.train.schema, objective, make_optimizer, batch_size=config.train.samples_per_step,
-            folder=Path(paths[0]) if paths else None, reads={table.name: table.reads for table in placements},
+            folder=Path(paths[0]) if paths else None, reads={table.name: table.reads for table in placed.memory},
         )  # fmt: skip
-    if is_evenly_placed and base_plan.lookahead != "auto":
-        depth = base_plan.lookahead
-    elif is_auto:
-        depth = choose_lookahead_depth(placements, costs, device, depth)
-    prediction = predict_speed(
-        collection.tables, memory_demands, placements,
-        [sample_profile.lookups_per_sample(t) for t in range(len(collection.tables))], costs, device,
-        batch_size=batch_size, num_batches=max(steps - first_step, 1), num_ranks=owners, lookahead=depth,
-        write_budget=config.plan.write_budget,
-        links=estimate_link_costs(choice, loads, device, model, world, collection.declaration, base_plan),
+    estimate_links = partial(
+        estimate_link_costs, loads=loads, device=device, model=model, world=world, declared=declared
+    )
+    best = _predict_plan(inputs, placed, costs, device, estimate_links(choice, plan=placed.plan))
+    runners_up = []
+    for decision in choice.runners_up:
+        with suppress(ColonnadeError):  # its rows do not fit, or a bag would be split
+            placed = _place_rows(inputs, decision)
+            check_exchanges_of_features(placed.plan, collection, data)
+            links = estimate_links(decision, plan=placed.plan)
+            runners_up.append(_predict_plan(inputs, placed, costs, device, links))
+    runners_up.sort(key=lambda planned: planned.prediction.step_seconds)
+    plan = best.plan
+    if not is_settled(config.plan, tables, world):
+        plan = replace(plan, comparison=compare_predictions([best, *runners_up]))
+    return PlanningResult(
+        plan, sample_profile, device, costs, best.prediction, choice, tuple(loads), world, runners_up=tuple(runners_up),
     )  # fmt: skip
-    plan = replace(base_plan, prediction=asdict(prediction))
-    if not is_evenly_placed:
-        plan = apply_placement(plan, collection.tables, capacities, lookahead=depth)
-    return PlanningResult(plan, sample_profile, device, costs, prediction, choice, tuple(loads), world)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _PlanInputs:
+    """Inputs of the plans of one sample, which differ only in shardings and exchanges."""
+
+    collection: EmbeddingCollection
+    config: RunConfig
+    world: World
+    hot_ids: Mapping[str, Sequence[int]]
+    demands_of: Callable[..., list[MemoryDemand]]
+    """Function from a window of batches and shardings to the memory that each table needs."""
+    depth: int
+    """Lookahead, in batches."""
+    batches_in_flight: int
+    budgets: tuple[int | None, int | None]
+    """Bytes of main and of mapped memory on each rank; None: no limit."""
+    profile: Profile
+    num_batches: int
+    """Number of batches that are still to train."""
+
+
+@dataclass(frozen=True, slots=True)
+class _PlacedRows:
+    """Plan without a prediction, and the memory of its tables."""
+
+    plan: Plan
+    demands: list[MemoryDemand]
+    memory: list[TableMemory]
+    """Memory of each table, the mean over ranks."""
+    capacities: dict[str, tuple[int, Tier]]
+    """Rows in memory on the fullest rank, and their tier, by table."""
+
+
+def _place_rows(inputs: _PlanInputs, decision: PlanDecision) -> _PlacedRows:
+    """Divide memory among the tables under a decision."""
+    tables, world, in_flight = inputs.collection.tables, inputs.world, inputs.batches_in_flight
+    config = inputs.config.plan
+    plan = build_plan(
+        tables, world, resolve_plan_config(config, tables, world, decision, inputs.hot_ids)
+    )
+    demands = inputs.demands_of(window=inputs.depth + in_flight, shardings=plan.shardings)
+    by_rank = _divide_memory_among_tables(
+        tables, demands, plan, world, *inputs.budgets, in_flight, is_even=config.placement == "even"
+    )
+    owners = len(world.owners)
+    demands, placements = average_over_ranks(demands, by_rank, plan.shardings, owners)
+    capacities = {table.name: (table.rows, table.tier) for table in by_rank}
+    return _PlacedRows(plan, demands, placements, capacities)
+
+
+def _predict_plan(
+    inputs: _PlanInputs, placed: _PlacedRows, costs: StepCosts, device: Device, links: LinkCosts
+) -> PlannedStep:
+    """Predict the speed of a plan, and complete it."""
+    plan, tables, profile = placed.plan, inputs.collection.tables, inputs.profile
+    config, depth = inputs.config.plan, inputs.depth
+    if config.placement == "even" and plan.lookahead != "auto":
+        depth = plan.lookahead
+    elif config.lookahead == "auto":
+        depth = choose_lookahead_depth(placed.memory, costs, device, depth)
+    prediction = predict_speed(
+        tables, placed.demands, placed.memory, [profile.lookups_per_sample(t) for t in range(len(tables))], costs,
+        device, batch_size=profile.largest_batch, num_batches=inputs.num_batches, num_ranks=len(inputs.world.owners),
+        lookahead=depth, write_budget=config.write_budget, links=links,
+    )  # fmt: skip
+    plan = replace(plan, prediction=asdict(prediction))
+    if config.placement != "even":
+        plan = apply_placement(plan, tables, placed.capacities, lookahead=depth)
+        window = depth + inputs.batches_in_flight
+        unfixed = inputs.demands_of(window=window, shardings=plan.shardings, fixed_bytes={})
+        plan = place_rows_on_device(plan, tables, unfixed, config.memory.hbm)
+    return PlannedStep(plan, prediction)
+
+
+def compare_predictions(planned: Sequence[PlannedStep]) -> PlanComparison:
+    """Return the comparison of plans that are only predicted; the first is chosen. Pure."""
+    return PlanComparison(
+        tuple(
+            ComparedPlan(step.plan.describe_exchanges(), step.prediction.step_seconds)
+            for step in planned
+        )
+    )
 
 
 def _read_recorded_shardings(folder: Path | None) -> dict[str, Sharding]:
@@ -502,6 +315,18 @@ def _read_recorded_shardings(folder: Path | None) -> dict[str, Sharding]:
     return dict(zip(header["model"]["tables"], read_table_shardings(header), strict=True))
 
 
+def _subtract_mapped_hits(
+    placed: Sequence[TableMemory], memory_demands: Sequence[MemoryDemand], plan: Plan
+) -> list[TableMemory]:
+    """Return the memory with the reads that rows in mapped memory leave to the files."""
+    return [
+        replace(memory, reads=demand.reads_at(memory.rows + table_plan.mapped_rows))
+        if table_plan.mapped_rows
+        else memory
+        for memory, demand, table_plan in zip(placed, memory_demands, plan.tables, strict=True)
+    ]
+
+
 def get_planned_memory(memory_demands: Sequence[MemoryDemand], plan: Plan) -> list[TableMemory]:
     """Return the memory that a plan gives each table, and the rows that a step then reads."""
     return [
@@ -510,7 +335,7 @@ def get_planned_memory(memory_demands: Sequence[MemoryDemand], plan: Plan) -> li
             min(table_plan.capacity_rows, demand.max_rows),
             0.0
             if table_plan.fits or table_plan.tier == "mapped"
-            else demand.reads_at(table_plan.capacity_rows),
+            else demand.reads_at(table_plan.capacity_rows + table_plan.mapped_rows),
             table_plan.tier,
         )
         for demand, table_plan in zip(memory_demands, plan.tables, strict=True)
@@ -531,11 +356,11 @@ def _select_timed_batches(
 ) -> list[Batch]:
     """Return the batches to time: one rank's share, because communication is predicted separately."""
     if num_trainers > 1:
-        sample = read_sample_batches(source, batch_size, 1, num_trainers)
+        sample = read_sample_batches(source, batch_size, 1, num_ranks=num_trainers)
     return [batch for batch in sample if batch.size == sample[0].size][:MAX_TIMED_BATCHES]
 
 
-def _folders_of_rows(plan: Plan, rows_folder: Path) -> list[str]:
+def list_row_folders(plan: Plan, rows_folder: Path) -> list[str]:
     """Return the directories for rows of this plan; [] if all rows fit in memory."""
     if not plan.needs_backing:
         return []
@@ -556,6 +381,39 @@ def _find_fitting_window(
     return depth, memory_demands
 
 
+def complete_plan(
+    plan: Plan,
+    model: nn.Module,
+    collection: EmbeddingCollection,
+    data: Splits,
+    config: RunConfig,
+    mesh: Mesh,
+    folder: Path | None,
+    *,
+    objective: Objective,
+    make_optimizer: Callable[[list[nn.Parameter]], Optimizer],
+) -> Placement:
+    """Return a run's plan with what the data decides: open choices, and memory where not all rows fit. Collective.
+
+    plan: with memory divided evenly; returned as it is if all rows fit and no choice is open, without reading a sample.
+    Only choices and a depth of lookahead=auto need a prediction, for which the disk and the model are timed.
+    """
+    tables, world = collection.tables, mesh.world
+    first_step = 0 if folder is None else max(list_checkpoints(folder), default=0)
+    is_placed = config.plan.placement == "profiled" and is_memory_limited(plan, tables)
+    # Predictions do not cover device memory.
+    is_depth_open = is_placed and config.plan.lookahead == "auto" and config.plan.memory.hbm is None
+    if is_depth_open or not is_settled(config.plan, tables, world):
+        plans, device = plan_on_rank_0(
+            model, collection, data, config, mesh, folder, objective=objective, make_optimizer=make_optimizer,
+            first_step=first_step,
+        )  # fmt: skip
+        return Placement(plans[0], device=device, runners_up=tuple(plans[1:]))
+    if not is_placed:
+        return Placement(plan)
+    return place_on_rank_0(collection, data.train, config, plan, mesh, folder, first_step)
+
+
 def plan_on_rank_0(
     model: nn.Module,
     collection: EmbeddingCollection,
@@ -567,12 +425,18 @@ def plan_on_rank_0(
     objective: Objective,
     make_optimizer: Callable[[list[nn.Parameter]], Optimizer],
     first_step: int,
-) -> tuple[Plan, Device]:
-    """Measure links on all ranks, and plan on rank 0 for all. Collective. Nothing stays written."""
+) -> tuple[list[Plan], Device]:
+    """Measure links on all ranks, and plan on rank 0 for all. Collective. Nothing stays written.
+
+    Returns the planner's choice, then its runners-up; a run whose folder has a choice that still fits keeps that one,
+    without runners-up."""
     world = measure_links(mesh)
-    message: dict[str, str] = {}
+    message: dict[str, Any] = {}
     if mesh.rank == 0:
         try:
+            recorded = read_recorded_plan(folder, collection.tables, world, config.plan)
+            if recorded is not None:
+                config = config.model_copy(update={"plan": fix_choices(config.plan, recorded)})
             planned = plan_from_sample(
                 model,
                 collection,
@@ -585,7 +449,12 @@ def plan_on_rank_0(
                 folder=folder,
                 first_step=first_step,
             )
-            message = {"plan": planned.plan.to_json(), "device": planned.device.to_json()}
+            plans = [planned.plan, *(runner_up.plan for runner_up in planned.runners_up)]
+            if recorded is not None:
+                plans = [replace(planned.plan, comparison=recorded.comparison)]
+            message = {
+                "plans": [plan.to_json() for plan in plans], "device": planned.device.to_json()
+            }  # fmt: skip
         except ColonnadeError as error:
             if mesh.num_ranks == 1:
                 raise
@@ -593,18 +462,55 @@ def plan_on_rank_0(
     received = json.loads(mesh.all_gather_bytes("control", json.dumps(message).encode())[0])
     if "error" in received:
         raise ConfigError(f"rank 0 could not plan: {received['error']}")
-    return Plan.from_json(received["plan"]), Device.from_json(received["device"])
+    plans = [Plan.from_json(text) for text in received["plans"]]
+    return plans, Device.from_json(received["device"])
 
 
-def _count_steps_of_run(config: RunConfig, source: Source) -> int | None:
-    """Count the steps of the whole run; None if the number of samples is unknown."""
-    train = config.train
-    num_samples = source.num_samples
-    steps = (
-        None
-        if num_samples is None
-        else num_steps(num_samples, train.samples_per_step) * max(train.num_epochs, 1)
-    )
-    if train.max_steps is not None:
-        return train.max_steps if steps is None else min(steps, train.max_steps)
-    return steps
+def read_recorded_plan(
+    folder: Path | None, tables: Sequence[Table], world: World, config: PlanConfig
+) -> Plan | None:
+    """Read the plan that a run chose from its folder; None if there is none, or if it does not fit any more.
+
+    It fits the same ranks and tables, settings that leave its choices open, and the shardings of the newest checkpoint,
+    if there is one."""
+    if folder is None or not (folder / "plan.json").is_file():
+        return None
+    try:
+        plan = Plan.from_json((folder / "plan.json").read_text(encoding="utf-8"))
+        plan.check_world(world.num_ranks, world.servers)
+        plan.check_tables([table.name for table in tables])
+    except (ColonnadeError, OSError, ValueError, KeyError, TypeError):
+        return None  # the run is planned anew
+    saved = _read_recorded_shardings(folder)
+    has_other_towers = isinstance(config.towers, int) and config.towers != plan.towers
+    if plan.comparison is None or has_other_towers:
+        return None
+    for planned, constraint in zip(
+        plan.tables, read_table_constraints(config, tables, world).values(), strict=True
+    ):
+        sharding = planned.sharding
+        exchange = None if sharding.is_replicated else planned.exchange
+        if (
+            constraint.kind not in (None, sharding.kind)
+            or constraint.exchange not in (None, exchange)
+            or constraint.ranks not in (None, sharding.ranks)
+            or saved.get(planned.name, sharding) != sharding
+        ):
+            return None
+    return plan
+
+
+def fix_choices(config: PlanConfig, plan: Plan) -> PlanConfig:
+    """Return settings with the shardings and exchanges of a plan; hot rows stay as they are set. Pure."""
+    own_settings = {}
+    for planned in plan.tables:
+        own = config.tables.get(planned.name, TablePlanConfig())
+        is_copied = planned.sharding.is_replicated
+        own_settings[planned.name] = own.model_copy(
+            update={
+                "sharding": replace(planned.sharding, hot=None),
+                "ranks": None,
+                "exchange": None if is_copied else planned.exchange,
+            }
+        )
+    return config.model_copy(update={"tables": own_settings})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -16,7 +16,6 @@ import torch
 from rich.console import Console
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from colonnade import _native
 from colonnade.cache.next_use import add_next_use_to_splits
@@ -40,9 +39,7 @@ from colonnade.errors import CheckpointError, ConfigError
 from colonnade.formats import make_format_stamp
 from colonnade.interaction import TowerModule
 from colonnade.machine import collect_machine_facts
-from colonnade.models.tower_modules import describe_tower_modules
-from colonnade.plan.constraints import is_settled, resolve_plan_config
-from colonnade.plan.measure.device import Device
+from colonnade.plan.constraints import resolve_plan_config
 from colonnade.plan.plan import Plan, build_plan
 from colonnade.plan.search.candidates import Memory
 from colonnade.plan.towers.advice import advise_tower_modules
@@ -57,8 +54,10 @@ from colonnade.run.cross_rank_check import (
     flatten_to_dotted_names,
 )
 from colonnade.run.defaults import open_data, resolve_settings, warn_of_few_steps
+from colonnade.run.placement import PROFILE_FILE, SAMPLE_LOOKUPS, Placement
+from colonnade.run.plan_timing import choose_plan
 from colonnade.run.planner import apply_tower_partition
-from colonnade.run.planning import SAMPLE_LOOKUPS, PlanningResult, plan_from_sample, plan_on_rank_0
+from colonnade.run.planning import PlanningResult, complete_plan, plan_from_sample
 from colonnade.run.start import (
     WarmStart,
     apply_warm_start,
@@ -67,6 +66,13 @@ from colonnade.run.start import (
     fetch_from_mirror_if_empty,
     plan_warm_start,
     read_final_summary,
+)
+from colonnade.run.trainers import (
+    OptimizerFactory,
+    RunSetup,
+    ScheduleFactory,
+    build_dense_optimizer,
+    build_trainer,
 )
 from colonnade.run.validation import (
     check_data_for_settings,
@@ -77,33 +83,18 @@ from colonnade.store.disk import Disk
 from colonnade.store.durable import write_durably
 from colonnade.store.storage_locations import check_tier_directories
 from colonnade.table import Table
-from colonnade.terminal import Terminal
 from colonnade.topology.world import World
-from colonnade.train.dense import DenseGradients
-from colonnade.train.loss_scale import build_loss_scale
 from colonnade.train.objective import Objective, get_objective
-from colonnade.train.progress import Progress
 from colonnade.train.record import (
     average_sent_bytes,
     compare_with_prediction,
     gather_row_summary,
-    select_record_part,
 )
 from colonnade.train.schedules import build_schedule
-from colonnade.train.tower_weights import find_tower_weights
-from colonnade.train.trainer import Outcome, Schedule, Trainer
+from colonnade.train.trainer import Outcome, Trainer
 
 OWN = "own"
 """data.name of a run whose model and data came from Python (`colonnade.fit`)."""
-
-OptimizerFactory = Callable[[Sequence[nn.Parameter]], Optimizer]
-ScheduleFactory = Callable[[Optimizer], LRScheduler | ReduceLROnPlateau | None]
-
-DENSE_OPTIMIZERS = {
-    "adam": torch.optim.Adam,
-    "sgd": torch.optim.SGD,
-    "adagrad": torch.optim.Adagrad,
-}
 
 
 @dataclass(slots=True)
@@ -266,9 +257,9 @@ def prepare_run(
             read_only, mesh = True, full_mesh
     if not read_only:
         _prepare_training(model, data, config, mesh, objective)
-    setup = _RunSetup(
+    setup = RunSetup(
         model, collection, data, config, mesh, folder, objective, read_only,
-        dense_optimizer or partial(_build_dense_optimizer, config=config), console, disk or Disk(),
+        dense_optimizer or partial(build_dense_optimizer, config=config), console, disk or Disk(),
     )  # fmt: skip
     rows = RowOptimizer(collection, clip_value=config.embedding.clip_value)
     optimizer = setup.make_optimizer(setup.parameters or [nn.Parameter(torch.empty(0))])
@@ -279,10 +270,11 @@ def prepare_run(
         row_schedule(rows) if row_schedule else build_schedule(rows, config.embedding.schedule, run_steps),
         dense_schedule(optimizer) if dense_schedule else build_schedule(optimizer, config.dense.schedule, run_steps),
     ]  # fmt: skip
-    plan, device = _plan_row_placement(setup, optimizer)
+    placed = _plan_rows(setup, optimizer)
+    plan = None if placed is None else placed.plan
     start_plan = _plan_warm_start(setup)
     checkpoints, step = _open_checkpoints_and_rows(setup, plan, at)
-    trainer = _build_trainer(setup, rows, optimizer, schedules, run_steps, checkpoints)
+    trainer = build_trainer(setup, rows, optimizer, schedules, run_steps, checkpoints)
     if folder is not None and step is not None:
         with _close_checkpoints_on_error(checkpoints):
             restore_trainer(trainer, folder, step)
@@ -295,7 +287,7 @@ def prepare_run(
     trainer.dense.build_buckets()
     if folder is not None and not read_only:
         if mesh.rank == 0:
-            _write_run_files(setup, folder, device)
+            _write_run_files(setup, folder, placed)
         if checkpoints is not None:
             checkpoints.destinations = open_destinations(
                 config.train, folder, checkpoints, step, setup.disk
@@ -303,33 +295,6 @@ def prepare_run(
     return TrainingRun(
         config, mesh, trainer, folder, checkpoints, step, final_summary=final_summary
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _RunSetup:
-    """Arguments that all steps of opening a run need."""
-
-    model: nn.Module
-    collection: EmbeddingCollection
-    data: Splits
-    config: RunConfig
-    mesh: Mesh
-    folder: Path | None
-    objective: Objective
-    read_only: bool
-    make_optimizer: OptimizerFactory
-    console: Console | None
-    disk: Disk
-
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        """Trained dense parameters."""
-        return [p for p in self.model.parameters() if p.requires_grad]
-
-    @property
-    def trained_folder(self) -> Path | None:
-        """Folder that the run writes to; None if it writes nothing."""
-        return None if self.read_only else self.folder
 
 
 def _select_mesh(
@@ -360,13 +325,10 @@ def _prepare_training(
         move_dense_network(model, config.train.device, mesh)
 
 
-def _plan_row_placement(
-    setup: _RunSetup, optimizer: Optimizer
-) -> tuple[Plan | None, Device | None]:
+def _plan_rows(setup: RunSetup, optimizer: Optimizer) -> Placement | None:
     """Plan the rows; check that all ranks have the same plan before anything is written. Collective.
 
-    Returns the plan, None if the collection is open already; and the measured device, None if nothing was measured.
-    Raises ConfigError.
+    Returns None if the collection is open already. Raises ConfigError, BudgetExceeded.
     """
     collection, config, mesh, folder = (
         setup.collection, setup.config, setup.mesh, setup.folder,
@@ -392,22 +354,19 @@ def _plan_row_placement(
         check_folder_is_shared(folder, mesh)
         fetch_from_mirror_if_empty(folder, config, mesh, setup.console)
     if plan is None or setup.read_only:
-        return plan, None
-    if (
-        is_settled(placed_config.plan, collection.tables, mesh.world)
-        and config.plan.placement != "profiled"
-    ):
-        return plan, None
-    plan, device = plan_on_rank_0(
-        setup.model, collection, setup.data, placed_config, mesh, folder, objective=setup.objective,
+        return Placement(plan) if plan else None
+    placed = complete_plan(
+        plan, setup.model, collection, setup.data, placed_config, mesh, folder, objective=setup.objective,
         make_optimizer=setup.make_optimizer,
-        first_step=0 if folder is None else max(list_checkpoints(folder), default=0),
     )  # fmt: skip
-    check_exchanges_of_features(plan, collection, setup.data)
-    return plan, device
+    check_exchanges_of_features(placed.plan, collection, setup.data)
+    if placed.note and setup.console is not None:
+        setup.console.print(placed.note, style="yellow", highlight=False)
+    plans = [placed.plan, *placed.runners_up]
+    return replace(placed, plan=choose_plan(setup, plans, count_total_steps(config, setup.data)))
 
 
-def _plan_warm_start(setup: _RunSetup) -> WarmStart | None:
+def _plan_warm_start(setup: RunSetup) -> WarmStart | None:
     """Plan the warm start of a run without checkpoints from another run; None if there is none."""
     train, folder = setup.config.train, setup.folder
     if train.warm_start is None or setup.read_only:
@@ -420,7 +379,7 @@ def _plan_warm_start(setup: _RunSetup) -> WarmStart | None:
 
 
 def _open_checkpoints_and_rows(
-    setup: _RunSetup, plan: Plan | None, at: int | str | None
+    setup: RunSetup, plan: Plan | None, at: int | str | None
 ) -> tuple[Checkpoints | None, int | None]:
     """Open the run folder's checkpoints, and the rows of a collection that is not open yet. Collective.
 
@@ -450,56 +409,15 @@ def _open_checkpoints_and_rows(
     return checkpoints, step
 
 
-def _build_trainer(
-    setup: _RunSetup,
-    rows: RowOptimizer,
-    optimizer: Optimizer,
-    schedules: Sequence[LRScheduler | ReduceLROnPlateau | None],
-    run_steps: int | None,
-    checkpoints: Checkpoints | None,
-) -> Trainer:
-    """Build the trainer of an open collection; print a description of the model's towers."""
-    collection, config, mesh, console = (
-        setup.collection, setup.config, setup.mesh, setup.console,
-    )  # fmt: skip
-    exchange, data, record_part = collection.exchange, setup.data, select_record_part(mesh)
-    if config.data.next_use_hints and not setup.read_only:
-        data = add_next_use_to_splits(data, config.train.num_epochs)
-    trainer = Trainer(
-        setup.model,
-        collection,
-        data,
-        _build_training_schedule(config),
-        objective=setup.objective,
-        dense_optimizer=optimizer,
-        rows=rows,
-        dense=DenseGradients(
-            setup.parameters, mesh, collection.plan.codecs.dense, late=exchange.pushed_parameters,
-            towers=find_tower_weights(collection.declaration, exchange.inside, mesh.num_ranks, optimizer),
-        ),
-        lr_schedules=[schedule for schedule in schedules if schedule is not None],
-        progress=Progress(
-            total_steps=run_steps,
-            console=console or Terminal(quiet=True),
-            folder=None if record_part is None else setup.trained_folder,
-            part=record_part or "all",
-            is_quiet=console is None or mesh.rank > 0,
-        ),
-        checkpoints=checkpoints,
-        loss_scale=build_loss_scale(config.train.loss_scale),
-    )  # fmt: skip
-    if console is not None and (tower_text := describe_tower_modules(setup.model, collection)):
-        console.print(tower_text, highlight=False)
-    return trainer
-
-
-def _write_run_files(setup: _RunSetup, folder: Path, device: Device | None) -> None:
-    """Write configuration, plan, device and machine facts into the run folder, on one rank."""
+def _write_run_files(setup: RunSetup, folder: Path, placed: Placement | None) -> None:
+    """Write configuration, plan, device, profile and machine facts into the run folder, on one rank."""
     write = partial(write_durably, setup.disk, checked=False)
     write(folder / "config.yaml", dump_config(setup.config).encode())
     write(folder / "plan.json", setup.collection.plan.to_json().encode())
-    if device is not None:
-        write(folder / "device.json", device.to_json().encode())
+    if placed and placed.device:
+        write(folder / "device.json", placed.device.to_json().encode())
+    if placed and placed.profile:
+        write(folder / PROFILE_FILE, placed.profile.to_json().encode())
     facts = json.dumps(
         make_format_stamp("colonnade machine") | collect_machine_facts(folder), indent=2
     )
@@ -562,7 +480,7 @@ def plan_run(
         data,
         config,
         objective=get_objective(model),
-        make_optimizer=partial(_build_dense_optimizer, config=config),
+        make_optimizer=partial(build_dense_optimizer, config=config),
         world=world,
         rows_folder=run_folder,
         lookups=lookups,
@@ -646,37 +564,6 @@ def _check_can_resume(folder: Path, config: RunConfig) -> None:
                 f"{settings.get(name)!r}; "
                 f"give it another folder (--run), or the same settings to go on with it{tower_note or ''}"
             )
-
-
-def _build_training_schedule(config: RunConfig) -> Schedule:
-    """Return the trainer's schedule for a configuration."""
-    train = config.train
-    return Schedule(
-        batch_size=train.samples_per_step,
-        epochs=train.num_epochs,
-        max_steps=train.max_steps,
-        accumulate=train.accumulate,
-        evaluate_steps=train.evaluate_steps,
-        monitor=train.monitor,
-        patience=train.patience or 0,
-        min_delta=train.min_delta,
-        progressive=train.progressive,
-        embedding_clip_norm=config.embedding.clip_norm,
-        dense_clip_norm=config.dense.clip_norm,
-        checkpoint_steps=train.checkpoint_steps,
-        checkpoint_seconds=train.checkpoint_seconds,
-        skip_non_finite=train.on_non_finite == "skip",
-    )
-
-
-def _build_dense_optimizer(
-    parameters: Sequence[nn.Parameter], *, config: RunConfig
-) -> torch.optim.Optimizer:
-    """Build the configured optimizer of the dense parameters."""
-    optimizer_class = DENSE_OPTIMIZERS[config.dense.optimizer]
-    return optimizer_class(
-        parameters, lr=config.dense.learning_rate, weight_decay=config.dense.weight_decay or 0.0
-    )
 
 
 def count_total_steps(config: RunConfig, data: Splits) -> int | None:

@@ -52,16 +52,57 @@ def split_memory_budget(
         for t, table in enumerate(tables)
         if table.origin[0] in fixed_bytes
     )
-    remaining = max(0, remaining)
+    shares = _share_evenly(
+        [wanted[t] for t in unmet],
+        [row_bytes(tables[t]) for t in unmet],
+        max(0, remaining),
+        least=1,
+    )
+    for t, rows in zip(unmet, shares, strict=True):
+        num_slots[t] = rows
+    return num_slots
+
+
+def _share_evenly(
+    wanted: Sequence[int], row_bytes: Sequence[int], budget: int, *, least: int
+) -> list[int]:
+    """Share a budget evenly by bytes among tables that want so many rows; each gets `least` rows or more."""
+    rows = [0] * len(wanted)
     # Smallest first: a table that needs less than an even share takes all it needs.
-    # Smallest first: whoever needs less than an even share takes all it needs.
-    unmet.sort(key=lambda t: wanted[t] * row_bytes(tables[t]))
+    unmet = sorted(range(len(wanted)), key=lambda t: wanted[t] * row_bytes[t])
     while unmet:
         t = unmet.pop(0)
-        even = remaining // (len(unmet) + 1)
-        num_slots[t] = max(1, min(wanted[t], even // row_bytes(tables[t])))
-        remaining = max(0, remaining - num_slots[t] * row_bytes(tables[t]))
-    return num_slots
+        even = budget // (len(unmet) + 1)
+        rows[t] = max(least, min(wanted[t], even // row_bytes[t]))
+        budget = max(0, budget - rows[t] * row_bytes[t])
+    return rows
+
+
+def cached_row_bytes(table: Table) -> int:
+    """Return the bytes of a row in the cache below main memory: weights, state, clock. Its index is in main memory."""
+    return slot_bytes(table) - SLOT_OVERHEAD_BYTES
+
+
+def split_cache_budget(
+    tables: Sequence[Table],
+    budget_bytes: int,
+    shards: Sequence[Shard],
+    resident_rows: Sequence[int | None],
+    *,
+    open_rows: int = 2**27,
+) -> list[int]:
+    """Return the rows of each table in a cache of evicted rows, on one rank. Tables share it evenly by bytes.
+
+    resident_rows: by table, rows in the memory above, which are not in the cache; None: nothing is evicted.
+    """
+    wanted = [0] * len(tables)
+    for t, (table, shard) in enumerate(zip(tables, shards, strict=True)):
+        resident = resident_rows[t]
+        if shard.owner_index is not None and resident is not None:
+            wanted[t] = (
+                open_rows if table.rows is None else max(0, shard.max_rows(table.rows) - resident)
+            )
+    return _share_evenly(wanted, list(map(cached_row_bytes, tables)), budget_bytes, least=0)
 
 
 def split_hbm_budget(tables: Sequence[Table], hbm_bytes: int, shards: Sequence[Shard]) -> list[int]:

@@ -1,4 +1,4 @@
-"""`dram` store: rows in this process's memory, above logs that store the rows that do not fit in memory.
+"""`dram` store: rows in memory, above a cache of evicted rows in mapped files, if wanted, and logs with all others.
 
     slots, job = store.acquire(ids, offsets)      # ahead of use, on any thread: does not wait for reads
     store.wait(job)                               # before the rows' values are read
@@ -14,10 +14,11 @@ Legend: T tables, U unique rows of a call.
 from __future__ import annotations
 
 import hashlib
+import math
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -30,12 +31,15 @@ from colonnade.store.budget import slot_bytes
 from colonnade.store.contract import Backing, Manifest, RowView
 from colonnade.store.log import LogBacking
 from colonnade.store.log_rows import raise_read_fault
+from colonnade.store.traffic import TrafficSample
 from colonnade.table import Table
 from colonnade.topology.sharding import Shard
 
 MAX_SLOTS = 2**32 - 2
 # Bytes handed to a log, about, before the store waits for the log's writer.
 WRITTEN_TOGETHER = 4 << 20
+RESIZE_PARTS = 16
+"""Rows evicted together when a table shrinks, in units of `WRITTEN_TOGETHER`."""
 
 
 @dataclass(slots=True)
@@ -43,12 +47,14 @@ class RowSources:
     """Sources of the rows of `acquire`, and evicted rows. Numbers of rows since the store opened."""
 
     resident: int = 0
+    mapped: int = 0  # from byte-addressable memory
     read: int = 0  # from files
     copied: int = 0  # from write buffers of the logs
     born: int = 0  # initialised
     evicted_clean: int = 0
     evicted_dirty: int = 0
     bytes_read: int = 0  # of records, from files
+    bytes_mapped: int = 0  # of records, from byte-addressable memory
     bytes_evicted: int = 0  # of records
     stall_seconds: float = 0.0  # that `wait` waited for reads
     room_seconds: float = 0.0  # that `acquire` waited for the writer
@@ -62,16 +68,23 @@ class DramStore:
     """
 
     def __init__(
-        self, tables: Sequence[Table], native: _native.Dram, backings: Sequence[Backing] = ()
+        self,
+        tables: Sequence[Table],
+        native: _native.Dram,
+        backings: Sequence[Backing] = (),
+        cache: _native.Dram | None = None,
     ) -> None:
-        """backings: one by table; logs (`AbsentRows` if this rank has no rows), or read-only ones."""
+        """backings: one by table; logs (`AbsentRows` if this rank has no rows), or read-only ones. cache: of evicted
+        rows, above the logs."""
         self.tables = tuple(tables)
         self.native = native
+        self.cache = cache
         self._lock = threading.Lock()
         self.attach_backings(backings)
         largest = max(table.record_bytes for table in self.tables)
         self._rows_together = max(1, WRITTEN_TOGETHER // largest)
         self.sources = RowSources()
+        self.traffic: TrafficSample | None = None  # None: not recorded
         self._views = [
             RowView(
                 native.weights_address(t), native.stride_bytes(t), table.width, table.dtype
@@ -96,7 +109,7 @@ class DramStore:
             opened = list(logs.values())
             steps = max((log.commits()[-1] for log in opened if log.commits()), default=0)
             by_table = [logs[t].log if t in logs else None for t in range(len(self.tables))]
-            tiers = _native.TieredRows(self.native, by_table, opened[0].reader, steps)
+            tiers = _native.TieredRows(self.native, by_table, opened[0].reader, steps, self.cache)
         writers = [log.writer for log in logs.values() if log.writer is not None]
         with self._lock:
             self.backings, self.logs, self.tiers = tuple(backings), logs, tiers
@@ -121,6 +134,15 @@ class DramStore:
         self, ids: Tensor, offsets: Tensor, next_use: Tensor | None = None
     ) -> tuple[Tensor, _native.AcquireJob | None]:
         """Pin rows as `Resident.acquire`. Waits while too many evicted rows wait to be written."""
+        slots, job = self._acquire(ids, offsets, next_use)
+        if self.traffic is not None:
+            self.traffic.add(ids, offsets)
+        return slots, job
+
+    def _acquire(
+        self, ids: Tensor, offsets: Tensor, next_use: Tensor | None = None
+    ) -> tuple[Tensor, _native.AcquireJob | None]:
+        """Pin rows, which are no traffic of batches if rows are loaded."""
         slots = torch.empty(len(ids), dtype=torch.int32)
         self._wait_for_room()
         with self._lock:
@@ -135,7 +157,12 @@ class DramStore:
                     self.sources.resident += len(ids) - len(result.missing)
                     return slots, None
                 self._raise_fault(self.tiers.fault())
-                job = self.tiers.acquire(ids, offsets, slots, next_use)
+                try:
+                    job = self.tiers.acquire(ids, offsets, slots, next_use)
+                except MemoryError as error:
+                    if not self._make_room(error, offsets):
+                        raise
+                    job = self.tiers.acquire(ids, offsets, slots, next_use)
             except MemoryError as error:
                 raise self._build_budget_error(error) from None
             for name, count in job.counts().items():
@@ -192,7 +219,7 @@ class DramStore:
         offsets = torch.tensor(
             [0] * (table_index + 1) + [len(ids)] * (len(self.tables) - table_index)
         )
-        slots, job = self.acquire(ids, offsets)
+        slots, job = self._acquire(ids, offsets)
         try:
             self.wait(job)
             self.before_update(slots, offsets)
@@ -203,8 +230,8 @@ class DramStore:
     def write_back(self, table_index: int, ids: Tensor, records: Tensor) -> None:
         """Overwrite rows with records from the tier above, without needing free slots.
 
-        A row in memory changes in place, an evicted one is written to its log. The caller orders acquires, writes and
-        deletes. If it raises, rows may have changed.
+        A row in memory changes in place, an evicted one is written to the cache or its log. The caller orders acquires,
+        writes and deletes. If it raises, rows may have changed.
         """
         if not len(ids):
             return
@@ -216,7 +243,9 @@ class DramStore:
                 dtype=getattr(torch, self.tables[table_index].dtype),
             )
             absent = torch.as_tensor(self.native.read(table_index, ids, out)).long()
-            self.backings[table_index].write(ids[absent].contiguous(), records[absent].contiguous())
+            if len(absent):
+                self._wait_for_room()
+                self.tiers.write(table_index, ids[absent], records[absent])
             is_resident = torch.ones(len(ids), dtype=torch.bool)
             is_resident[absent] = False
             ids, records = ids[is_resident].contiguous(), records[is_resident].contiguous()
@@ -249,7 +278,7 @@ class DramStore:
         return int(self.native.num_rows(table_index))
 
     def resident_bytes(self) -> int:
-        """Return the bytes in use by rows, state and index."""
+        """Return the bytes in use by rows, state and index; without those of the cache."""
         return int(self.native.resident_bytes())
 
     def pinned_share(self) -> float:
@@ -270,6 +299,38 @@ class DramStore:
             else:
                 self._raise_fault(self.tiers.fault())
                 self.tiers.erase(table_index, ids)
+
+    def capacities(self) -> dict[int, int]:
+        """Return the slots of each table that can be resized, by table index."""
+        native = self.native
+        if self.tiers is None:
+            return {}
+        return {t: native.capacity_rows(t) for t in range(len(self.tables)) if native.can_resize(t)}
+
+    def resize(self, capacity_rows: Mapping[int, int]) -> None:
+        """Change the slots of tables, by table index: those of `capacities`. Between two steps, not during a commit.
+
+        Tables that lose slots are first: they evict rows, dirty ones to their logs, and their memory is free for the
+        others. A table keeps the rows that batches in flight use, so it may keep more slots than wanted; tables that
+        gain then get less.
+        """
+        if self.tiers is None:
+            return
+        self._raise_fault(self.tiers.fault())
+        before, owed = self.capacities(), 0
+        for t, wanted in sorted(capacity_rows.items(), key=lambda item: item[1] - before[item[0]]):
+            rows, size = before[t], slot_bytes(self.tables[t])
+            target = wanted if wanted < rows else max(rows, wanted - max(owed, 0) // size)
+            while rows != target:
+                # Evicted rows fill the buffers of the logs' writer, so they leave a part at a time.
+                part = max(target, rows - RESIZE_PARTS * self._rows_together)
+                self._wait_for_room()
+                with self._lock:
+                    rows = self.tiers.resize(t, part)
+                if rows != part:
+                    break
+            owed += (rows - wanted) * size
+        self._raise_fault(self.tiers.fault())
 
     def scan(self, table_index: int, run: int = 65536) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield (ids (N,), records (N, record_bytes)) of the trained rows, each once, about `run` at a time.
@@ -387,6 +448,34 @@ class DramStore:
             table_index, kind, place, error = fault
             raise_read_fault((kind, place, error), self.logs[table_index].path_of)
 
+    def _make_room(self, error: MemoryError, offsets: Tensor) -> bool:
+        """Take slots from other tables for a batch that does not fit in its table even alone. Returns whether it fits.
+
+        Memory is divided by earlier batches, and a later one may use more rows of a table than any before.
+        """
+        if self.traffic is None or self.tiers is None:
+            return False
+        t, needed, capacity, pinned = _read_room_error(error)
+        capacities = self.capacities()
+        if needed <= capacity or t not in capacities:
+            return False
+        size = slot_bytes(self.tables[t])
+        owed = (needed + pinned - capacity) * size
+        in_use = {
+            u: math.ceil(rows * self.native.pinned_share(u)) for u, rows in capacities.items()
+        }
+        needs = map(max, offsets.diff().tolist(), self.traffic.peaks)
+        least = {u: max(rows, in_use.get(u, 0)) for u, rows in enumerate(needs)}
+        spare = {u: rows - least[u] for u, rows in capacities.items() if u != t}
+        for other in sorted(
+            spare, key=lambda other: -spare[other] * slot_bytes(self.tables[other])
+        ):
+            other_size = slot_bytes(self.tables[other])
+            taken = min(max(spare[other], 0), -(-max(owed, 0) // other_size))
+            rows = capacities[other]
+            owed -= (rows - self.tiers.resize(other, rows - taken)) * other_size
+        return owed <= 0 and self.tiers.resize(t, needed + pinned) >= needed + pinned
+
     def _read_rows_from_backing(self, table_index: int, ids: Tensor) -> Tensor:
         """Read weights (N, D) of rows of a read-only store: from the backing, else their first value."""
         table = self.tables[table_index]
@@ -403,9 +492,7 @@ class DramStore:
         return out
 
     def _build_budget_error(self, error: MemoryError) -> BudgetExceeded:
-        # table <t> needs <n> slots of <capacity> <p> pinned
-        words = str(error).replace(",", "").split()
-        table_index, needed, capacity, pinned = (int(words[i]) for i in (1, 3, 6, 7))
+        table_index, needed, capacity, pinned = _read_room_error(error)
         table = self.tables[table_index]
         wanted = (needed + pinned) * slot_bytes(table)
         in_use = f" and {pinned} of these are in use by batches in flight" if pinned else ""
@@ -418,6 +505,14 @@ class DramStore:
         )
 
 
+def _read_room_error(error: MemoryError) -> tuple[int, int, int, int]:
+    """Read (table index, slots needed, capacity, slots pinned by others) from an error of an acquire."""
+    # table <t> needs <n> slots of <capacity> <p> pinned
+    words = str(error).replace(",", "").split()
+    table_index, needed, capacity, pinned = (int(words[i]) for i in (1, 3, 6, 7))
+    return table_index, needed, capacity, pinned
+
+
 def open_dram_store(
     tables: Sequence[Table],
     capacity_rows: Sequence[int],
@@ -426,14 +521,20 @@ def open_dram_store(
     shards: Sequence[Shard] = (),
     backings: Sequence[Backing] = (),
     directories: Sequence[Path | None] = (),
+    cache_directory: Path | None = None,
+    cache_rows: Sequence[int] = (),
+    most_rows: Sequence[int] = (),
 ) -> DramStore:
     """Reserve address space for `capacity_rows` of each table; memory is used as rows appear.
+
+    most_rows: by table, largest capacity that `DramStore.resize` may set; (): as at first.
 
     shards: by table, this rank's shard; (): all rows of all tables.
 
     directories: by table, the directory of scratch files that hold its rows instead of this process's memory:
     byte-addressable memory mounted as files (DAX, CXL, persistent memory), else the page cache. Compute works on them
     in place. The files have no names and are reserved whole; raises StorageError if they cannot be.
+    cache_directory: the same for `cache_rows` evicted rows of each table, above the backings; their index is in memory.
     """
     shards = shards or [Shard()] * len(tables)
     directories = [
@@ -441,20 +542,26 @@ def open_dram_store(
         for shard, directory in zip(shards, directories or [None] * len(tables), strict=True)
     ]
     try:
-        for directory in directories:
+        for directory in {*directories, cache_directory}:
             if directory is not None:
                 directory.mkdir(parents=True, exist_ok=True)
         native = _reserve_address_space(
-            tables, capacity_rows, seed, shards, directories, bool(backings)
+            tables, capacity_rows, seed, shards, directories, bool(backings), most_rows
         )
+        cache = None
+        if cache_directory is not None and backings and any(cache_rows):
+            cached = [replace(table, rows=None) for table in tables]
+            cache = _reserve_address_space(
+                cached, cache_rows, seed, shards, [cache_directory] * len(tables), True, ()
+            )
     except (OSError, MemoryError) as error:
-        if not any(directories):
+        if not any(directories) and cache_directory is None:
             raise
         raise StorageError(
             f"rows cannot lie in mapped files: {error}. Free space there, name another directory, or lower the "
             "budget of mapped memory"
         ) from None
-    return DramStore(tables, native, backings)
+    return DramStore(tables, native, backings, cache)
 
 
 def _reserve_address_space(
@@ -464,6 +571,7 @@ def _reserve_address_space(
     shards: Sequence[Shard],
     directories: Sequence[Path | None],
     is_backed: bool,
+    most_rows: Sequence[int],
 ) -> _native.Dram:
     """Reserve the address space of `open_dram_store`. Raises OSError, MemoryError."""
     parts = [(t, part) for t, table in enumerate(tables) for part in table.parts]
@@ -485,6 +593,7 @@ def _reserve_address_space(
         is_backed,
         ["" if directory is None else str(directory) for directory in directories],
         [table.origin[1] for table in tables],
+        [min(rows, MAX_SLOTS) for rows in most_rows],
     )
 
 

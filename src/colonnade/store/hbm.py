@@ -563,7 +563,7 @@ def _group_ids(parts: Sequence[np.ndarray]) -> tuple[Tensor, Tensor]:
 
 
 def _count_sources(sources: RowSources) -> dict[str, int]:
-    names = ("resident", "read", "copied", "born", "bytes_read")
+    names = ("resident", "mapped", "read", "copied", "born", "bytes_read", "bytes_mapped")
     return {name: getattr(sources, name) for name in names}
 
 

@@ -7,9 +7,11 @@ from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # reports read these values without torch
+    from colonnade._native import Dram
     from colonnade.store.dram import DramStore
     from colonnade.store.hbm import HbmStore
     from colonnade.store.log import LogBacking
+    from colonnade.table import Table
 
 LEVELS = ("held_bytes", "live_bytes")
 """Counts of the present state; the others only grow."""
@@ -88,7 +90,8 @@ class TierCounts:
 
 
 def collect_tier_counts(store: DramStore | HbmStore) -> dict[str, TierCounts]:
-    """Return the counts of each tier, from the top: "hbm" if rows are on a device, "dram", then those of its backings.
+    """Return the counts of each tier, from the top: "hbm" if rows are on a device, "dram", "mapped" if evicted rows are
+    cached there, then those of its backings.
 
     Costs microseconds a table.
     """
@@ -110,7 +113,7 @@ def collect_tier_counts(store: DramStore | HbmStore) -> dict[str, TierCounts]:
             **others,
         }
     sources = store.sources
-    needed = sources.resident + sources.read + sources.copied + sources.born
+    needed = sources.resident + sources.mapped + sources.read + sources.copied + sources.born
     resident = store.native.resident_bytes()
     tiers = {
         "dram": TierCounts(
@@ -121,6 +124,8 @@ def collect_tier_counts(store: DramStore | HbmStore) -> dict[str, TierCounts]:
             live_bytes=resident,
         )
     }
+    if store.cache is not None and store.tiers is not None:
+        tiers["mapped"] = _count_cache_tier(store.tables, store.cache, store.tiers.cache_counts())
     below = [backing for backing in store.backings if isinstance(backing, LogBacking)]
     for backing in below:
         name = "mapped" if backing.files.mapped_bytes else "ssd"  # files read by loads, or by reads
@@ -130,6 +135,25 @@ def collect_tier_counts(store: DramStore | HbmStore) -> dict[str, TierCounts]:
         tiers[lowest] += _count_shared_io(below)
         tiers[lowest] += TierCounts(stall_seconds=sources.stall_seconds)
     return tiers
+
+
+def _count_cache_tier(
+    tables: Sequence[Table], cache: Dram, counts: Mapping[str, int]
+) -> TierCounts:
+    """Return the counts of the cache of evicted rows. Each row is a request of its own."""
+    num_bytes = sum(cache.num_rows(t) * table.record_bytes for t, table in enumerate(tables))
+    return TierCounts(
+        hits=counts["hits"],
+        misses=counts["misses"],
+        reads=counts["hits"],
+        read_bytes=counts["bytes_read"],
+        row_bytes=counts["bytes_read"],
+        rows_written=counts["rows_inserted"],
+        payload_bytes=counts["bytes_inserted"],
+        written_bytes=counts["bytes_inserted"],
+        held_bytes=num_bytes,
+        live_bytes=num_bytes,
+    )
 
 
 def _count_log_tier(backing: LogBacking) -> TierCounts:

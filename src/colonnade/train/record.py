@@ -248,10 +248,11 @@ class Counters:
         return {**gained, "total": total}
 
     def collect_rows(self) -> dict[str, float]:
-        """Count rows by source: resident, read, born (initialised); and evicted rows."""
+        """Count rows by source: resident, mapped, read, born (initialised); and evicted rows."""
         sources = self._trainer.collection.store.sources
         now: dict[str, float] = {
             "resident": sources.resident,
+            "mapped": sources.mapped,
             "read": sources.read + sources.copied,
             "born": sources.born,
             "evicted": sources.evicted_clean + sources.evicted_dirty,

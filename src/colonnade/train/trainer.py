@@ -188,7 +188,7 @@ class Trainer:
         if self.collection.cached is not None:
             apply_planned_bounds(self.collection.cached)
         batches = self.collection.lookahead(
-            self._read_remaining_batches(), prefetched=self.restored_reads
+            self.read_remaining_batches(), prefetched=self.restored_reads
         )
         try:
             with report_errors_to_peers(self.mesh.peer_monitor):
@@ -406,7 +406,7 @@ class Trainer:
         """Number of epochs; with progressive validation, of days."""
         return len(self.data.days) if self.schedule.progressive else self.schedule.epochs
 
-    def _read_remaining_batches(self) -> Iterator[Batch]:
+    def read_remaining_batches(self) -> Iterator[Batch]:
         """Yield the (micro-)batches of all remaining epochs with their positions."""
         steps_left = self.schedule.max_steps
         if steps_left is not None:

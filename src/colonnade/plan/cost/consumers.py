@@ -17,7 +17,7 @@ from colonnade.exchange.operator_cut import (
 )
 from colonnade.interaction import Concat, FieldSubset
 from colonnade.lookup.layout import EmbeddingDeclaration, LookupField, query_fields
-from colonnade.lookup.views import slices_of
+from colonnade.lookup.views import is_merged_at_samples, slices_of
 from colonnade.plan.cost.table_stats import ColumnLoad, TableLoad
 from colonnade.topology.sharding import Sharding
 from colonnade.topology.world import World
@@ -83,6 +83,8 @@ class ConsumerLoad:
     """Table with hot rows that it reads in addition; the values of this table are sent even if partials are."""
     is_whole: bool = False
     """True for a tower module: one rank evaluates all fields at once."""
+    can_be_split: bool = False
+    """True if owners may evaluate some of its fields, and the ranks of the samples the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,6 +237,7 @@ def _build_consumer_load(
         tuple(indices[feature] for feature in sequences), query_floats,
         float(exact.row_bytes([query_floats], compute)) if queries else 0.0,
         depends_on_hot_rows, str(hot_table) if is_split else "", consumer.interaction.merge == "whole",
+        consumer.interaction.merge == "sum" and not queries and not isinstance(consumer.interaction, Concat),
     )  # fmt: skip
 
 
@@ -296,7 +299,7 @@ def check_whole_bags(
         for field in sorted(list_whole_fields(declaration, name)):
             feature = declaration.features[fields[field].feature]
             sharding = shardings[declaration.table_index_of(feature)]
-            if sharding.has_hot:  # The ranks of the samples sum hot and cold rows.
+            if is_merged_at_samples(sharding):  # Owners do not evaluate this field.
                 continue
             if feature.name in bags and sharding.num_owners > 1:
                 raise build_split_bag_error(feature.table, sharding.kind, feature.name, name)

@@ -418,7 +418,10 @@ def _divide_memory_budget(
 def _divide_unused_memory(
     table_demands: Sequence[MemoryDemand], rows: list[int], budget: int
 ) -> list[int]:
-    """Divide memory that saves no predicted reads, in case these are wrong: complete small tables, then evenly."""
+    """Divide memory that saves no predicted reads, in case these are wrong: complete small tables, then evenly.
+
+    Open tables share what is left: they may grow beyond `max_rows`, which is estimated.
+    """
     free = budget - _total_bytes(table_demands, rows)
     lacking = [t for t, demand in enumerate(table_demands) if rows[t] < demand.max_rows]
     lacking.sort(key=lambda t: (table_demands[t].max_rows - rows[t]) * table_demands[t].slot_bytes)
@@ -427,6 +430,11 @@ def _divide_unused_memory(
         more = min(demand.max_rows - rows[t], free // (len(lacking) - i) // demand.slot_bytes)
         rows[t] += more
         free -= more * demand.slot_bytes
+    opened = [
+        t for t, demand in enumerate(table_demands) if demand.is_open and len(demand.rows) > 1
+    ]
+    for t in opened:
+        rows[t] += free // len(opened) // table_demands[t].slot_bytes
     return rows
 
 

@@ -1,8 +1,9 @@
 """Cost of all tables under exchange `partials` together: partials belong to consumers, not to single tables.
 
-The rules are those of `exchange/operator_cut.py`, on numbers alone. If all tables of a consumer's fields are under
-`partials` and none is cut by columns, every rank with rows of one of them may send the consumer's partial. All other
-fields are sent as under `pooled`. If a consumer reads a sequence, the owners of its rows compute partials, and first
+The rules are those of `exchange/operator_cut.py` and `lookup/views.py`, on numbers alone. If all tables of a consumer's
+fields are under `partials`, every rank with rows of one of them may send the consumer's partial. If it adds up, some of
+these tables may be cut by columns or replicated: the samples' ranks add their fields. All other fields are sent as
+under `pooled`. If a consumer reads a sequence, the owners of its rows compute partials, and first
 receive the queries. The bytes of a partial are divided among the tables on the sending rank by the widths of the fields
 that it replaces: exact for a table if all tables are on the same ranks; the sum over tables is always exact.
 
@@ -75,8 +76,9 @@ class TablePartialBytes:
 class Partials:
     """Cost model of `partials` for one model.
 
-    Argument owners (T, N) of the methods: part of a table's columns that a rank owns rows of; all 0 for tables that are
-    not under `partials`."""
+    Arguments of the methods: owners (T, N), part of a table's columns that a rank owns rows of; all 0 for tables that
+    are not under `partials`. apart (T,): tables whose fields only the samples' ranks can evaluate, under any exchange
+    (`is_merged_at_samples`); None: those of `owners` that are cut by columns."""
 
     def __init__(self, model: ModelLoad, num_tables: int, *, adds_in_host: bool = False) -> None:
         self.model, self.num_tables, self.adds_in_host = model, num_tables, adds_in_host
@@ -107,9 +109,14 @@ class Partials:
         """Return the tables that a consumer reads, ascending."""
         return tuple(sorted({self.model.fields[f].table for f in consumer.fields}))
 
-    def source_tables(self, c: int) -> list[int]:
-        """Return the tables with owners that compute the partials of consumer c."""
-        return sorted(set(self.tables[self.replaces[c]].tolist()))
+    def mark_remote_fields(self, owners: Floats) -> NDArray[np.bool_]:
+        """Return the fields that owners have whole values or rows of, (F,)."""
+        return np.asarray(((owners > 0).any(1) & ~is_cut(owners))[self.tables])
+
+    def find_evaluators(self, c: int, owners: Floats) -> NDArray[np.bool_]:
+        """Return the ranks that compute the partials of consumer c, (N,)."""
+        fields = self.replaces[c] & self.mark_remote_fields(owners)
+        return np.asarray((owners[sorted(set(self.tables[fields].tolist()))] > 0).any(0))
 
     @cached_property
     def attention_tables(self) -> frozenset[int]:
@@ -141,13 +148,18 @@ class Partials:
             if f in consumer.whole_bags and fields[f].has_bags
         )
 
-    def select_remote_consumers(self, owners: Floats) -> tuple[int, ...]:
+    def select_remote_consumers(
+        self, owners: Floats, apart: NDArray[np.bool_] | None = None
+    ) -> tuple[int, ...]:
         """Return the indices of the consumers that owners should evaluate, so that the fewest floats are sent."""
-        can_be_remote = ((owners > 0).any(1) & ~is_cut(owners))[self.tables]  # (F,)
+        can_be_remote = self.mark_remote_fields(owners)
+        can_be_apart = (is_cut(owners) if apart is None else apart)[self.tables]
         candidates = [
             c
             for c, consumer in enumerate(self.model.consumers)
-            if consumer.width is not None and consumer.fields and can_be_remote[self.reads[c]].all()
+            if consumer.width is not None
+            and can_be_remote[self.reads[c]].any()
+            and (can_be_remote | (can_be_apart & consumer.can_be_split))[self.reads[c]].all()
         ]
         if not candidates:
             return ()
@@ -156,7 +168,7 @@ class Partials:
         required = [c for c in candidates if self.model.consumers[c].sequences]
 
         def count_floats(consumers: Sequence[int]) -> float:
-            is_sent = self.mark_sent_fields(consumers)
+            is_sent = self.mark_sent_fields(consumers, owners)
             return sum(widths[c] for c in consumers) + float(field_floats[is_sent].sum())
 
         best = tuple(required)
@@ -173,19 +185,23 @@ class Partials:
         """Return the floats of consumer c's partials and queries of a sample, over all owners."""
         consumer = self.model.consumers[c]
         floats = (consumer.width or 0) + consumer.query_floats
-        return float((owners[self.source_tables(c)] > 0).any(0).sum()) * floats
+        return float(self.find_evaluators(c, owners).sum()) * floats
 
-    def mark_sent_fields(self, consumers: Sequence[int]) -> NDArray[np.bool_]:
+    def mark_sent_fields(self, consumers: Sequence[int], owners: Floats) -> NDArray[np.bool_]:
         """Return the fields with values that are still sent if owners evaluate these consumers, (F,)."""
         others = np.ones(len(self.reads), dtype=bool)
         others[list(consumers)] = False
         is_query = self.is_query[list(consumers)].any(0)
-        return ~self.is_read | self.reads[others].any(0) | is_query
+        is_added_later = self.reads[list(consumers)].any(0) & ~self.mark_remote_fields(owners)
+        return ~self.is_read | self.reads[others].any(0) | is_query | is_added_later
 
-    def predict_traffic(self, owners: Floats) -> PartialsTraffic:
+    def predict_traffic(
+        self, owners: Floats, apart: NDArray[np.bool_] | None = None
+    ) -> PartialsTraffic:
         """Predict what all tables under `partials` send together, per sample."""
-        remote, model = self.select_remote_consumers(owners), self.model
-        is_sent, host_summed = self.mark_sent_fields(remote), np.zeros(2)
+        remote, model = self.select_remote_consumers(owners, apart), self.model
+        is_sent, host_summed = self.mark_sent_fields(remote, owners), np.zeros(2)
+        is_remote = self.mark_remote_fields(owners)
         is_summed = self.mark_host_summed_tables(owners)[self.tables]  # (F,)
         values = self._sum_by_table(self.value_bytes * (is_sent & ~is_summed)) @ owners
         gradients = self._sum_by_table(self.gradient_bytes * (is_sent & ~is_summed)) @ owners
@@ -201,7 +217,7 @@ class Partials:
         weighted: dict[int, int] = {}
         for c in remote:
             consumer = model.consumers[c]
-            evaluates = (owners[self.source_tables(c)] > 0).any(0)
+            evaluates = self.find_evaluators(c, owners)
             queries = queries + consumer.query_bytes * evaluates
             if self.adds_in_host and evaluates.all() and not consumer.sequences:
                 host_summed += consumer.value_bytes, consumer.gradient_bytes
@@ -209,8 +225,10 @@ class Partials:
                 values = values + consumer.value_bytes * evaluates
                 gradients = gradients + consumer.gradient_bytes * evaluates
             floats = floats + (consumer.width or 0) * evaluates
-            evaluated += self._sum_by_table(self.dims * self.rows * self.replaces[c]) @ owners
-            for f in consumer.fields:
+            evaluated += (
+                self._sum_by_table(self.dims * self.rows * (self.replaces[c] & is_remote)) @ owners
+            )
+            for f in filter(is_remote.__getitem__, consumer.fields):
                 field = model.fields[f]
                 is_split = num_owners[field.table] > 1
                 if is_split and field.has_bags and f in consumer.whole_bags:
@@ -239,7 +257,8 @@ class Partials:
         self, traffic: PartialsTraffic, owners: Floats, table_index: int
     ) -> tuple[TablePartialBytes, TablePartialBytes]:
         """Return table t's part in the bytes of values and of gradients, queries included."""
-        is_sent, is_of_table = self.mark_sent_fields(traffic.consumers), self.tables == table_index
+        is_sent = self.mark_sent_fields(traffic.consumers, owners)
+        is_of_table, is_remote = self.tables == table_index, self.mark_remote_fields(owners)
         table_owners, parts = owners[table_index], []
         for b, field_bytes in enumerate((self.value_bytes, self.gradient_bytes)):
             size = float((field_bytes * is_sent * is_of_table).sum())
@@ -248,9 +267,9 @@ class Partials:
             for c in traffic.consumers:
                 consumer = self.model.consumers[c]
                 size = (consumer.value_bytes, consumer.gradient_bytes)[b] + consumer.query_bytes
-                widths = self._sum_by_table(self.dims * self.replaces[c])
+                widths = self._sum_by_table(self.dims * (self.replaces[c] & is_remote))
                 share = widths[table_index] * table_owners / np.maximum(widths @ owners, 1e-300)
-                evaluates = (owners[self.source_tables(c)] > 0).any(0)
+                evaluates = self.find_evaluators(c, owners)
                 if self.adds_in_host and evaluates.all() and not consumer.sequences:
                     summed += size * float(share.mean())
                 else:

@@ -153,6 +153,8 @@ class PlanDecision:
     """Seconds that a step would save with 16-bit values and gradients; never chosen, because it is not exact."""
     consumers: tuple[ConsumerChoice, ...] = ()
     """Decisions for the model's consumers in its order; empty if the model is unknown."""
+    runners_up: tuple[PlanDecision, ...] = ()
+    """Best decisions of other kinds, fastest first by prediction, as many as were requested."""
 
     @property
     def shardings(self) -> dict[str, Sharding]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
@@ -44,7 +44,8 @@ def explain_consumers(
     has_partials = [exchange == "partials" for exchange in exchanges]
     partials_owners = owners * [[float(is_under)] for is_under in has_partials]
     are_cut = is_cut(owners)
-    remote = partials.select_remote_consumers(partials_owners)
+    apart = are_cut | np.isin(exchanges, "replicated")
+    remote = partials.select_remote_consumers(partials_owners, apart)
     num_owners = (owners > 0).sum(1)
     floats = partials.dims * partials.rows * owners.sum(1)[partials.tables]
     choices = []
@@ -60,7 +61,7 @@ def explain_consumers(
         others = [names[t] for t in tables if not has_partials[t]]
         cut = [names[t] for t in tables if are_cut[t]]
         if c in remote:
-            reason = _explain_partials(consumer)
+            reason = _explain_partials(consumer, names, set(tables) & set(np.flatnonzero(apart)))
         elif len({exchanges[t] for t in tables}) == 1 and exchanges[tables[0]] in BY_TOWERS:
             reason = "its fields are not all in one tower, or its result there is not smaller than values"
         elif partial is None:
@@ -86,11 +87,15 @@ def explain_consumers(
     return tuple(choices)
 
 
-def _explain_partials(consumer: ConsumerLoad) -> str:
-    """Explain why partials of a consumer are sent."""
+def _explain_partials(consumer: ConsumerLoad, names: Sequence[str], apart: Collection[int]) -> str:
+    """Explain why partials of a consumer are sent. names: of all tables; apart: tables whose fields the samples' ranks
+    evaluate."""
     reason = "rows of its sequence stay on their owners" if consumer.sequences else "fewer floats"
     if consumer.hot_table:
         reason += f"; table {consumer.hot_table}, which has hot rows, sends values"
+    if apart:
+        name = names[min(apart)]
+        reason += f"; the samples' ranks add table {name}, which is cut by columns or replicated"
     return reason
 
 

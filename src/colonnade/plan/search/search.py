@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from colonnade.errors import ConfigError
 from colonnade.lookup.hops import BY_TOWERS
+from colonnade.lookup.views import is_merged_at_samples
 from colonnade.plan.cost.comm_volume import (
     CALLS,
     EXTRA_EXCHANGE_SECONDS,
@@ -92,6 +93,9 @@ class State:
     step_bytes: Floats  # (N,) bytes of the rows of one step
     num_tables: dict[str, int] = field(default_factory=dict)  # by exchange
     owners: Floats = field(default_factory=lambda: np.zeros((0, 0)))  # (T, N) of `Partials`
+    apart: NDArray[np.bool_] = field(
+        default_factory=lambda: np.zeros(0, bool)
+    )  # (T,) of `Partials`
     partials: PartialsTraffic | None = None  # of the tables under `partials`
     partials_seconds: tuple[Floats, Floats] | None = None  # included in `links` and `processor`
     tower_compression: TowerCompression = field(default_factory=TowerCompression)  # set at the end
@@ -237,8 +241,8 @@ class Search:
     def empty_state(self) -> State:
         """Return a state without tables."""
         n, links = self.world.num_ranks, np.zeros((3, len(self.paths.all_to_all.seconds)))
-        owners = np.zeros((len(self.loads), n))
-        return State([], links, np.zeros(n), np.zeros(n), np.zeros(n), owners=owners)
+        owners, apart = np.zeros((len(self.loads), n)), np.zeros(len(self.loads), bool)
+        return State([], links, np.zeros(n), np.zeros(n), np.zeros(n), owners=owners, apart=apart)
 
     def add_table_costs(
         self,
@@ -286,8 +290,11 @@ class Search:
         step_bytes = min(load.unique_world, load.rows) * load.slot_bytes
         state.step_bytes[owners] += sign * step_bytes / num_shards
         state.num_tables[exchange] = state.num_tables.get(exchange, 0) + int(sign)
+        if is_apart := is_merged_at_samples(sharding):
+            state.apart[table_index] = sign > 0
         if exchange == "partials":
             state.owners[table_index, owners] = 1 / sharding.slices if sign > 0 else 0.0
+        if exchange == "partials" or (is_apart and state.num_tables.get("partials")):
             self._update_partials_cost(state)
 
     def _update_partials_cost(self, state: State) -> None:
@@ -297,7 +304,7 @@ class Search:
             state.processor -= state.partials_seconds[1]
         state.partials = state.partials_seconds = None
         if state.num_tables.get("partials"):
-            state.partials = self.partials.predict_traffic(state.owners)
+            state.partials = self.partials.predict_traffic(state.owners, state.apart)
             state.partials_seconds = predict_partials_seconds(
                 state.partials, state.owners, self.samples, self.paths, self.rates
             )

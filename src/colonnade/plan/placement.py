@@ -1,0 +1,222 @@
+"""Placement of rows in memory: memory goes to the tables where a byte saves most reads.
+
+`place_rows` places them before a run by a profile; `MemoryBalancer` lets memory follow the traffic at checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from colonnade.config.plan import MemoryConfig
+from colonnade.errors import BudgetExceeded
+from colonnade.plan.cost.memory import (
+    MemoryDemand,
+    divide_memory,
+    divide_memory_on_ranks,
+    predict_demands,
+)
+from colonnade.plan.hot import subtract_hot_row_bytes
+from colonnade.plan.measure.profile import Profile, profile_ids
+from colonnade.plan.plan import Plan, apply_placement
+from colonnade.store.budget import slot_bytes
+from colonnade.store.table_shards import shard_tables
+from colonnade.store.traffic import TrafficSample
+from colonnade.table import Table
+from colonnade.topology.sharding import Sharding, max_rows_per_owner
+
+MIN_BATCHES = 8
+"""Number of batches below which a sample of traffic goes on to the next commit."""
+LEAST_SAVING = 0.05
+"""Part of the reads that a new division must save: predictions are not better than that."""
+
+
+def is_memory_limited(plan: Plan, tables: Sequence[Table]) -> bool:
+    """Return whether rows of some table do not fit in a memory that the plan divides among tables."""
+    return (
+        plan.needs_backing
+        or any(planned.tier == "mapped" for planned in plan.tables)
+        or any(
+            plan.hbm_bytes is not None
+            and (
+                table.rows is None or planned.hbm_rows < _count_owned_rows(table, planned.sharding)
+            )
+            for table, planned in zip(tables, plan.tables, strict=True)
+        )
+    )
+
+
+def place_rows(
+    plan: Plan,
+    tables: Sequence[Table],
+    profile: Profile,
+    memory: MemoryConfig,
+    *,
+    batch_size: int,
+    num_samples: int | None,
+    first_batch: int,
+    last_batch: int,
+) -> Plan:
+    """Return `plan` with the rows in memory that save most reads over batches first_batch .. last_batch of the run.
+
+    profile: of these tables. Raises BudgetExceeded if a batch of the profile's size does not fit.
+    """
+    late, shardings = plan.max_staleness_steps, plan.shardings
+    shards = shard_tables(tables, shardings)
+    owners = len(plan.servers) or plan.num_ranks
+    depth = 2 if plan.lookahead == "auto" else plan.lookahead
+
+    def predict(fixed_bytes: dict[str, int]) -> list[MemoryDemand]:
+        return predict_demands(
+            tables, profile, batch_size=batch_size, window=depth + 1 + late, at_once=1 + late, num_ranks=owners,
+            num_samples=num_samples, first_batch=first_batch, last_batch=max(last_batch, first_batch + 1),
+            fixed_bytes=fixed_bytes, shardings=shardings,
+        )  # fmt: skip
+
+    mapped_bytes = 0 if plan.mapped is None else plan.mapped.bytes
+    dram_bytes = subtract_hot_row_bytes(shards, memory.dram, "plan.memory.dram", slot_bytes)
+    placed = divide_memory_on_ranks(
+        predict(memory.tables), shardings, plan.num_ranks, dram_bytes, mapped_bytes, at_once=1 + late
+    )  # fmt: skip
+    rows = {table.name: (table.rows, table.tier) for table in placed}
+    plan = apply_placement(plan, tables, rows, lookahead=plan.lookahead)
+    return place_rows_on_device(plan, tables, predict({}), memory.hbm)
+
+
+def place_rows_on_device(
+    plan: Plan, tables: Sequence[Table], demands: Sequence[MemoryDemand], hbm_bytes: int | None
+) -> Plan:
+    """Return `plan` with device memory divided by the reads that it saves main memory; unchanged without `hbm_bytes`.
+
+    demands: without budgets of single tables, which are of main memory. Raises as `place_rows`.
+    """
+    if hbm_bytes is None:
+        return plan
+    shardings, at_once = plan.shardings, 1 + plan.max_staleness_steps
+    free = subtract_hot_row_bytes(
+        shard_tables(tables, shardings), hbm_bytes, "plan.memory.hbm", lambda table: table.record_bytes
+    )  # fmt: skip
+    on_device = [
+        replace(demand, slot_bytes=table.record_bytes)
+        for demand, table in zip(demands, tables, strict=True)
+    ]
+    try:
+        placed = divide_memory_on_ranks(on_device, shardings, plan.num_ranks, free, at_once=at_once)
+    except BudgetExceeded as error:  # which names the setting of main memory
+        raise BudgetExceeded(str(error).replace("plan.memory.dram", "plan.memory.hbm")) from None
+    planned = []
+    for table, before, own in zip(tables, plan.tables, placed, strict=True):
+        rows = own.rows * before.sharding.slices  # a slice of a row takes a part of its bytes
+        if table.rows is not None:
+            rows = min(rows, _count_owned_rows(table, before.sharding))
+        planned.append(replace(before, hbm_rows=rows))
+    return replace(plan, tables=tuple(planned))
+
+
+def _count_owned_rows(table: Table, sharding: Sharding) -> int:
+    """Return the rows of a vocabulary table on its fullest rank."""
+    return max_rows_per_owner(table.rows or 0, sharding.num_owners)
+
+
+@dataclass(frozen=True, slots=True)
+class _Move:
+    """Change of the division, to be judged by later traffic."""
+
+    before: Mapping[int, int]
+    rows: int
+    """Rows that left memory for it."""
+
+
+class MemoryBalancer:
+    """Decisions at commits whether memory moves between the tables of a rank.
+
+    A division changes if it saves more reads until the next commit, should traffic stay as it is, than the number of
+    rows that leave memory for it. Where traffic then does not stay, the balancer waits: for one commit, three, seven,
+    and so on, until a change has paid off. So traffic that moves every time costs ever fewer changes.
+    """
+
+    def __init__(self, tables: Mapping[int, Table], window: int, at_once: int) -> None:
+        """tables: by index in the store, the tables that may change, with the rows that this rank may have of them.
+
+        window: batches in flight. at_once: batches that must be in memory at once.
+        """
+        self.tables, self.window, self.at_once = dict(tables), window, at_once
+        self._last: _Move | None = None
+        self._waits, self._delay = 0, 0
+
+    def choose(
+        self, capacities: Mapping[int, int], num_resident: Mapping[int, int], traffic: TrafficSample, step: int
+    ) -> dict[int, int]:  # fmt: skip
+        """Choose the slots of each table, by index; {}: as they are. Clears the traffic if it was enough to judge.
+
+        capacities, num_resident: slots and rows in memory, by index. step: steps that were trained.
+        """
+        tables = {t: table for t, table in self.tables.items() if t in capacities}
+        if traffic.num_sampled < MIN_BATCHES or len(tables) < 2:
+            return {}
+        interval = traffic.num_batches
+        demands = predict_traffic_demands(tables, traffic, self.window, self.at_once, step)
+        traffic.clear()
+        self._judge_last_move(demands, capacities, interval)
+        if self._waits:
+            self._waits -= 1
+            return {}
+        budget = sum(capacities[t] * slot_bytes(table) for t, table in tables.items())
+        try:
+            placed = divide_memory(list(demands.values()), budget, at_once=self.at_once)
+        except BudgetExceeded:  # batches share rows, so that less than predicted is enough so far
+            return {}
+        chosen = {t: memory.rows for t, memory in zip(demands, placed, strict=True)}
+        present, best = _count_reads(demands, capacities), _count_reads(demands, chosen)
+        moved = sum(max(0, num_resident[t] - chosen[t]) for t in chosen)
+        if present - best <= LEAST_SAVING * present or (present - best) * interval <= moved:
+            return {}
+        self._last = _Move({t: capacities[t] for t in chosen}, moved)
+        return chosen
+
+    def _judge_last_move(
+        self, demands: Mapping[int, MemoryDemand], capacities: Mapping[int, int], interval: int
+    ) -> None:
+        """Wait longer if the traffic since the last change made it a loss; forget earlier losses if it paid off."""
+        if self._last is None:
+            return
+        saved = _count_reads(demands, self._last.before) - _count_reads(demands, capacities)
+        self._delay = 0 if saved * interval > self._last.rows else 2 * self._delay + 1
+        self._waits, self._last = self._delay, None
+
+
+def predict_traffic_demands(
+    tables: Mapping[int, Table], traffic: TrafficSample, window: int, at_once: int, step: int
+) -> dict[int, MemoryDemand]:
+    """Predict the memory demand of each table from its traffic. A lookup is the use of a row by a batch."""
+    profiles, by_table = [], traffic.by_table()
+    for t, table in tables.items():
+        batches = by_table[t]
+        mean = sum(map(len, batches)) / len(batches)
+        own = profile_ids(table.name, np.concatenate(batches), mean, is_brief=True)
+        profiles.append(replace(own, most_unique=traffic.peaks[t]))
+    num = len(by_table[0])
+    profile = Profile(num, num, tuple(profiles), largest_batch=1)
+    demands = predict_demands(
+        list(tables.values()), profile, batch_size=1, window=window, at_once=at_once, first_batch=step,
+        last_batch=step + traffic.num_batches,
+    )  # fmt: skip
+    return dict(zip(tables, demands, strict=True))
+
+
+def describe_change(
+    tables: Sequence[Table], before: Mapping[int, int], after: Mapping[int, int]
+) -> str:
+    """Describe a change of slots in a line: the tables that change most first."""
+    changes = {t: after[t] - before[t] for t in after if after[t] != before[t]}
+    order = sorted(changes, key=lambda t: -abs(changes[t]) * slot_bytes(tables[t]))
+    words = [f"{tables[t].name} {before[t]:,} -> {after[t]:,}" for t in order[:4]]
+    others = f", and {len(order) - 4} other tables" if len(order) > 4 else ""
+    return f"memory moves with the traffic: rows of {', '.join(words)}{others}"
+
+
+def _count_reads(demands: Mapping[int, MemoryDemand], rows: Mapping[int, int]) -> float:
+    """Return the rows read for each batch with these numbers of rows in memory."""
+    return sum(demand.reads_at(rows[t]) for t, demand in demands.items())

@@ -1,0 +1,186 @@
+"""Trainers of runs: what all steps of opening a run need, and the trainer of an open collection."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from colonnade.batch import Batch
+from colonnade.cache.next_use import add_next_use_to_splits
+from colonnade.checkpoint.checkpoints import (
+    Checkpoints,
+)
+from colonnade.comm.mesh import Mesh
+from colonnade.config.run import RunConfig
+from colonnade.data import Splits
+from colonnade.data.batches import open_batches
+from colonnade.embedding import EmbeddingCollection
+from colonnade.models.tower_modules import describe_tower_modules
+from colonnade.plan.plan import Plan
+from colonnade.row_optimizer import RowOptimizer
+from colonnade.run.validation import (
+    find_collection,
+)
+from colonnade.store.contract import Backing
+from colonnade.store.disk import Disk
+from colonnade.terminal import Terminal
+from colonnade.train.dense import DenseGradients
+from colonnade.train.loss_scale import build_loss_scale
+from colonnade.train.objective import Objective
+from colonnade.train.progress import Progress
+from colonnade.train.record import (
+    select_record_part,
+)
+from colonnade.train.tower_weights import find_tower_weights
+from colonnade.train.trainer import Schedule, Trainer
+
+OptimizerFactory = Callable[[Sequence[nn.Parameter]], Optimizer]
+ScheduleFactory = Callable[[Optimizer], LRScheduler | ReduceLROnPlateau | None]
+
+MAX_EPOCHS = 1_000_000
+"""Number of epochs over a few batches that no timed copy of a model ends."""
+DENSE_OPTIMIZERS = {
+    "adam": torch.optim.Adam,
+    "sgd": torch.optim.SGD,
+    "adagrad": torch.optim.Adagrad,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RunSetup:
+    """Arguments that all steps of opening a run need."""
+
+    model: nn.Module
+    collection: EmbeddingCollection
+    data: Splits
+    config: RunConfig
+    mesh: Mesh
+    folder: Path | None
+    objective: Objective
+    read_only: bool
+    make_optimizer: OptimizerFactory
+    console: Console | None
+    disk: Disk
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Trained dense parameters."""
+        return [p for p in self.model.parameters() if p.requires_grad]
+
+    @property
+    def trained_folder(self) -> Path | None:
+        """Folder that the run writes to; None if it writes nothing."""
+        return None if self.read_only else self.folder
+
+
+def build_trainer(
+    setup: RunSetup,
+    rows: RowOptimizer,
+    optimizer: Optimizer,
+    schedules: Sequence[LRScheduler | ReduceLROnPlateau | None],
+    run_steps: int | None,
+    checkpoints: Checkpoints | None,
+) -> Trainer:
+    """Build the trainer of an open collection; print a description of the model's towers."""
+    collection, config, mesh, console = (
+        setup.collection, setup.config, setup.mesh, setup.console,
+    )  # fmt: skip
+    exchange, data, record_part = collection.exchange, setup.data, select_record_part(mesh)
+    if config.data.next_use_hints and not setup.read_only:
+        data = add_next_use_to_splits(data, config.train.num_epochs)
+    trainer = Trainer(
+        setup.model,
+        collection,
+        data,
+        build_training_schedule(config),
+        objective=setup.objective,
+        dense_optimizer=optimizer,
+        rows=rows,
+        dense=DenseGradients(
+            setup.parameters, mesh, collection.plan.codecs.dense, late=exchange.pushed_parameters,
+            towers=find_tower_weights(collection.declaration, exchange.inside, mesh.num_ranks, optimizer),
+        ),
+        lr_schedules=[schedule for schedule in schedules if schedule is not None],
+        progress=Progress(
+            total_steps=run_steps,
+            console=console or Terminal(quiet=True),
+            folder=None if record_part is None else setup.trained_folder,
+            part=record_part or "all",
+            is_quiet=console is None or mesh.rank > 0,
+        ),
+        checkpoints=checkpoints,
+        loss_scale=build_loss_scale(config.train.loss_scale),
+    )  # fmt: skip
+    if console is not None and (tower_text := describe_tower_modules(setup.model, collection)):
+        console.print(tower_text, highlight=False)
+    return trainer
+
+
+def open_timed_trainer(
+    setup: RunSetup,
+    model: nn.Module,
+    plan: Plan,
+    batches: Sequence[Batch],
+    backings: Sequence[Backing],
+) -> Trainer:
+    """Open a copy of the model under a plan, and build a trainer that repeats these batches and writes nothing.
+
+    Collective. model: the copy. batches: of this rank; (micro-)batches of the run's size."""
+    collection = find_collection(model)
+    data = Splits(train=open_batches(batches, setup.data.train.schema, name="sample"))
+    train_update = {
+        "epochs": MAX_EPOCHS, "max_steps": None, "progressive": False, "on_non_finite": "skip"
+    }  # fmt: skip
+    config = setup.config.model_copy(
+        update={
+            "data": setup.config.data.model_copy(update={"next_use_hints": False}),
+            "train": setup.config.train.model_copy(update=train_update),
+        }
+    )
+    copied = replace(
+        setup, model=model, collection=collection, data=data, config=config, folder=None, console=None,
+    )  # fmt: skip
+    collection.open(plan, setup.mesh, backings=backings)
+    rows = RowOptimizer(collection, clip_value=config.embedding.clip_value)
+    optimizer = copied.make_optimizer(copied.parameters or [nn.Parameter(torch.empty(0))])
+    trainer = build_trainer(copied, rows, optimizer, [], None, None)
+    trainer.dense.build_buckets()
+    return trainer
+
+
+def build_training_schedule(config: RunConfig) -> Schedule:
+    """Return the trainer's schedule for a configuration."""
+    train = config.train
+    return Schedule(
+        batch_size=train.samples_per_step,
+        epochs=train.num_epochs,
+        max_steps=train.max_steps,
+        accumulate=train.accumulate,
+        evaluate_steps=train.evaluate_steps,
+        monitor=train.monitor,
+        patience=train.patience or 0,
+        min_delta=train.min_delta,
+        progressive=train.progressive,
+        embedding_clip_norm=config.embedding.clip_norm,
+        dense_clip_norm=config.dense.clip_norm,
+        checkpoint_steps=train.checkpoint_steps,
+        checkpoint_seconds=train.checkpoint_seconds,
+        skip_non_finite=train.on_non_finite == "skip",
+    )
+
+
+def build_dense_optimizer(
+    parameters: Sequence[nn.Parameter], *, config: RunConfig
+) -> torch.optim.Optimizer:
+    """Build the configured optimizer of the dense parameters."""
+    optimizer_class = DENSE_OPTIMIZERS[config.dense.optimizer]
+    return optimizer_class(
+        parameters, lr=config.dense.learning_rate, weight_decay=config.dense.weight_decay or 0.0
+    )

@@ -1,0 +1,64 @@
+"""Sample of the rows that a store's batches use, from which memory is divided anew."""
+
+from __future__ import annotations
+
+import threading
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+MAX_IDS = 1 << 20
+"""Largest number of ids in a sample: 8 MiB."""
+
+
+class TrafficSample:
+    """Ids of every k-th batch since `clear`; k doubles when the sample is full.
+
+    One thread may add batches while another reads and clears.
+    """
+
+    def __init__(self, num_tables: int) -> None:
+        self._lock = threading.Lock()
+        self.peaks = [0] * num_tables
+        """Number of ids of the batch with most, by table, ever."""
+        self.clear()
+
+    def clear(self) -> None:
+        """Begin anew with every batch."""
+        with self._lock:
+            self.num_batches = 0
+            self._stride = 1
+            self._batches: list[tuple[Tensor, list[int]]] = []
+            self._num_ids = 0
+
+    @property
+    def num_sampled(self) -> int:
+        """Number of batches in the sample."""
+        return len(self._batches)
+
+    def add(self, ids: Tensor, offsets: Tensor) -> None:
+        """Count a batch, and keep every k-th. ids (U,): unique within each table; offsets (T + 1,)."""
+        bounds = offsets.tolist()
+        sizes = [last - first for first, last in pairwise(bounds)]
+        with self._lock:
+            self.peaks = list(map(max, self.peaks, sizes))
+            self.num_batches += 1
+            if self.num_batches % self._stride:
+                return
+            self._batches.append((ids.clone(), bounds))
+            self._num_ids += len(ids)
+            while self._num_ids > MAX_IDS and len(self._batches) > 1:
+                self._batches = self._batches[1::2]
+                self._num_ids = sum(len(ids) for ids, _ in self._batches)
+                self._stride *= 2
+
+    def by_table(self) -> list[list[NDArray[np.int64]]]:
+        """Return the ids of each table in each batch of the sample, by table."""
+        with self._lock:
+            batches = list(self._batches)
+        return [
+            [ids[offsets[t] : offsets[t + 1]].numpy() for ids, offsets in batches]
+            for t in range(len(self.peaks))
+        ]
