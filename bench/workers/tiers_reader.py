@@ -7,17 +7,30 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
+from itertools import cycle
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from workers.tiers_loop import Case, Gate, serve
 from workers.tiers_store import FILL_STEP, open_backings, tables_of
 
 ROWS = 4096
 """Rows of a batch."""
+NUM_BATCHES = 256
 UNDER_WAY = 4
 """Batches whose reads are under way."""
+
+
+def draw_batches(num_rows: int, seed: int) -> list[Tensor]:
+    """Draw batches of unique rows, before anything is timed."""
+    generator = torch.Generator().manual_seed(seed)
+    batches = []
+    for _ in range(NUM_BATCHES):
+        ids = torch.randint(num_rows, (2 * ROWS,), generator=generator).unique()
+        batches.append(ids[torch.randperm(len(ids), generator=generator)[:ROWS]].contiguous())
+    return batches
 
 
 class Reader:
@@ -27,7 +40,7 @@ class Reader:
         self.table = biggest
         [self.backing] = open_backings(Path(case.store), [biggest], FILL_STEP)
         self.gate = Gate(0, 0)
-        self.generator = torch.Generator().manual_seed(case.seed)
+        self.batches = cycle(draw_batches(biggest.rows or 1, case.seed))
         self.buffers = [
             torch.empty(ROWS, biggest.record_bytes, dtype=torch.uint8) for _ in range(UNDER_WAY + 1)
         ]
@@ -36,9 +49,7 @@ class Reader:
 
     def step(self, network: bool) -> None:
         while len(self.under_way) < UNDER_WAY:
-            ids = torch.randint(self.table.rows or 1, (2 * ROWS,), generator=self.generator)
-            ids = ids.unique()
-            ids = ids[torch.randperm(len(ids), generator=self.generator)[:ROWS]].contiguous()
+            ids = next(self.batches)
             buffer = self.buffers.pop()
             self.under_way.append((self.backing.read(ids, buffer), buffer))
         job, buffer = self.under_way.popleft()
