@@ -8,8 +8,8 @@ system runs in a memory cgroup of its own (budget and `ALLOWANCE_BYTES`).
     rocksdict    RocksDB under the same loop of lookup, Adagrad and write-back; no network. Also in 8 shards
                  that read a batch ahead, each a process, because threads would wait for Python's lock
     mapped       the table as one memory-mapped file under that loop; no network
-    colonnade mapped  as much memory again between memory and the disk, for evicted rows: as fast as it is here, and
-                 with an emulated delay of 300 ns and 1 us for each cache line that moves (workers/tier_delay.py)
+    colonnade mapped  as much memory again between memory and the disk, for evicted rows: without a delay, and with an
+                 emulated one of 300 ns and 1 us for each cache line that moves (workers/tier_delay.py)
     tier_device  the device alone; tier_policies: how many rows LRU, LFU, lookahead and Belady would read
 """
 

@@ -14,9 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from colonnade.batch import Batch
 from colonnade.cache.next_use import add_next_use_to_splits
-from colonnade.checkpoint.checkpoints import (
-    Checkpoints,
-)
+from colonnade.checkpoint.checkpoints import Checkpoints
 from colonnade.comm.mesh import Mesh
 from colonnade.config.run import RunConfig
 from colonnade.data import Splits
@@ -25,9 +23,7 @@ from colonnade.embedding import EmbeddingCollection
 from colonnade.models.tower_modules import describe_tower_modules
 from colonnade.plan.plan import Plan
 from colonnade.row_optimizer import RowOptimizer
-from colonnade.run.validation import (
-    find_collection,
-)
+from colonnade.run.validation import find_collection
 from colonnade.store.contract import Backing
 from colonnade.store.disk import Disk
 from colonnade.terminal import Terminal
@@ -35,9 +31,7 @@ from colonnade.train.dense import DenseGradients
 from colonnade.train.loss_scale import build_loss_scale
 from colonnade.train.objective import Objective
 from colonnade.train.progress import Progress
-from colonnade.train.record import (
-    select_record_part,
-)
+from colonnade.train.record import select_record_part
 from colonnade.train.tower_weights import find_tower_weights
 from colonnade.train.trainer import Schedule, Trainer
 
