@@ -365,6 +365,11 @@ class Model {
   std::optional<Counts> committed_;
 };
 
+// An id of an open table: any 64 bits, also negative.
+std::int64_t spread(std::int64_t id) {
+  return static_cast<std::int64_t>(static_cast<std::uint64_t>(id) * 0x9E3779B97F4A7C1 - 77);
+}
+
 void random_calls(std::uint64_t seed) {
   Random random(seed);
   const auto pick = [&](std::initializer_list<std::int64_t> from) { return from.begin()[random.below(from.size())]; };
@@ -375,7 +380,7 @@ void random_calls(std::uint64_t seed) {
     for (auto n = random.below(most + 1); n > 0; --n) {
       const auto low = random.below(211), high = random.below(211);
       const auto id = static_cast<std::int64_t>(low * high / 211);  // small ids more often
-      chosen.insert(vocabulary == 0 ? id * 0x9E3779B97F4A7C1 - 77 : id);
+      chosen.insert(vocabulary == 0 ? spread(id) : id);
     }
     return chosen;
   };
