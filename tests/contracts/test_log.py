@@ -522,7 +522,7 @@ def test_the_lock_does_not_outlive_a_failed_opening(tmp_path):
 @pytest.mark.parametrize(
     "exponent", [0.9, *(pytest.param(item, marks=pytest.mark.slow) for item in (0.0, 1.2))]
 )
-def test_write_amplification_at_seventy_percent(tmp_path, exponent):
+def test_write_amplification_of_files_half_as_large_again(tmp_path, exponent):
     """Rows written again and again by a Zipf law: what reaches the disk, over what was written."""
     num_rows, batch, record_bytes = 40_000, 2000, 48
     rng = np.random.default_rng(1)
@@ -551,7 +551,7 @@ def test_write_amplification_at_seventy_percent(tmp_path, exponent):
         at_rest = store.shape.stride + 2  # a checksum, and an id of 2 bytes in a key list
         on_disk = (text["bytes_written"] - before["bytes_written"]) / (at_rest * written)
         print(f"{exponent=} {amplification=:.3f} {on_disk=:.3f} {utilisation=:.3f}")
-        assert utilisation > 0.68
+        assert utilisation > 0.65
         # Files of 1,200 records have heads, and the rest of a page at their ends.
-        assert amplification <= 2.05 and on_disk <= 1.02 * amplification
+        assert amplification <= 1.9 and on_disk <= 1.02 * amplification
         assert store.read(torch.arange(num_rows), records).wait().all()

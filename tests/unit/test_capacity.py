@@ -22,7 +22,7 @@ def test_hosts_by_bytes_and_seconds_by_the_slowest():
     memory, disks = simulate_training(100e12, WORK, MACHINE, 65_536)
     assert memory.rows == disks.rows == 1e12
     assert memory.hosts == pytest.approx(1e12 * (412 + HEADER_BYTES) / 400e9, abs=1)
-    assert disks.hosts == pytest.approx(1e12 * (412 + FRAME_BYTES) / 0.7 / 8e12, abs=1)
+    assert disks.hosts == pytest.approx(1e12 * (412 + FRAME_BYTES) * 1.5 / 8e12, abs=1)
     assert memory.ranks == 16 * memory.hosts and memory.disk_seconds == 0
     for item in (memory, disks):
         slowest = max(item.compute_seconds, item.link_seconds, item.disk_seconds)

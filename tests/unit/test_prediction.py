@@ -54,8 +54,8 @@ def test_reads_and_evictions_take_the_processors_time():
 def test_a_slow_disk_limits():
     result = foretell(500, pages=1000)
     assert result.limit == "random reads of the disk"
-    written = (25 + 4 - 5) * 96 * AMPLIFICATION
-    seconds = 25 * (1 + 95 / PAGE) / 1000 + written / 1e9
+    written = (25 + 4 - 5) * 88 * AMPLIFICATION
+    seconds = 25 * (1 + 87 / PAGE) / 1000 + written / 1e9
     assert result.samples_per_second == pytest.approx(200 / seconds)
     assert result.device_seconds == pytest.approx(seconds)
 

@@ -124,7 +124,8 @@ class SegmentRewriter:
         self.files.mark_segment_removable(part.number)
 
 
-DEFAULT_UTILISATION = 0.7
+DEFAULT_UTILISATION = 2 / 3
+"""Share of live records below which segments are rewritten: files take half as much again as their rows."""
 FAN_IN = 8
 BUSY_SHARE = 0.25
 """Share of the thread's time that garbage collection takes, unless space is short."""

@@ -23,8 +23,8 @@ from colonnade.table import Table
 
 HEADER_BYTES = 18.2
 """Bytes of a row in memory in addition to its record: id, pins, index, eviction score."""
-SPARE = 1 / 0.7
-"""Bytes of disk per byte of rows, because compaction keeps 70 % of the space in use."""
+SPARE = 1.5
+"""Bytes of disk per byte of rows: compaction begins when less than two thirds are live (store/compaction.py)."""
 PERSIA = (
     "PERSIA's published setup for 100 trillion parameters: 30 hosts with 12 TB of memory each for rows, 100 hosts of "
     "30 processors for workers, 64 A100 on 8 hosts; 1.91 M samples/s (0.73 M synchronously)"
@@ -122,10 +122,10 @@ def simulate_training(
     return results
 
 
-FRAME_BYTES = 16
-"""Bytes of a record's frame in files, in addition to the record (store/format.md)."""
-AMPLIFICATION = 1.5
-"""Bytes written per byte of rows: compaction rewrites rows at 65-70 % of live rows."""
+FRAME_BYTES = 12
+"""Most bytes of a row in files in addition to its record: a checksum and an id (store/format.md)."""
+AMPLIFICATION = 1.8
+"""Bytes written per byte of rows that leave memory, because compaction moves live rows: measured (bench/tiers.py)."""
 MAX_LOOKAHEAD = 64
 MIN_LOOKAHEAD = 2
 
@@ -234,7 +234,7 @@ def predict_speed(
     unique = sum(demand.unique for demand in table_demands)
     pages = written = moved = 0.0
     for table, memory, demand in zip(tables, placed, table_demands, strict=True):
-        framed = FRAME_BYTES + 8 * math.ceil(table.record_bytes / 8)
+        framed = table.record_bytes + FRAME_BYTES
         pages += memory.reads * (1 + (framed - 1) / PAGE)  # Rows may cross page borders.
         # A table that starts empty evicts no row until its slots are full.
         evicted = max(0.0, memory.reads + demand.births - memory.rows / num_batches)
