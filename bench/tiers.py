@@ -34,7 +34,6 @@ from time import perf_counter
 from typing import Any
 
 from harness import (
-    BENCH,
     ROOT,
     BenchError,
     Measured,
@@ -47,6 +46,7 @@ from harness import (
     others_share,
     read_cpu_seconds,
     report,
+    run_module,
     say,
     write_report,
 )
@@ -315,13 +315,13 @@ class Bench:
         shutil.rmtree(store, ignore_errors=True)
         store.mkdir()
         rounds = 2 * self.extent.rounds
-        words = worker_words(
-            "tiers_two_tables", store, setup.dim, max(setup.stream.shape.cardinalities), rounds, self.extent.steps
-        )  # fmt: skip
+        largest = max(setup.stream.shape.cardinalities)
+        words = ["workers.tiers_two_tables", store, setup.dim, largest, rounds, self.extent.steps]
+        printed = run_module(sys.executable, words)
         shutil.rmtree(store)
         return [
             Measured(f"D={setup.dim}{tables.TWO_TABLES}", f"colonnade {kind} 1/8", unit, values)
-            for kind, by_unit in json.loads(words).items()
+            for kind, by_unit in json.loads(printed).items()
             for unit, values in by_unit.items()
         ]
 
@@ -417,11 +417,13 @@ class Bench:
         store = self.folder / "writes"
         shutil.rmtree(store, ignore_errors=True)
         store.mkdir()
-        words = worker_words("tiers_writes", store, setup.stream.folder, setup.dim)
+        words = ["workers.tiers_writes", store, setup.stream.folder, setup.dim]
+        printed = run_module(sys.executable, words)
         shutil.rmtree(store)
         case = setup.name + tables.WRITES
         return [
-            Measured(case, "colonnade", name, [value]) for name, value in json.loads(words).items()
+            Measured(case, "colonnade", name, [value])
+            for name, value in json.loads(printed).items()
         ]
 
     def cases_of(self, setup: Setup, opened: Sequence[Running]) -> list[Measured]:
@@ -530,16 +532,8 @@ def fill(folder: Path, stream: Stream, dim: int) -> float:
     """Fill a store in a process of its own, so that its memory goes with it; return the seconds that it took."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    return float(worker_words("tiers_colonnade", "fill", folder, stream.folder, dim))
-
-
-def worker_words(module: str, *arguments: object) -> str:
-    """Run `python -m workers.MODULE` and return what it prints."""
-    command = [sys.executable, "-m", f"workers.{module}", *map(str, arguments)]
-    done = subprocess.run(command, cwd=BENCH, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise BenchError(f"{module} failed: {done.stderr.strip()[-500:]}")
-    return done.stdout
+    words = ["workers.tiers_colonnade", "fill", folder, stream.folder, dim]
+    return float(run_module(sys.executable, words))
 
 
 def link_of(source: Path, target: Path) -> Path:
