@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from argparse import ArgumentTypeError
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +25,7 @@ from typing import Any, Protocol
 
 from rich.console import Console
 
+from colonnade import __version__
 from colonnade.processors import WAIT_SETTINGS
 
 BENCH = Path(__file__).resolve().parent
@@ -111,6 +112,46 @@ class PieceFile:
         self.measured = [m for m in self.measured if (m.case, m.system, m.unit) not in new]
         self.measured += measured
         self.shares[name] = round(share, 2)
+
+
+class ArmFile:
+    """Result file that grows by arms of a comparison: each is written when it ends, and later calls add the others.
+
+    The figures do not depend on the machine, so that a file may be continued at another commit.
+    """
+
+    def __init__(
+        self,
+        path: Path | None,
+        bench: str,
+        compute_ratios: Callable[[Sequence[Measured]], Mapping[str, float]],
+        versions: Mapping[str, str],
+        **extent: Any,
+    ) -> None:
+        """Read what earlier calls wrote. path: None: nothing is written. extent: what its `machine` must agree with.
+
+        Raises BenchError for the file of another bench or extent.
+        """
+        self.path, self.bench, self.extent = path, bench, extent
+        self.compute_ratios, self.versions = compute_ratios, versions
+        self.measured = read_measured(path, bench, **extent)
+        self.start = read_cpu_seconds()
+
+    def add(self, measured: Sequence[Measured]) -> None:
+        """Add rows, and write the file."""
+        self.measured.extend(measured)
+        if self.path is not None:
+            write_report(self.path, self.build_report())
+
+    def build_report(self) -> dict[str, Any]:
+        """Build the report of all rows."""
+        machine = describe_machine(
+            threads=1, others_share=round(others_share(self.start), 2), versions=self.versions, **self.extent
+        )  # fmt: skip
+        return report(
+            self.bench, version=__version__, machine=machine,
+            measured=self.measured, ratios=self.compute_ratios(self.measured),
+        )  # fmt: skip
 
 
 def json_path(text: str) -> Path:
@@ -205,29 +246,33 @@ def open_worker(
     return Worker(name, process, log)
 
 
-def run_ranks(python: str, num_ranks: int, words: Sequence[str]) -> str:
+def run_ranks(python: str, num_ranks: int, words: Sequence[object]) -> str:
     """Run `python -m WORDS` in the bench folder on ranks of this machine, one thread each; return what they print.
 
     Raises BenchError with the end of what they say where one fails.
     """
-    command = [
-        python,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc-per-node={num_ranks}",
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, "-m", *words],
-        cwd=BENCH,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
+    torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}", "-m"]
+    return run_module(
+        python, [*torchrun, *words], name=f"{num_ranks} ranks of {words[0]}", threads=1
     )
+
+
+def run_module(
+    python: str, words: Sequence[object], *, name: str = "", threads: int | None = None
+) -> str:
+    """Run `python -m WORDS` in the bench folder; return what it prints.
+
+    name: for errors; default: the module's. threads: of OpenMP; None: as set. Raises BenchError with the end of what it
+    says where it fails.
+    """
+    environment = os.environ if threads is None else {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    done = subprocess.run(
+        [python, "-m", *map(str, words)],
+        cwd=BENCH, env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
     if done.returncode:
-        raise BenchError(f"{num_ranks} ranks of {words[0]}: {done.stderr[-1000:]}")
+        reason = done.stderr.strip()[-2000:]
+        raise BenchError(f"{name or words[0]}: status {done.returncode}; {reason}")
     return done.stdout
 
 

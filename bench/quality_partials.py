@@ -20,34 +20,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from statistics import fmean
 
 import torch
-from harness import (
-    BENCH,
-    BenchError,
-    Measured,
-    describe_machine,
-    json_path,
-    others_share,
-    read_cpu_seconds,
-    read_measured,
-    report,
-    say,
-    write_report,
-)
+from harness import ArmFile, BenchError, Measured, json_path, run_module, run_ranks, say
 from rich.console import Console
 from tables import quality as tables
+from tables.pilot import find_best_rate
 from tables.quality import AUC, BASE, CEILING, LOSS, MISSED, SMALL, TAIL
 from workers.ads import Ads, open_ads
 from workers.quality_arms import BLOCK, SCORED_EVERY, Arm, Scores, train
 
-import colonnade
 from colonnade.train.metrics import auc
 
 KINDS = ("lr", "wide_deep", "deepfm")
@@ -75,68 +61,44 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
     extent = (QUICK_BLOCKS, QUICK_TAIL_BLOCKS) if options.quick else (BLOCKS, TAIL_BLOCKS)
     samples = extent[0] * BLOCK
-    measured = read_measured(options.json, "quality_partials", samples=samples)
-    before = read_cpu_seconds()
-
-    def result() -> dict:
-        share = round(others_share(before), 2)
-        versions = {"torch": torch.__version__}
-        return report(
-            "quality_partials",
-            version=colonnade.__version__,
-            machine=describe_machine(
-                threads=1, others_share=share, versions=versions, samples=samples
-            ),
-            measured=measured,
-            ratios=tables.ratios_of(measured) | gaps_of(measured),
-        )
-
-    def keep(actual: Sequence[Measured]) -> None:
-        measured.extend(actual)
-        if options.json:
-            part = options.json.with_suffix(".part")
-            write_report(part, result())
-            os.replace(part, options.json)
-
+    file = ArmFile(
+        options.json, "quality_partials", compute_ratios, {"torch": torch.__version__}, samples=samples
+    )  # fmt: skip
     for seed in SEEDS[:1] if options.quick else SEEDS:
         for kind in KINDS:
             for arm in ARMS:
                 if time.monotonic() > end:
                     say("stopped early; call again with the same file to go on")
                     return
-                run_arm(measured, keep, kind, arm, seed, extent, options.quick)
-    if not any(m.case == "world" for m in measured):
-        keep(world_scores())
-    tables.print_result(Console(highlight=False), measured, result())
+                run_arm(file, kind, arm, seed, extent, options.quick)
+    if not any(m.case == "world" for m in file.measured):
+        file.add(world_scores())
+    tables.print_result(Console(highlight=False), file.measured, file.build_report())
 
 
 def run_arm(
-    measured: Sequence[Measured],
-    keep: Callable[[Sequence[Measured]], None],
-    kind: str,
-    arm: Arm,
-    seed: int,
-    extent: tuple[int, int],
-    quick: bool,
+    file: ArmFile, kind: str, arm: Arm, seed: int, extent: tuple[int, int], quick: bool
 ) -> None:
     """One arm, with its pilot before the first seed, unless they are there."""
     case, pilot = f"{kind} seed {seed}", f"{kind} pilot"
-    known = {(m.case, m.system, m.unit): m.values for m in measured}
+    known = {(m.case, m.system, m.unit): m.values for m in file.measured}
     if (case, arm.name, AUC) in known:
         return
-    while (lr := next_rate(rates := scored_rates(measured, pilot, arm.name), quick)) is not None:
+
+    def run_pilot(lr: float) -> list[float]:
         blocks = QUICK_BLOCKS if quick else PILOT_BLOCKS
         stream = open_ads(blocks * BLOCK, seed=PILOT_SEED)
         scores = train(kind, arm, stream, blocks, lr=lr, tail_blocks=0)
-        keep([Measured(pilot, arm.name, f"AUC at {lr}", scores.auc)])
         say(f"{pilot} {arm.name} lr {lr}: {late_mean(scores.auc):.4f}, {scores.seconds:.0f} s")
-    lr = max(rates, key=lambda rate: rates[rate])
+        return scores.auc
+
+    lr = find_best_rate(file, pilot, arm.name, RATES, run_pilot, mean=late_mean, is_quick=quick)
     num_blocks, tail_blocks = extent
     stream = open_ads((num_blocks + tail_blocks) * BLOCK, seed=seed)
     if (case, CEILING, AUC) not in known:
-        keep([Measured(case, CEILING, AUC, ceilings(stream, num_blocks))])
+        file.add([Measured(case, CEILING, AUC, ceilings(stream, num_blocks))])
     scores = train(kind, arm, stream, num_blocks, lr=lr, tail_blocks=tail_blocks, seed=seed)
-    keep(measured_of(case, arm.name, lr, scores, num_blocks))
+    file.add(measured_of(case, arm.name, lr, scores, num_blocks))
     say(
         f"{case} {arm.name} lr {lr}: AUC {fmean(scores.auc):.4f}, tail {fmean(scores.tail_auc):.4f}, "
         f"{scores.seconds:.0f} s, {num_blocks * BLOCK / scores.seconds:,.0f} samples/s"
@@ -163,25 +125,6 @@ def late_mean(values: Sequence[float]) -> float:
     return fmean(values[len(values) // 2 :])
 
 
-def scored_rates(measured: Sequence[Measured], pilot: str, arm: str) -> dict[float, float]:
-    """Return the mean AUC of the pilot's second half by learning rate."""
-    return {
-        float(m.unit.removeprefix("AUC at ")): late_mean(m.values)
-        for m in measured
-        if (m.case, m.system) == (pilot, arm)
-    }
-
-
-def next_rate(rates: Mapping[float, float], quick: bool = False) -> float | None:
-    """Return the rate that the pilot tries next: neighbours of the best, until it has two that are worse. None: no
-    other."""
-    if not rates:
-        return RATES[len(RATES) // 2]
-    at = RATES.index(max(rates, key=lambda rate: rates[rate]))
-    near = [RATES[i] for i in (at - 1, at + 1) if 0 <= i < len(RATES)]
-    return None if quick else next((rate for rate in near if rate not in rates), None)
-
-
 def ceilings(stream: Ads, num_blocks: int) -> list[float]:
     """The AUC of the true probabilities, by scored block."""
     blocks = range(SCORED_EVERY - 1, num_blocks, SCORED_EVERY)
@@ -191,22 +134,21 @@ def ceilings(stream: Ads, num_blocks: int) -> list[float]:
 
 def world_scores() -> list[Measured]:
     """AUCs by step in a world of one and of four with partial results."""
-    paths = os.pathsep.join(map(os.path.abspath, sys.path))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
-    run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    words, python = ["workers.quality_world"], sys.executable
     results = []
-    for name, how in (("1 rank", []), ("4 ranks, partials", run)):
-        done = subprocess.run(
-            [sys.executable, *how, "-m", "workers.quality_world"],
-            cwd=BENCH, env=environment, capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        if done.returncode:
-            raise BenchError(f"{name}: status {done.returncode}; {done.stderr.strip()[-2000:]}")
-        aucs = json.loads(done.stdout.strip().splitlines()[-1])
+    for name, printed in (
+        ("1 rank", run_module(python, words, threads=1)),
+        ("4 ranks, partials", run_ranks(python, 4, words)),
+    ):
+        aucs = json.loads(printed.strip().splitlines()[-1])
         results += [
             Measured("world", name, f"AUC of {kind}", values) for kind, values in aucs.items()
         ]
     return results
+
+
+def compute_ratios(measured: Sequence[Measured]) -> dict[str, float]:
+    return tables.ratios_of(measured) | gaps_of(measured)
 
 
 def gaps_of(measured: Sequence[Measured]) -> dict[str, float]:

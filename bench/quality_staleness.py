@@ -21,32 +21,19 @@ already is gone on with: each is written when it ends.
 from __future__ import annotations
 
 import argparse
-import os
-import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import product
 from pathlib import Path
 from statistics import fmean
 
 import torch
-from harness import (
-    BENCH,
-    BenchError,
-    Measured,
-    describe_machine,
-    json_path,
-    others_share,
-    read_cpu_seconds,
-    read_measured,
-    report,
-    say,
-    write_report,
-)
+from harness import ArmFile, BenchError, Measured, json_path, run_ranks, say
 from rich.console import Console
 from tables import staleness as tables
+from tables.pilot import find_best_rate
 from tables.staleness import AUC, BASE, CEILING, SEED
 from torch import Tensor
 from workers import staleness_copies, staleness_ranks
@@ -62,7 +49,6 @@ from workers.staleness_model import (
     open_stream,
 )
 
-import colonnade
 from colonnade.cache.directory import UNBOUNDED
 from colonnade.comm.mesh import Mesh
 from colonnade.errors import DataError
@@ -110,34 +96,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options.samples, options.test_samples = 20_480, 5_000
     torch.set_num_threads(1)
     systems = [system for system in SYSTEMS if system.name in options.systems]
-    measured, before = read_measured(options.json, "quality_staleness"), read_cpu_seconds()
-
-    def result() -> dict:
-        machine = describe_machine(
-            threads=1,
-            others_share=round(others_share(before), 2),
-            versions={"torch": torch.__version__},
-        )
-        return report(
-            "quality_staleness", version=colonnade.__version__, machine=machine,
-            measured=measured, ratios=tables.ratios_of(measured),
-        )  # fmt: skip
-
-    def keep(actual: Sequence[Measured]) -> None:
-        measured.extend(actual)
-        if options.json:
-            part = options.json.with_suffix(".part")
-            write_report(part, result())
-            os.replace(part, options.json)
-
-    if not any(m.case == WORLD for m in measured):
-        keep(world_gaps())
+    file = ArmFile(
+        options.json, "quality_staleness", tables.ratios_of, {"torch": torch.__version__}
+    )
+    if not any(m.case == WORLD for m in file.measured):
+        file.add(world_gaps())
     sizes = options.samples, options.test_samples
     for name, optimizer in product(options.data, options.optimizers):
-        learning = pilot(measured, keep, name, optimizer, sizes)
+        learning = pilot(file, name, optimizer, sizes)
         for seed, system in product(range(options.seeds), systems):
-            run(measured, keep, name, learning(seed), system, sizes)
-    tables.print_result(Console(highlight=False, width=200), measured, result())
+            run(file, name, learning(seed), system, sizes)
+    tables.print_result(Console(highlight=False, width=200), file.measured, file.build_report())
 
 
 def label_of(name: str, samples: int) -> str:
@@ -146,8 +115,7 @@ def label_of(name: str, samples: int) -> str:
 
 
 def run(
-    measured: Sequence[Measured],
-    keep: Callable[[Sequence[Measured]], None],
+    file: ArmFile,
     name: str,
     learning: Learning,
     system: System,
@@ -156,19 +124,19 @@ def run(
     """One system from one seed, unless it is there."""
     label = label_of(name, sizes[0])
     case = f"{label} {learning.optimizer}{SEED}{learning.seed}"
-    known = {(m.case, m.system) for m in measured if m.unit == AUC}
+    known = {(m.case, m.system) for m in file.measured if m.unit == AUC}
     if (case, system.name) in known:
         return
     data = opened(name, sizes, learning.seed)
-    if name != MOVIELENS and (label, CEILING) not in {(m.case, m.system) for m in measured}:
+    if name != MOVIELENS and (label, CEILING) not in {(m.case, m.system) for m in file.measured}:
         assert data.splits.test is not None
         best = best_possible_metrics(data.splits.test.batches(8192))["auc"]
-        keep([Measured(label, CEILING, AUC, [best])])
+        file.add([Measured(label, CEILING, AUC, [best])])
     test = test_blocks(name, sizes)
     done = train(data, learning, system, test)
     aucs = block_aucs(done.scores, [block.label for block in test])
     facts = {**done.facts, "rows lr": learning.lr}
-    keep(
+    file.add(
         [Measured(case, system.name, AUC, aucs)]
         + [Measured(case, system.name, unit, [fact]) for unit, fact in facts.items()]
     )
@@ -197,8 +165,7 @@ def test_blocks(name: str, sizes: tuple[int, int]) -> list[Samples]:
 
 
 def pilot(
-    measured: Sequence[Measured],
-    keep: Callable[[Sequence[Measured]], None],
+    file: ArmFile,
     name: str,
     optimizer: str,
     sizes: tuple[int, int],
@@ -208,7 +175,8 @@ def pilot(
     samples = min(sizes[0], PILOT_SAMPLES)
     case = f"{label_of(name, samples)} {optimizer} pilot"
     epochs = MOVIELENS_EPOCHS if name == MOVIELENS else 1
-    while (lr := next_rate(RATES[optimizer], scored_rates(measured, case))) is not None:
+
+    def run_pilot(lr: float) -> list[float]:
         if name == MOVIELENS:
             data = opened(name, sizes, 0)
             part = data.splits.validation
@@ -219,28 +187,11 @@ def pilot(
         blocks = list(data.scored(part))
         done = train(data, Learning(optimizer, lr, epochs), SYSTEMS[0], blocks)
         aucs = block_aucs(done.scores, [block.label for block in blocks])
-        keep([Measured(case, BASE, f"AUC at {lr}", aucs)])
         say(f"{case} lr {lr}: AUC {fmean(aucs):.5f}")
-    rates = scored_rates(measured, case)
-    best = max(rates, key=lambda rate: rates[rate])
+        return aucs
+
+    best = find_best_rate(file, case, BASE, RATES[optimizer], run_pilot)
     return lambda seed: Learning(optimizer, best, epochs, seed)
-
-
-def scored_rates(measured: Sequence[Measured], case: str) -> dict[float, float]:
-    """Return the pilot's mean AUC by learning rate."""
-    return {
-        float(m.unit.removeprefix("AUC at ")): fmean(m.values) for m in measured if m.case == case
-    }
-
-
-def next_rate(choices: Sequence[float], scored: Mapping[float, float]) -> float | None:
-    """Return the rate that the pilot tries next: neighbours of the best, until it has two that are worse. None: no
-    other."""
-    if not scored:
-        return choices[len(choices) // 2]
-    at = choices.index(max(scored, key=lambda rate: scored[rate]))
-    near = [choices[i] for i in (at - 1, at + 1) if 0 <= i < len(choices)]
-    return next((rate for rate in near if rate not in scored), None)
 
 
 def world_gaps() -> list[Measured]:
@@ -263,19 +214,9 @@ def world_gaps() -> list[Measured]:
 
 def real_ranks() -> dict[str, Tensor]:
     """Run four ranks of `staleness_ranks.WORLD`."""
-    paths = os.pathsep.join(map(os.path.abspath, sys.path))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "logits.pt"
-        done = subprocess.run(
-            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
-             str(RANKS), "-m", "workers.staleness_ranks", str(file)],
-            cwd=BENCH, env=environment, capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        if done.returncode:
-            raise BenchError(
-                f"{RANKS} ranks: status {done.returncode}; {done.stderr.strip()[-2000:]}"
-            )
+        run_ranks(sys.executable, RANKS, ["workers.staleness_ranks", file])
         return torch.load(file)
 
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -28,7 +27,6 @@ from statistics import median
 from typing import Any
 
 from harness import (
-    BENCH,
     BenchError,
     Measured,
     Worker,
@@ -40,6 +38,7 @@ from harness import (
     print_machine,
     read_cpu_seconds,
     report,
+    run_module,
     run_ranks,
     write_report,
 )
@@ -133,7 +132,7 @@ def several(
     ids: Path, ranks: int, servers: int, batch_size: int, rounds: int, steps: int
 ) -> Measured:
     """Samples a second of all ranks together."""
-    words = ["workers.sparse_ranks", *map(str, (ids, DIM, servers, rounds, steps))]
+    words = ["workers.sparse_ranks", ids, DIM, servers, rounds, steps]
     printed = run_ranks(sys.executable, ranks, words)
     line = next(line for line in printed.splitlines() if line.startswith('{"seconds"'))
     rates = [batch_size / seconds for seconds in json.loads(line)["seconds"]]
@@ -141,11 +140,8 @@ def several(
 
 
 def row_bytes(dim: int, optimizer: str, num_rows: int) -> dict[str, float]:
-    command = [sys.executable, "-m", "workers.sparse_rows", str(dim), optimizer, str(num_rows)]
-    done = subprocess.run(command, cwd=BENCH, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise BenchError(f"bytes of a row: {done.stderr[-1000:]}")
-    return json.loads(done.stdout)
+    words = ["workers.sparse_rows", dim, optimizer, num_rows]
+    return json.loads(run_module(sys.executable, words, name="bytes of a row"))
 
 
 def ratios_of(

@@ -34,7 +34,6 @@ from time import perf_counter
 from typing import Any
 
 from harness import (
-    BENCH,
     ROOT,
     BenchError,
     Measured,
@@ -47,6 +46,7 @@ from harness import (
     others_share,
     read_cpu_seconds,
     report,
+    run_module,
     say,
     write_report,
 )
@@ -284,30 +284,54 @@ class Bench:
         return self.measure_budgets(setup, self.extent.tail_fractions)
 
     def measure_budgets(self, setup: Setup, fractions: Sequence[int]) -> list[Measured]:
-        extent = self.extent
-        with ExitStack() as stack:
-            systems = ["colonnade all", *(f"colonnade 1/{n}" for n in fractions)]
-            opened = self.open_systems(setup, systems, stack)
-            for running in opened:
-                running.block(None, extent.warm_up, network=False)
-            for _ in range(extent.rounds):
-                for running in opened:
-                    running.block(tables.SPARSE, extent.steps, network=False)
-                    running.block(tables.NETWORK, extent.steps, network=True)
-            return self.cases_of(setup, opened)
+        systems = ["colonnade all", *(f"colonnade 1/{n}" for n in fractions)]
+        return self.measure_in_turns(setup, systems)
 
     def measure_placement(self, setup: Setup, fraction: int) -> list[Measured]:
-        """Measure an even division of memory beside one by a profile, in turns."""
+        """Measure an even division of memory beside one by a profile."""
+        systems = [f"colonnade {kind} 1/{fraction}" for kind in PLACEMENTS]
+        return self.measure_in_turns(
+            setup, systems, replace(setup, misses={}), kinds=[tables.SPARSE],
+            rounds=2 * self.extent.rounds,
+        )  # fmt: skip
+
+    def measure_levels(self, setup: Setup) -> list[Measured]:
+        """Measure evicted rows in mapped memory of the budget's size, with emulated latencies."""
+        results = replace(setup, name=setup.name + tables.LEVELS, misses={})
+        return self.measure_in_turns(setup, LEVEL_SYSTEMS, results)
+
+    def measure_first_epoch(self, setup: Setup) -> list[Measured]:
+        extent = self.extent
+        return self.measure_in_turns(
+            setup, ["colonnade all", "colonnade 1/8"],
+            replace(setup, name=setup.name + tables.FIRST_EPOCH, misses={}),
+            warm_up=extent.warm_up // 4, rounds=max(2, extent.rounds // 2), starts_empty=True,
+        )  # fmt: skip
+
+    def measure_in_turns(
+        self,
+        setup: Setup,
+        systems: Sequence[str],
+        results: Setup | None = None,
+        *,
+        kinds: Sequence[str] = (tables.SPARSE, tables.NETWORK),
+        warm_up: int | None = None,
+        rounds: int | None = None,
+        **start: bool,
+    ) -> list[Measured]:
+        """Measure blocks of each kind of every system, round after round.
+
+        results: name and misses of the results; None: those of `setup`. warm_up, rounds: None: those of the extent.
+        """
         extent = self.extent
         with ExitStack() as stack:
-            systems = [f"colonnade {kind} 1/{fraction}" for kind in PLACEMENTS]
-            opened = self.open_systems(setup, systems, stack)
+            opened = self.open_systems(setup, systems, stack, **start)
             for running in opened:
-                running.block(None, extent.warm_up, network=False)
-            for _ in range(2 * extent.rounds):
-                for running in opened:
-                    running.block(tables.SPARSE, extent.steps, network=False)
-            return self.cases_of(replace(setup, misses={}), opened)
+                running.block(None, extent.warm_up if warm_up is None else warm_up, network=False)
+            for _ in range(extent.rounds if rounds is None else rounds):
+                for running, kind in product(opened, kinds):
+                    running.block(kind, extent.steps, network=kind == tables.NETWORK)
+            return self.cases_of(results or setup, opened)
 
     def measure_two_tables(self, setup: Setup) -> list[Measured]:
         """One hot and one cold table of the same size, at 1/8: an even division beside one by a profile."""
@@ -315,13 +339,13 @@ class Bench:
         shutil.rmtree(store, ignore_errors=True)
         store.mkdir()
         rounds = 2 * self.extent.rounds
-        words = worker_words(
-            "tiers_two_tables", store, setup.dim, max(setup.stream.shape.cardinalities), rounds, self.extent.steps
-        )  # fmt: skip
+        largest = max(setup.stream.shape.cardinalities)
+        words = ["workers.tiers_two_tables", store, setup.dim, largest, rounds, self.extent.steps]
+        printed = run_module(sys.executable, words)
         shutil.rmtree(store)
         return [
             Measured(f"D={setup.dim}{tables.TWO_TABLES}", f"colonnade {kind} 1/8", unit, values)
-            for kind, by_unit in json.loads(words).items()
+            for kind, by_unit in json.loads(printed).items()
             for unit, values in by_unit.items()
         ]
 
@@ -359,34 +383,6 @@ class Bench:
             has_policies = self.file.has_piece(f"{setup.name} memory")
             return self.cases_of(replace(setup, misses={}) if has_policies else setup, opened)
 
-    def measure_levels(self, setup: Setup) -> list[Measured]:
-        """Measure evicted rows in mapped memory of the budget's size, with emulated latencies."""
-        extent = self.extent
-        with ExitStack() as stack:
-            opened = self.open_systems(setup, LEVEL_SYSTEMS, stack)
-            for running in opened:
-                running.block(None, extent.warm_up, network=False)
-            for _ in range(extent.rounds):
-                for running in opened:
-                    running.block(tables.SPARSE, extent.steps, network=False)
-                    running.block(tables.NETWORK, extent.steps, network=True)
-            return self.cases_of(replace(setup, name=setup.name + tables.LEVELS, misses={}), opened)
-
-    def measure_first_epoch(self, setup: Setup) -> list[Measured]:
-        extent = self.extent
-        with ExitStack() as stack:
-            systems = ["colonnade all", "colonnade 1/8"]
-            opened = self.open_systems(setup, systems, stack, starts_empty=True)
-            for running in opened:
-                running.block(None, extent.warm_up // 4, network=False)
-            for _ in range(max(2, extent.rounds // 2)):
-                for running in opened:
-                    running.block(tables.SPARSE, extent.steps, network=False)
-                    running.block(tables.NETWORK, extent.steps, network=True)
-            return self.cases_of(
-                replace(setup, name=setup.name + tables.FIRST_EPOCH, misses={}), opened
-            )
-
     def measure_reader(self, setup: Setup) -> list[Measured]:
         """The store's reader beside the bare device, on the same files."""
         store = self.folder / "reader"
@@ -417,11 +413,13 @@ class Bench:
         store = self.folder / "writes"
         shutil.rmtree(store, ignore_errors=True)
         store.mkdir()
-        words = worker_words("tiers_writes", store, setup.stream.folder, setup.dim)
+        words = ["workers.tiers_writes", store, setup.stream.folder, setup.dim]
+        printed = run_module(sys.executable, words)
         shutil.rmtree(store)
         case = setup.name + tables.WRITES
         return [
-            Measured(case, "colonnade", name, [value]) for name, value in json.loads(words).items()
+            Measured(case, "colonnade", name, [value])
+            for name, value in json.loads(printed).items()
         ]
 
     def cases_of(self, setup: Setup, opened: Sequence[Running]) -> list[Measured]:
@@ -530,16 +528,8 @@ def fill(folder: Path, stream: Stream, dim: int) -> float:
     """Fill a store in a process of its own, so that its memory goes with it; return the seconds that it took."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    return float(worker_words("tiers_colonnade", "fill", folder, stream.folder, dim))
-
-
-def worker_words(module: str, *arguments: object) -> str:
-    """Run `python -m workers.MODULE` and return what it prints."""
-    command = [sys.executable, "-m", f"workers.{module}", *map(str, arguments)]
-    done = subprocess.run(command, cwd=BENCH, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise BenchError(f"{module} failed: {done.stderr.strip()[-500:]}")
-    return done.stdout
+    words = ["workers.tiers_colonnade", "fill", folder, stream.folder, dim]
+    return float(run_module(sys.executable, words))
 
 
 def link_of(source: Path, target: Path) -> Path:

@@ -216,16 +216,16 @@ def split_rows() -> Iterable[tuple[str | Figure, ...]]:
 
 
 def partials_rows() -> Iterable[tuple[str | Figure, ...]]:
-    files = {(500, 16): "substitute_k500_d16"}
+    files = {(500, 16): "partials_k500_d16"}
     for model, ids, dim in (
         ("LR+FM", 26, 16), ("LR+FM", 100, 16), ("LR+FM", 500, 8), ("LR+FM", 500, 16),
         ("Wide&Deep", 26, 16), ("Wide&Deep", 100, 16), ("Wide&Deep", 500, 8),
         ("DeepFM", 26, 16), ("DeepFM", 100, 16), ("DeepFM", 500, 8),
     ):  # fmt: skip
-        file = files.get((ids, dim), "substitute")
+        file = files.get((ids, dim), "partials")
         case = f"2x2 {model} K={ids} D={dim} 1 Gbit/s"
         cells: list[Figure] = []
-        for system in ("rows *", "pooled *", "substitute *"):
+        for system in ("rows *", "pooled *", "partials *"):
             cells += [UplinkOfBest(file, case, system), Best(file, case, system)]
         yield (f"{model}, {ids}, {dim}", *cells, Best(file, case, "auto"), Best(file, case, "torchrec *"))  # fmt: skip
 
@@ -320,7 +320,7 @@ def missed_rows() -> Iterable[tuple[str | Figure, ...]]:
         ("late reads: time won of what overlap can win, worst case", "hybrid", "overlap_won", 0.7),
         ("towers, compression 8, against the best flat exchange, worst case", "towers", "towers_cr8_vs_best_flat", 1.3),
         ("towers: error of predicted seconds, worst case", "towers", "predicted_time_error", 0.15),
-        ("partials: the chosen plan's time over the best plan's, worst case", "substitute", "chooser_regret", 1.05),
+        ("partials: the chosen plan's time over the best plan's, worst case", "partials", "chooser_regret", 1.05),
         ("embeddings in one process: times PERSIA's samples/s", "sparse", "sparse_vs_persia", 26.7),
         ("embeddings on several ranks: times PERSIA's samples/s, worst case",
          "sparse", "sparse_across_processes_vs_persia_min", 5.0),
@@ -373,8 +373,8 @@ def readme_rows() -> Iterable[tuple[str | Figure, ...]]:
     for system, peer in (("rows *", "rows from owners"), ("pooled *", "pooled by owners")):
         yield (
             "LR and FM, 500 ids a sample, partial results: MB over the uplink a step",
-            UplinkOfBest("substitute_k500_d16", case, "substitute *"),
-            UplinkOfBest("substitute_k500_d16", case, system), peer,
+            UplinkOfBest("partials_k500_d16", case, "partials *"),
+            UplinkOfBest("partials_k500_d16", case, system), peer,
         )  # fmt: skip
 
 

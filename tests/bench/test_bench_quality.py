@@ -14,8 +14,9 @@ BENCH = Path(__file__).resolve().parents[2] / "bench"
 sys.path.insert(0, str(BENCH))  # benches are scripts, not part of the package
 
 import quality_partials as bench  # noqa: E402
-from harness import BenchError, Measured, write_report  # noqa: E402
+from harness import ArmFile, BenchError, Measured  # noqa: E402
 from tables import quality  # noqa: E402
+from tables.pilot import choose_next_rate, find_best_rate  # noqa: E402
 from workers import quality_arms  # noqa: E402
 from workers.ads import EACH, FIELDS, LIFE_BITS, Ads, open_ads  # noqa: E402
 from workers.quality_arms import Arm, train  # noqa: E402
@@ -147,7 +148,7 @@ def test_differences_are_of_the_same_seed_and_model() -> None:
 def test_the_pilot_stops_between_two_worse_rates() -> None:
     def climb(best: float) -> dict[float, float]:
         rates: dict[float, float] = {}
-        while (lr := bench.next_rate(rates)) is not None:
+        while (lr := choose_next_rate(bench.RATES, rates)) is not None:
             rates[lr] = -abs(np.log(lr / best))
         return rates
 
@@ -158,14 +159,44 @@ def test_the_pilot_stops_between_two_worse_rates() -> None:
 
 
 def test_a_file_is_gone_on_with(tmp_path: Path) -> None:
-    path = tmp_path / "found.json"
-    measured = [Measured("fm seed 0", "synchronous", "AUC", [0.5])]
-    result = bench.report(
-        "quality_partials", version="1", machine={"samples": 64}, measured=measured, ratios={}
-    )
-    write_report(path, result)
-    assert bench.read_measured(path, "quality_partials", samples=64) == measured
-    assert bench.read_measured(tmp_path / "none.json", "quality_partials", samples=64) == []
+    def open_file(path: Path | None, name: str = "quality_partials", samples: int = 64) -> ArmFile:
+        return ArmFile(path, name, bench.compute_ratios, {"torch": "1"}, samples=samples)
+
+    path = tmp_path / "result.json"
+    rows = [
+        Measured("fm seed 0", "synchronous", "AUC", [0.5]),
+        Measured("world", "1 rank", "AUC of fm", [0.5, 0.75]),
+        Measured("world", "4 ranks, partials", "AUC of fm", [0.5, 0.5]),
+    ]
+    open_file(path).add(rows[:1])
+    file = open_file(path)
+    assert file.measured == rows[:1]
+    file.add(rows[1:])
+    assert open_file(path).measured == rows
+    result = json.loads(path.read_text())
+    assert result["bench"] == "quality_partials" and result["ratios"] == {"world_auc_gap": 0.25}
+    assert result["machine"].items() >= {"samples": 64, "versions": {"torch": "1"}}.items()
+    assert list(tmp_path.iterdir()) == [path]
     with pytest.raises(BenchError, match="other extent"):
-        bench.read_measured(path, "quality_partials", samples=65)
-    assert json.loads(path.read_text())["bench"] == "quality_partials"
+        open_file(path, samples=65)
+    with pytest.raises(BenchError, match="holds quality_partials"):
+        open_file(path, "quality_staleness")
+    assert open_file(tmp_path / "none.json").measured == open_file(None).measured == []
+
+
+def test_a_pilot_goes_on_with_the_rates_of_the_file() -> None:
+    file = ArmFile(None, "quality_partials", lambda _: {}, {})
+    tried: list[float] = []
+
+    def run_pilot(lr: float) -> list[float]:
+        tried.append(lr)
+        return [0.0, -abs(np.log(lr / 0.02))]
+
+    choices = (0.01, 0.02, 0.04, 0.08)
+    arguments = file, "fm pilot", "synchronous", choices, run_pilot
+    assert find_best_rate(*arguments, is_quick=True) == 0.04 and tried == [0.04]
+    assert find_best_rate(*arguments) == 0.02 and tried == [0.04, 0.02, 0.01]
+    assert find_best_rate(*arguments) == 0.02 and len(tried) == 3
+    assert [m.unit for m in file.measured] == ["AUC at 0.04", "AUC at 0.02", "AUC at 0.01"]
+    # The mean decides: here that of the first values, which are all equal, so that the first one is the best.
+    assert find_best_rate(*arguments, mean=lambda values: values[0], is_quick=True) == 0.04

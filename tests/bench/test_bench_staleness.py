@@ -12,8 +12,9 @@ BENCH = Path(__file__).resolve().parents[2] / "bench"
 sys.path.insert(0, str(BENCH))  # benches are scripts, not part of the package
 
 import quality_staleness as bench  # noqa: E402
-from harness import BenchError, Measured, write_report  # noqa: E402
+from harness import Measured  # noqa: E402
 from tables import staleness as tables  # noqa: E402
+from tables.pilot import choose_next_rate, read_scored_rates  # noqa: E402
 from workers import staleness_copies, staleness_ranks  # noqa: E402
 from workers.staleness_model import (  # noqa: E402
     Learning,
@@ -139,24 +140,9 @@ def test_the_pilot_stops_between_two_worse_rates() -> None:
     for choices in bench.RATES.values():
         for best in choices:
             rates: dict[float, float] = {}
-            while (lr := bench.next_rate(choices, rates)) is not None:
+            while (lr := choose_next_rate(choices, rates)) is not None:
                 rates[lr] = -abs(np.log(lr / best))
             assert max(rates, key=lambda rate: rates[rate]) == best
-    assert bench.scored_rates(
-        [Measured("a pilot", "synchronous", "AUC at 0.5", [0.6, 0.8])], "a pilot"
+    assert read_scored_rates(
+        [Measured("a pilot", "synchronous", "AUC at 0.5", [0.6, 0.8])], "a pilot", "synchronous"
     ) == {0.5: pytest.approx(0.7)}
-
-
-def test_a_file_is_gone_on_with(tmp_path: Path) -> None:
-    path = tmp_path / "found.json"
-    measured = [Measured("ml-1m sgd seed 0", "synchronous", "AUC", [0.5, 0.6])]
-    for name in ("quality_staleness", "train"):
-        write_report(
-            path, bench.report(name, version="1", machine={}, measured=measured, ratios={})
-        )
-        if name == "train":
-            with pytest.raises(BenchError, match="holds train"):
-                bench.read_measured(path, "quality_staleness")
-        else:
-            assert bench.read_measured(path, "quality_staleness") == measured
-    assert bench.read_measured(None, "quality_staleness") == []

@@ -13,7 +13,7 @@ from plans import by_table
 from ranks import run_ranks
 from safetensors.torch import save_file
 from scenario import share_of
-from test_substitute_law import at_owners, close
+from test_partials_law import at_owners, close
 
 from colonnade import (
     FM,

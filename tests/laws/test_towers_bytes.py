@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 import pytest
 from plans import by_table
 from ranks import run_ranks
-from test_substitute_bytes import FEATURES, NAMES, SIZE, STEPS, TABLES, batch_of
+from test_partials_bytes import FEATURES, NAMES, SIZE, STEPS, TABLES, batch_of
 from test_towers_law import Tower
 
 from colonnade import Concat, EmbeddingCollection, PlanConfig, RowOptimizer, Sum, World, build_plan

@@ -10,7 +10,7 @@ import torch
 from plans import by_table
 from ranks import run_ranks
 from scenario import global_batch, share_of
-from test_substitute_law import CASES, WIDE, Case, close, our_features, tables, train
+from test_partials_law import CASES, WIDE, Case, close, our_features, tables, train
 
 from colonnade import (
     Concat,

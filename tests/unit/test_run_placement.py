@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from own_model import Net, columns
+from ranks import run_ranks
 from rich.console import Console
 
 from colonnade import SGD, PlanConfig, Table, build_plan, fit
@@ -15,11 +16,11 @@ from colonnade.comm.mesh import Mesh
 from colonnade.config.plan import MemoryConfig
 from colonnade.config.run import build_config, override_settings
 from colonnade.data import open_batches, open_tensors
-from colonnade.errors import BudgetExceeded
+from colonnade.errors import BudgetExceeded, ConfigError
 from colonnade.plan.measure.profile import Profile, profile_ids
 from colonnade.plan.placement import is_memory_limited, place_rows
 from colonnade.run import placement, planning
-from colonnade.run.placement import PROFILE_FILE, read_profile
+from colonnade.run.placement import PROFILE_FILE, broadcast_plan_message, read_profile
 from colonnade.run.run import open_run
 from colonnade.store.budget import slot_bytes
 from colonnade.topology.sharding import column_wise
@@ -201,3 +202,23 @@ def test_limited_memory_is_recognised():
     for hbm, is_limited in ((size, False), (size - 1, True)):
         plan = build_plan(closed, 1, PlanConfig(memory={"hbm": hbm}))
         assert is_memory_limited(plan, closed) == is_limited
+
+
+def broadcast(mesh: Mesh, error: str) -> str:
+    def make_message() -> dict[str, str]:
+        if error:
+            raise BudgetExceeded(error)
+        return {"from": f"rank {mesh.rank}"}
+
+    try:
+        return broadcast_plan_message(mesh, make_message)["from"]
+    except ConfigError as raised:
+        return str(raised)
+
+
+def test_all_ranks_get_the_plan_of_rank_0_or_its_error():
+    assert run_ranks(2, broadcast, "") == ["rank 0"] * 2
+    assert run_ranks(2, broadcast, "too small") == ["rank 0 could not plan: too small"] * 2
+    assert broadcast(Mesh(), "") == "rank 0"
+    with pytest.raises(BudgetExceeded, match=r"^too small$"):
+        broadcast(Mesh(), "too small")

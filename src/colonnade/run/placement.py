@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from colonnade.batch import Batch
 from colonnade.comm.mesh import Mesh
@@ -61,24 +62,40 @@ def place_on_rank_0(
     plan: with memory divided evenly. folder: run folder, whose profile is used if it is of these tables. Raises
     BudgetExceeded if a batch of the sample cannot fit.
     """
-    message: dict[str, str] = {}
-    if mesh.rank == 0:
-        try:
-            placed = _place_rows_of_run(collection, source, config, plan, folder, first_step)
-            profile = "" if placed.profile is None else placed.profile.to_json()
-            message = {"plan": placed.plan.to_json(), "profile": profile, "note": placed.note}
-        except ColonnadeError as error:
-            if mesh.num_ranks == 1:
-                raise
-            message = {"error": str(error)}
-    received = json.loads(mesh.all_gather_bytes("control", json.dumps(message).encode())[0])
-    if "error" in received:
-        raise ConfigError(f"rank 0 could not plan: {received['error']}")
+
+    def make_message() -> dict[str, str]:
+        placed = _place_rows_of_run(collection, source, config, plan, folder, first_step)
+        profile = "" if placed.profile is None else placed.profile.to_json()
+        return {"plan": placed.plan.to_json(), "profile": profile, "note": placed.note}
+
+    received = broadcast_plan_message(mesh, make_message)
     return Placement(
         Plan.from_json(received["plan"]),
         Profile.from_json(received["profile"]) if received["profile"] else None,
         note=received["note"],
     )
+
+
+def broadcast_plan_message(
+    mesh: Mesh, make_message: Callable[[], Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Call `make_message` on rank 0, which plans, and return its message on all ranks. Collective.
+
+    The message consists of JSON values. Raises ConfigError on all ranks if the call raises a ColonnadeError; with one
+    rank, the error itself.
+    """
+    outcome: dict[str, Any] = {}
+    if mesh.rank == 0:
+        try:
+            outcome = {"message": make_message()}
+        except ColonnadeError as error:
+            if mesh.num_ranks == 1:
+                raise
+            outcome = {"error": str(error)}
+    received = json.loads(mesh.all_gather_bytes("control", json.dumps(outcome).encode())[0])
+    if "error" in received:
+        raise ConfigError(f"rank 0 could not plan: {received['error']}")
+    return received["message"]
 
 
 def _place_rows_of_run(

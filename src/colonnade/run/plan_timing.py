@@ -34,7 +34,7 @@ from colonnade.train.trainer import Outcome, Trainer
 
 MAX_PREDICTED_GAP = 2.0
 """Predicted step of a plan, relative to the fastest one, above which it is not timed. Steps of one exchange were up to
-1.9 times as long as predicted, relative to those of another (benchmark `substitute`)."""
+1.9 times as long as predicted, relative to those of another (benchmark `partials`)."""
 MIN_RUN_STEPS = 200
 """Number of steps of a run below which no plans are timed: timing takes up to a hundred steps of its own."""
 MAX_SECONDS = 5.0

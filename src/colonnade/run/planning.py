@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -21,7 +20,7 @@ from colonnade.config.plan import PlanConfig, TablePlanConfig
 from colonnade.config.run import RunConfig
 from colonnade.data.contract import Source, Splits, multi_id_columns
 from colonnade.embedding import EmbeddingCollection
-from colonnade.errors import ColonnadeError, ConfigError
+from colonnade.errors import ColonnadeError
 from colonnade.lookup.stacking import hash_ids, hashed_tables_by_feature
 from colonnade.plan.comparison import ComparedPlan, PlanComparison
 from colonnade.plan.constraints import is_settled, read_table_constraints, resolve_plan_config
@@ -56,6 +55,7 @@ from colonnade.run.placement import (
     SAMPLE_LOOKUPS,
     SAMPLES_OF_UNKNOWN_LENGTH,
     Placement,
+    broadcast_plan_message,
     count_run_steps,
     place_on_rank_0,
     read_sample_batches,
@@ -431,37 +431,30 @@ def plan_on_rank_0(
     Returns the planner's choice, then its runners-up; a run whose folder has a choice that still fits keeps that one,
     without runners-up."""
     world = measure_links(mesh)
-    message: dict[str, Any] = {}
-    if mesh.rank == 0:
-        try:
-            recorded = read_recorded_plan(folder, collection.tables, world, config.plan)
-            if recorded is not None:
-                config = config.model_copy(update={"plan": fix_choices(config.plan, recorded)})
-            planned = plan_from_sample(
-                model,
-                collection,
-                data,
-                config,
-                objective=objective,
-                make_optimizer=make_optimizer,
-                world=world,
-                rows_folder=folder or Path(),
-                folder=folder,
-                first_step=first_step,
-            )
-            plans = [planned.plan, *(runner_up.plan for runner_up in planned.runners_up)]
-            if recorded is not None:
-                plans = [replace(planned.plan, comparison=recorded.comparison)]
-            message = {
-                "plans": [plan.to_json() for plan in plans], "device": planned.device.to_json()
-            }  # fmt: skip
-        except ColonnadeError as error:
-            if mesh.num_ranks == 1:
-                raise
-            message = {"error": str(error)}
-    received = json.loads(mesh.all_gather_bytes("control", json.dumps(message).encode())[0])
-    if "error" in received:
-        raise ConfigError(f"rank 0 could not plan: {received['error']}")
+
+    def make_message() -> dict[str, Any]:
+        recorded = read_recorded_plan(folder, collection.tables, world, config.plan)
+        settings = config
+        if recorded is not None:
+            settings = config.model_copy(update={"plan": fix_choices(config.plan, recorded)})
+        planned = plan_from_sample(
+            model,
+            collection,
+            data,
+            settings,
+            objective=objective,
+            make_optimizer=make_optimizer,
+            world=world,
+            rows_folder=folder or Path(),
+            folder=folder,
+            first_step=first_step,
+        )
+        plans = [planned.plan, *(runner_up.plan for runner_up in planned.runners_up)]
+        if recorded is not None:
+            plans = [replace(planned.plan, comparison=recorded.comparison)]
+        return {"plans": [plan.to_json() for plan in plans], "device": planned.device.to_json()}
+
+    received = broadcast_plan_message(mesh, make_message)
     plans = [Plan.from_json(text) for text in received["plans"]]
     return plans, Device.from_json(received["device"])
 

@@ -1,6 +1,6 @@
 """Colonnade with a model's first operators as consumers: where they are evaluated is the exchange's choice.
 
-A choice is one of `exchange_colonnade`'s, or the exchange `substitute`.
+A choice is one of `exchange_colonnade`'s, or the exchange `partials`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from colonnade import FM, SGD, Feature, FieldsLinear, Sum, Table, Uniform
 from workers import exchange_colonnade
 from workers.exchange_colonnade import NO_CHOICE
 from workers.exchange_loop import serve
-from workers.substitute_loop import LR, ModelCase
+from workers.partials_loop import LR, ModelCase
 
 
 class Opened(exchange_colonnade.Opened):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from plans import by_table
 from ranks import run_ranks
-from test_substitute_law import at_owners
+from test_partials_law import at_owners
 from torch import nn
 
 from colonnade import (

@@ -1,4 +1,4 @@
-"""Cases of `bench substitute` for its workers: a case of `exchange_loop`, and the model whose operators take the rows.
+"""Cases of `bench partials` for its workers: a case of `exchange_loop`, and the model whose operators take the rows.
 
 Legend: F fields, D dim, H width of the first layer, B samples of a rank.
 """

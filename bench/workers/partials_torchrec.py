@@ -15,7 +15,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from workers import exchange_torchrec
 from workers.exchange_loop import serve
-from workers.substitute_loop import LR, ModelCase
+from workers.partials_loop import LR, ModelCase
 
 
 class Sharded(exchange_torchrec.Sharded):

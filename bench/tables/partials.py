@@ -1,4 +1,4 @@
-"""Tables of `bench substitute`, in addition to those of `tables.exchange`: ratios against the
+"""Tables of `bench partials`, in addition to those of `tables.exchange`: ratios against the
 parameter server.
 
 Legend: K ids of a sample, D dim.
@@ -15,7 +15,7 @@ from rich.table import Table as Grid
 
 from tables.exchange import AUTO, PAYLOAD, PREDICTED_PAYLOAD, is_peer, names_of, steps_of
 
-DES, SERVER, POOLED = "substitute", "rows", "pooled"
+DES, SERVER, POOLED = "partials", "rows", "pooled"
 
 
 def best_of(figures: Mapping[str, float], kind: str) -> float | None:

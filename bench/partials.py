@@ -8,7 +8,7 @@ all, and left out. Rows begin as zeros, so every system must come to the same ou
 
     rows         a parameter server that sends each rank its unique rows, and is sent a sum of gradients for each
     pooled       what owners pool of them
-    substitute   what owners evaluate of the operators (DES)
+    partials     what owners evaluate of the operators (DES)
     torchrec     pooled, by its kernels, operators in torch; a row and its weight are one row, of a multiple of four
 
 All ranks share this machine's cores: what a step costs in processor time is printed beside it. For 16 to 256 ranks
@@ -29,9 +29,9 @@ from cluster.race import Extent, Question
 from harness import BenchError, Measured
 from rich.console import Console
 from tables import foretold
-from tables import substitute as tables
-from workers.substitute_colonnade import Opened
-from workers.substitute_loop import OPERATORS, ModelCase
+from tables import partials as tables
+from workers.partials_colonnade import Opened
+from workers.partials_loop import OPERATORS, ModelCase
 
 BATCH_SIZE = 1024
 SKEW = 1.1
@@ -47,8 +47,8 @@ COLONNADE: dict[str, dict[str, Any]] = {
     "rows table-wise": {"exchange": "rows", "sharding": "table_wise"},
     "pooled row-wise": {"exchange": "pooled", "sharding": "row_wise"},
     "pooled table-wise": {"exchange": "pooled", "sharding": "table_wise"},
-    "substitute row-wise": {"exchange": "partials", "sharding": "row_wise"},
-    "substitute table-wise": {"exchange": "partials", "sharding": "table_wise"},
+    "partials row-wise": {"exchange": "partials", "sharding": "row_wise"},
+    "partials table-wise": {"exchange": "partials", "sharding": "table_wise"},
 }
 
 
@@ -116,7 +116,7 @@ def print_result(console: Console, measured: Sequence[Measured], result: Mapping
 
 
 QUESTION = Question(
-    "substitute", {"torchrec": TORCHREC, "colonnade": COLONNADE}, write_case, tables.ratios_of,
+    "partials", {"torchrec": TORCHREC, "colonnade": COLONNADE}, write_case, tables.ratios_of,
     print_result, {"batch_size": BATCH_SIZE, "skew": SKEW},
 )  # fmt: skip
 
