@@ -137,7 +137,7 @@ Acquired Dram::acquire(std::span<const std::int64_t> ids, std::span<const std::i
     return span.subspan(offsets[t], offsets[t + 1] - offsets[t]);
   };
   const std::scoped_lock acquiring(acquiring_);
-  std::vector<TableRows::Found> found(tables_.size()), found_in_run(runs.size());
+  std::vector<TableRows::LookupCounts> counts(tables_.size()), run_counts(runs.size());
   Acquired acquired;
   std::int64_t num_missing = 0;
 
@@ -148,12 +148,12 @@ Acquired Dram::acquire(std::span<const std::int64_t> ids, std::span<const std::i
     }
     for_each_unit(last - first, [&](std::int64_t i) {
       const auto [t, begin, end] = runs[first + i];
-      found_in_run[first + i] = tables_[t].pin_resident(ids.subspan(begin, end - begin), hints(begin, end),
-                                                        slots.subspan(begin, end - begin));
+      run_counts[first + i] = tables_[t].pin_resident(ids.subspan(begin, end - begin), hints(begin, end),
+                                                      slots.subspan(begin, end - begin));
     });
     for (std::int64_t r = first; r < last; ++r) {
-      found[runs[r].table] += found_in_run[r];
-      tables_[runs[r].table].pinned(found_in_run[r].newly_pinned);
+      counts[runs[r].table] += run_counts[r];
+      tables_[runs[r].table].pinned(run_counts[r].newly_pinned);
     }
   });
   try {
@@ -161,28 +161,28 @@ Acquired Dram::acquire(std::span<const std::int64_t> ids, std::span<const std::i
       const Lock held = lock(t);
       auto& rows = tables_[t];
       const std::int64_t wanted = offsets[t + 1] - offsets[t];
-      if (found[t].outside || found[t].foreign) refuse_id(t, part(ids, t));
-      if (found[t].overpinned)
+      if (counts[t].outside || counts[t].foreign) refuse_id(t, part(ids, t));
+      if (counts[t].overpinned)
         refuse("table " + std::to_string(t) + ": no memory for one more pin of a row; release some batches first");
-      if (!rows.has_room(found[t], wanted)) {
-        const std::int64_t pinned_by_others = rows.num_others(found[t], wanted);
+      if (!rows.has_room(counts[t], wanted)) {
+        const std::int64_t pinned_by_others = rows.num_others(counts[t], wanted);
         throw NoRoom("table " + std::to_string(t) + " needs " + std::to_string(wanted) + " slots of " +
                      std::to_string(rows.settings().capacity_rows) + ", " + std::to_string(pinned_by_others) +
                      " pinned");
       }
-      num_missing += found[t].missing;
-      rows.reserve(found[t]);
+      num_missing += counts[t].missing;
+      rows.reserve(counts[t]);
     }
     acquired.missing.reserve(static_cast<std::size_t>(num_missing));
     std::vector<std::pair<std::int64_t, std::int64_t>> evicted(tables_.size());
     std::vector<std::exception_ptr> failed(tables_.size());
     for_each_unit(num_tables(), [&](std::int64_t t) {
-      if (found[t].missing == 0) return;
+      if (counts[t].missing == 0) return;
       try {
         const Lock held = lock(t);
         RowSink clean_rows;
         if (clean_sink) clean_rows = [&](const LeftRows& rows) { clean_sink(t, rows); };
-        evicted[t] = tables_[t].evict(found[t], [&](const LeftRows& rows) { sink(t, rows); }, clean_rows);
+        evicted[t] = tables_[t].evict(counts[t], [&](const LeftRows& rows) { sink(t, rows); }, clean_rows);
       } catch (...) {
         failed[t] = std::current_exception();
       }
@@ -197,7 +197,7 @@ Acquired Dram::acquire(std::span<const std::int64_t> ids, std::span<const std::i
   } catch (...) {
     for (std::int64_t t = 0; t < num_tables(); ++t) {
       const Lock held = lock(t);
-      tables_[t].unpin(part(slots, t), found[t]);
+      tables_[t].unpin(part(slots, t), counts[t]);
     }
     throw;
   }
@@ -208,7 +208,7 @@ Acquired Dram::acquire(std::span<const std::int64_t> ids, std::span<const std::i
   for_each_unit(num_tables(), [&](std::int64_t t) {
     if (offsets[t] == offsets[t + 1]) return;
     const Lock held = lock(t);
-    tables_[t].admit(part(ids, t), hints(offsets[t], offsets[t + 1]), part(slots, t), found[t]);
+    tables_[t].admit(part(ids, t), hints(offsets[t], offsets[t + 1]), part(slots, t), counts[t]);
   });
   if (is_birth) {
     for_each_run(static_cast<std::int64_t>(acquired.missing.size()), kRun / 16,
@@ -248,20 +248,20 @@ void Dram::recall(std::int64_t table, std::span<const std::uint32_t> slots, std:
 void Dram::release(std::span<const std::uint32_t> slots, std::span<const std::int64_t> offsets,
                    bool is_dirty) {
   const auto runs = this->runs(offsets, slots.size(), "slots");
-  std::vector<TableRows::Released> released(runs.size());
+  std::vector<TableRows::ReleaseResult> results(runs.size());
   for_each_group(runs, [&](std::int64_t first, std::int64_t last) {
     for_each_unit(last - first, [&](std::int64_t i) {
       const auto [t, begin, end] = runs[first + i];
       if (!tables_[t].is_direct()) {
-        released[first + i] = tables_[t].release(slots.subspan(begin, end - begin), is_dirty);
+        results[first + i] = tables_[t].release(slots.subspan(begin, end - begin), is_dirty);
       } else if (begin == offsets[t]) {
-        released[first + i] = tables_[t].release(slots.subspan(begin, offsets[t + 1] - begin), is_dirty);
+        results[first + i] = tables_[t].release(slots.subspan(begin, offsets[t + 1] - begin), is_dirty);
       }
     });
-    for (std::int64_t r = first; r < last; ++r) tables_[runs[r].table].unpinned(released[r].pins);
+    for (std::int64_t r = first; r < last; ++r) tables_[runs[r].table].unpinned(results[r].pins);
   });
   for (std::size_t r = 0; r < runs.size(); ++r) {
-    if (!released[r].has_strangers) continue;
+    if (!results[r].has_strangers) continue;
     const auto t = runs[r].table;
     refuse("release: a slot of table " + std::to_string(t) + " is not pinned; " +
            (tables_[t].is_direct() ? "none of that table's were released, of other tables'" : "of all others") +

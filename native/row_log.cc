@@ -191,7 +191,7 @@ void RowLog::touch(std::span<const std::int64_t> ids, std::span<const std::uint8
 }
 
 void RowLog::plan_reads(std::span<const std::int64_t> ids, std::span<const std::uint32_t> positions,
-                        std::uint32_t source, ReadPlan& plan, const Deliver& deliver, std::span<RowAt> found,
+                        std::uint32_t source, ReadPlan& plan, const Deliver& deliver, std::span<RowAt> locations,
                         std::span<std::uint8_t> heats) {
   check_ids(ids);
   constexpr std::uint32_t kNoFile = ~std::uint32_t{0};
@@ -202,7 +202,7 @@ void RowLog::plan_reads(std::span<const std::int64_t> ids, std::span<const std::
     plan.items.reserve(plan.items.size() + ids.size());
     for_each(ids, [&](std::size_t i, std::int64_t, PlaceEntry entry) {
       if (!heats.empty()) heats[i] = entry.heat;
-      found[i] = RowAt::nowhere;
+      locations[i] = RowAt::nowhere;
       if (entry.place == kNoPlace) {
         ++counts_.rows_absent;
         return;
@@ -211,7 +211,7 @@ void RowLog::plan_reads(std::span<const std::int64_t> ids, std::span<const std::
       const auto record = static_cast<std::uint32_t>(record_of(entry));
       if (const std::uint8_t* frame = segment.frame_in_memory(record)) {
         deliver(positions[i], frame + kFrameHeadBytes);
-        found[i] = RowAt::memory;
+        locations[i] = RowAt::memory;
         ++counts_.rows_copied;
         return;
       }
@@ -225,7 +225,7 @@ void RowLog::plan_reads(std::span<const std::int64_t> ids, std::span<const std::
       }
       const bool is_mapped = segment.file->mapped() != nullptr;
       (is_mapped ? mapped : plan.items).push_back({file, record, positions[i], ids[i]});
-      found[i] = is_mapped ? RowAt::memory : RowAt::disk;
+      locations[i] = is_mapped ? RowAt::memory : RowAt::disk;
       ++(is_mapped ? counts_.rows_copied : counts_.rows_planned);
     });
   }

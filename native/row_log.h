@@ -73,10 +73,10 @@ class RowLog {
   void touch(std::span<const std::int64_t> ids, std::span<const std::uint8_t> heats);  // absent rows are ignored
 
   // Read rows. Rows in memory are delivered at once, on this thread (from write buffers under the lock). Rows on disk
-  // are added to the plan, and delivered when it is submitted. positions (N,): passed to `deliver`. found (N,) output;
-  // heats (N,) output, or empty. source: number of this log in faults.
+  // are added to the plan, and delivered when it is submitted. positions (N,): passed to `deliver`. locations (N,)
+  // output; heats (N,) output, or empty. source: number of this log in faults.
   void plan_reads(std::span<const std::int64_t> ids, std::span<const std::uint32_t> positions, std::uint32_t source,
-                  ReadPlan& plan, const Deliver& deliver, std::span<RowAt> found, std::span<std::uint8_t> heats);
+                  ReadPlan& plan, const Deliver& deliver, std::span<RowAt> locations, std::span<std::uint8_t> heats);
 
   // Return the oldest full chunk that was not returned before; null if there is none.
   std::shared_ptr<LogChunk> next_chunk();

@@ -93,17 +93,17 @@ TableRows::TableRows(const TableSettings& settings, const RowFormat& format)
 }
 
 // Slots fill up from the start, so a table with few rows stays on small pages.
-void TableRows::ask_for_huge_pages(std::int64_t slots) noexcept {
+void TableRows::ask_for_huge_pages(std::int64_t num_slots) noexcept {
   const auto filled = [](const Slab& slab, std::int64_t bytes) {  // including what precedes it in its huge page
     return reinterpret_cast<std::uintptr_t>(slab.data()) % kHugePageBytes + static_cast<std::size_t>(bytes);
   };
-  if (!has_huge_rows_ && filled(weights_slab_, slots * layout_.weights_stride) >= 3 * kHugePageBytes) {
+  if (!has_huge_rows_ && filled(weights_slab_, num_slots * layout_.weights_stride) >= 3 * kHugePageBytes) {
     const std::int64_t touched = headers_.num_touched();
     weights_slab_.ask_for_huge_pages(static_cast<std::size_t>(touched * layout_.weights_stride));
     states_slab_.ask_for_huge_pages(static_cast<std::size_t>(touched * layout_.state_stride));
     has_huge_rows_ = true;
   }
-  if (!has_huge_headers_ && filled(headers_.slab(), slots * SlotHeaders::kStride) >= 2 * kHugePageBytes) {
+  if (!has_huge_headers_ && filled(headers_.slab(), num_slots * SlotHeaders::kStride) >= 2 * kHugePageBytes) {
     headers_.slab().ask_for_huge_pages(static_cast<std::size_t>(headers_.num_touched() * SlotHeaders::kStride));
     has_huge_headers_ = true;
   }
@@ -117,87 +117,88 @@ std::int64_t TableRows::resident_bytes() const {
          (can_evict() ? worth_.bytes(headers_.num_touched()) : 0);
 }
 
-TableRows::Found TableRows::pin_resident(std::span<const std::int64_t> ids, std::span<const std::uint8_t> next_use,
-                                         std::span<std::uint32_t> slots) noexcept {
+TableRows::LookupCounts TableRows::pin_resident(std::span<const std::int64_t> ids,
+                                                std::span<const std::uint8_t> next_use,
+                                                std::span<std::uint32_t> slots) noexcept {
   return is_direct_ ? pin_direct(ids, slots) : pin_hashed(ids, next_use, slots);
 }
 
-TableRows::Found TableRows::pin_direct(std::span<const std::int64_t> ids,
-                                       std::span<std::uint32_t> slots) const noexcept {
-  Found found;
+TableRows::LookupCounts TableRows::pin_direct(std::span<const std::int64_t> ids,
+                                              std::span<std::uint32_t> slots) const noexcept {
+  LookupCounts counts;
   const std::size_t n = ids.size();
   const VocabularyShare share = share_;  // copies, so that the compiler knows that writing slots does not change them
   const RowBits::View bits = born_.view();
-  std::int64_t num_outside = 0, num_foreign = 0, num_here = 0;
+  std::int64_t num_outside = 0, num_foreign = 0, num_resident = 0;
   if (share.is_whole()) {
     for (std::size_t i = 0; i < n; ++i) {
       const bool is_outside = share.is_outside(ids[i]);
       const auto place = is_outside ? 0 : static_cast<std::uint64_t>(ids[i]);
-      const bool is_here = bits.is_born(place) & !is_outside;
-      slots[i] = is_here ? static_cast<std::uint32_t>(place) : kNoSlot;
+      const bool is_resident = bits.is_born(place) & !is_outside;
+      slots[i] = is_resident ? static_cast<std::uint32_t>(place) : kNoSlot;
       num_outside += is_outside;
-      num_here += is_here;
+      num_resident += is_resident;
     }
   } else {
     for (std::size_t i = 0; i < n; ++i) {
       const bool is_outside = share.is_outside(ids[i]);
       const auto place = is_outside ? 0 : share.place_of(ids[i]);
       const bool is_foreign = !is_outside & !share.owns(ids[i]);
-      const bool is_here = bits.is_born(place) & !is_outside & !is_foreign;
-      slots[i] = is_here ? static_cast<std::uint32_t>(place) : kNoSlot;
+      const bool is_resident = bits.is_born(place) & !is_outside & !is_foreign;
+      slots[i] = is_resident ? static_cast<std::uint32_t>(place) : kNoSlot;
       num_outside += is_outside;
       num_foreign += is_foreign;
-      num_here += is_here;
+      num_resident += is_resident;
     }
   }
-  found.outside = num_outside;
-  found.foreign = num_foreign;
-  found.newly_pinned = num_here;
-  found.missing = static_cast<std::int64_t>(n) - num_here;
-  return found;
+  counts.outside = num_outside;
+  counts.foreign = num_foreign;
+  counts.newly_pinned = num_resident;
+  counts.missing = static_cast<std::int64_t>(n) - num_resident;
+  return counts;
 }
 
-TableRows::Found TableRows::pin_hashed(std::span<const std::int64_t> ids, std::span<const std::uint8_t> next_use,
-                                       std::span<std::uint32_t> slots) noexcept {
-  Found found;
+TableRows::LookupCounts TableRows::pin_hashed(std::span<const std::int64_t> ids, std::span<const std::uint8_t> next_use,
+                                              std::span<std::uint32_t> slots) noexcept {
+  LookupCounts counts;
   const bool has_worth = can_evict();
   const Fetched fetched{headers_, has_worth ? &worth_ : nullptr};
   index_.for_each(ids, fetched, [&](std::int64_t i, std::uint32_t slot) {
     slots[i] = slot;
     if (slot == kNoSlot) {
-      ++found.missing;
+      ++counts.missing;
       if (settings_.rows == 0) {
-        found.foreign += !share_.has_rows();
+        counts.foreign += !share_.has_rows();
       } else if (share_.is_outside(ids[i])) {
-        ++found.outside;
+        ++counts.outside;
       } else {
-        found.foreign += !share_.owns(ids[i]);
+        counts.foreign += !share_.owns(ids[i]);
       }
       return;
     }
     if (has_worth) worth_.use(slot, next_use.empty() ? next_use::kUnknown : next_use[i]);
     switch (headers_.pin(slot)) {
       case SlotHeaders::Pin::first:
-        ++found.newly_pinned;
+        ++counts.newly_pinned;
         break;
       case SlotHeaders::Pin::again:
         break;
       case SlotHeaders::Pin::failed:
-        ++found.overpinned;
+        ++counts.overpinned;
         slots[i] = kNoSlot;
         break;
     }
   });
-  return found;
+  return counts;
 }
 
-void TableRows::unpin(std::span<std::uint32_t> slots, const Found& found) noexcept {
+void TableRows::unpin(std::span<std::uint32_t> slots, const LookupCounts& counts) noexcept {
   std::int64_t unpinned = 0;
   for (auto& slot : slots) {
     if (slot != kNoSlot && !is_direct_) unpinned += headers_.unpin(slot);
     slot = kNoSlot;
   }
-  num_pinned_ -= is_direct_ ? found.newly_pinned : unpinned;
+  num_pinned_ -= is_direct_ ? counts.newly_pinned : unpinned;
 }
 
 void TableRows::drop(std::int64_t id) noexcept {
@@ -209,20 +210,20 @@ void TableRows::drop(std::int64_t id) noexcept {
   bits_.clean(slot);
 }
 
-void TableRows::reserve(const Found& found) {
-  if (!is_direct_) index_.reserve(num_rows_ - num_evictions(found) + found.missing);
+void TableRows::reserve(const LookupCounts& counts) {
+  if (!is_direct_) index_.reserve(num_rows_ - num_evictions(counts) + counts.missing);
 }
 
 void TableRows::admit(std::span<const std::int64_t> ids, std::span<const std::uint8_t> next_use,
-                      std::span<std::uint32_t> slots, const Found& found) noexcept {
-  if (found.missing == 0) return;
+                      std::span<std::uint32_t> slots, const LookupCounts& counts) noexcept {
+  if (counts.missing == 0) return;
   if (!is_direct_) {
     index_.grow(headers_);
-    ask_for_huge_pages(std::min(settings_.capacity_rows, headers_.num_touched() + found.missing));
+    ask_for_huge_pages(std::min(settings_.capacity_rows, headers_.num_touched() + counts.missing));
     admit_hashed(ids, next_use, slots);
     return;
   }
-  num_pinned_ += found.missing;
+  num_pinned_ += counts.missing;
   for (std::size_t i = 0; i < ids.size(); ++i) {
     if (slots[i] != kNoSlot) continue;
     const std::uint64_t place = share_.place_of(ids[i]);
@@ -286,9 +287,9 @@ void TableRows::hand_over(std::span<const std::uint32_t> slots, bool is_for_comm
   }
 }
 
-std::pair<std::int64_t, std::int64_t> TableRows::evict(const Found& found, const RowSink& sink,
+std::pair<std::int64_t, std::int64_t> TableRows::evict(const LookupCounts& counts, const RowSink& sink,
                                                        const RowSink& clean_sink) {
-  return evict_rows(num_evictions(found), sink, clean_sink);
+  return evict_rows(num_evictions(counts), sink, clean_sink);
 }
 
 // `num`: at most the number of unpinned rows.
@@ -382,10 +383,10 @@ std::size_t TableRows::insert_new(std::span<const std::int64_t> ids, const RowSi
   ids = ids.first(std::min<std::size_t>(ids.size(), static_cast<std::size_t>(settings_.capacity_rows)));
   if (ids.empty()) return 0;
   std::vector<std::uint32_t> slots(ids.size(), kNoSlot);
-  const Found found{.missing = static_cast<std::int64_t>(ids.size())};
-  reserve(found);
-  evict(found, sink, {});
-  admit(ids, {}, slots, found);
+  const LookupCounts counts{.missing = static_cast<std::int64_t>(ids.size())};
+  reserve(counts);
+  evict(counts, sink, {});
+  admit(ids, {}, slots, counts);
   for (std::size_t i = 0; i < ids.size(); ++i) {
     fill(i, slots[i]);
     headers_.unpin(slots[i]);
@@ -417,33 +418,33 @@ std::size_t TableRows::insert(std::span<const std::int64_t> ids, const std::byte
 }
 
 void TableRows::copy_up(std::span<const std::int64_t> ids, const RowLayout& upper,
-                        std::span<const std::uint32_t> upper_slots, std::span<std::uint32_t> slots,
+                        std::span<const std::uint32_t> upper_slots, std::span<std::uint32_t> own_slots,
                         const RowSink& sink) {
   std::vector<std::uint32_t> to_save;
   for_each_slot(ids, [&](std::int64_t i, std::uint32_t slot) {
-    slots[i] = slot;
+    own_slots[i] = slot;
     if (slot != kNoSlot && bits_.is_to_save(slot)) to_save.push_back(slot);
   });
   save(to_save, sink);
   constexpr std::size_t kAhead = 16;  // rows being fetched: this memory is slow
   for (std::size_t i = 0; i < ids.size(); ++i) {
-    if (i + kAhead < ids.size() && slots[i + kAhead] != kNoSlot) {
-      const std::uint32_t next = slots[i + kAhead];
+    if (i + kAhead < ids.size() && own_slots[i + kAhead] != kNoSlot) {
+      const std::uint32_t next = own_slots[i + kAhead];
       for (std::int64_t b = 0; b < layout_.weights_bytes(); b += 64) __builtin_prefetch(layout_.weights_of(next) + b, 0, 2);
       for (std::int64_t b = 0; b < layout_.state_stride; b += 64) __builtin_prefetch(layout_.state_of(next) + b, 0, 2);
     }
-    if (slots[i] != kNoSlot) upper.copy(upper_slots[i], layout_, slots[i]);
+    if (own_slots[i] != kNoSlot) upper.copy(upper_slots[i], layout_, own_slots[i]);
   }
 }
 
-void TableRows::move_up(std::span<const std::uint32_t> slots, TableRows& upper,
+void TableRows::move_up(std::span<const std::uint32_t> own_slots, TableRows& upper,
                         std::span<const std::uint32_t> upper_slots) noexcept {
   if (upper.can_evict()) worth_.follow(upper.worth_, headers_.num_touched());
-  for (std::size_t i = 0; i < slots.size(); ++i) {
-    if (slots[i] == kNoSlot) continue;
-    if (bits_.is_dirty(slots[i])) upper.bits_.soil(upper_slots[i]);
-    if (upper.can_evict()) upper.worth_.resume_at(upper_slots[i], worth_.score(slots[i]));
-    free_slot(slots[i]);
+  for (std::size_t i = 0; i < own_slots.size(); ++i) {
+    if (own_slots[i] == kNoSlot) continue;
+    if (bits_.is_dirty(own_slots[i])) upper.bits_.soil(upper_slots[i]);
+    if (upper.can_evict()) upper.worth_.resume_at(upper_slots[i], worth_.score(own_slots[i]));
+    free_slot(own_slots[i]);
   }
 }
 
@@ -479,7 +480,7 @@ bool TableRows::save_some(std::int64_t most, const RowSink& sink) {
   return next < num_slots();
 }
 
-TableRows::Released TableRows::release(std::span<const std::uint32_t> slots, bool is_dirty) noexcept {
+TableRows::ReleaseResult TableRows::release(std::span<const std::uint32_t> slots, bool is_dirty) noexcept {
   const auto n = static_cast<std::int64_t>(slots.size());
   const auto capacity = static_cast<std::uint64_t>(settings_.most_rows);
   if (is_direct_) {
@@ -493,7 +494,7 @@ TableRows::Released TableRows::release(std::span<const std::uint32_t> slots, boo
     for (std::int64_t i = 0; is_dirty && i < n; ++i) bits_.soil(slots[i]);
     return {n, false};
   }
-  Released released;
+  ReleaseResult result;
   const bool has_worth = can_evict();
   constexpr std::int64_t kAhead = 32;
   const auto fetch = [&](std::int64_t i) COLONNADE_INLINE_LAMBDA {
@@ -506,15 +507,15 @@ TableRows::Released TableRows::release(std::span<const std::uint32_t> slots, boo
     fetch(i + kAhead);
     const std::uint32_t slot = slots[i];
     if (slot >= capacity || !headers_.is_pinned(slot)) {
-      released.has_strangers = true;
+      result.has_strangers = true;
       continue;
     }
     if (is_dirty) bits_.soil(slot);
     if (!headers_.unpin(slot)) continue;
-    ++released.pins;
+    ++result.pins;
     if (has_worth) worth_.released(slot);
   }
-  return released;
+  return result;
 }
 
 std::uint32_t TableRows::find(std::int64_t id) const noexcept {

@@ -127,14 +127,14 @@ using RowSink = std::function<void(const LeftRows&)>;
 // memory and refuses all ids.
 class TableRows {
  public:
-  // Result of pinning the resident rows of a request; sums over the runs of a request.
-  struct Found {
+  // Counts of pinning the resident rows of a request, summed over its runs.
+  struct LookupCounts {
     std::int64_t missing = 0;
     std::int64_t newly_pinned = 0;
     std::int64_t outside = 0;     // ids outside the vocabulary
     std::int64_t foreign = 0;     // ids of other owners
     std::int64_t overpinned = 0;  // rows that cannot be pinned once more
-    Found& operator+=(const Found& other) {
+    LookupCounts& operator+=(const LookupCounts& other) {
       missing += other.missing;
       newly_pinned += other.newly_pinned;
       outside += other.outside;
@@ -162,28 +162,31 @@ class TableRows {
   void tick(std::int64_t rows, bool is_hinted) noexcept {  // 1
     if (can_evict()) worth_.tick(rows, headers_.num_touched(), is_hinted);
   }
-  Found pin_resident(std::span<const std::int64_t> ids, std::span<const std::uint8_t> next_use,
-                     std::span<std::uint32_t> slots) noexcept;  // 2: kNoSlot if absent
+  LookupCounts pin_resident(std::span<const std::int64_t> ids, std::span<const std::uint8_t> next_use,
+                            std::span<std::uint32_t> slots) noexcept;  // 2: kNoSlot if absent
   void pinned(std::int64_t rows) noexcept { num_pinned_ += rows; }           // by step 2, before other threads see it
-  void unpin(std::span<std::uint32_t> slots, const Found& found) noexcept;  // undoes step 2; slots become kNoSlot
+  // Undo step 2; slots become kNoSlot.
+  void unpin(std::span<std::uint32_t> slots, const LookupCounts& counts) noexcept;
   // 3: rows that cannot be evicted for the `wanted` new ones, other than these.
-  std::int64_t num_others(const Found& found, std::int64_t wanted) const {
-    return (can_evict() ? num_pinned_ : num_rows_) - (wanted - found.missing);
+  std::int64_t num_others(const LookupCounts& counts, std::int64_t wanted) const {
+    return (can_evict() ? num_pinned_ : num_rows_) - (wanted - counts.missing);
   }
-  bool has_room(const Found& found, std::int64_t wanted) const {
-    return is_direct_ || num_others(found, wanted) + wanted <= settings_.capacity_rows;
+  bool has_room(const LookupCounts& counts, std::int64_t wanted) const {
+    return is_direct_ || num_others(counts, wanted) + wanted <= settings_.capacity_rows;
   }
-  void reserve(const Found& found);  // 4: memory for step 6. NoRoom: nothing changed
+  void reserve(const LookupCounts& counts);  // 4: memory for step 6. NoRoom: nothing changed
   // 5: evict rows for the missing ones, dirty ones to the sink, trained clean ones to `clean_sink` unless it is empty.
   // Returns their number, and how many were dirty.
-  std::pair<std::int64_t, std::int64_t> evict(const Found& found, const RowSink& sink, const RowSink& clean_sink);
+  std::pair<std::int64_t, std::int64_t> evict(const LookupCounts& counts, const RowSink& sink,
+                                              const RowSink& clean_sink);
   // Change the capacity of a table that evicts, to at least its pinned rows and at most `most_rows`; returns it. Evicts
   // rows that do not fit, dirty ones to the sink, moves unpinned rows to the slots that stay, and frees the memory of
   // the others. Must not be called between the steps of an acquire. Rows that a snapshot still needs go to the sink
   // before they move. If the sink throws, some rows were evicted and the capacity is unchanged.
   std::int64_t resize(std::int64_t capacity, const RowSink& sink);
+  // 6: give every missing row a pinned slot.
   void admit(std::span<const std::int64_t> ids, std::span<const std::uint8_t> next_use,
-             std::span<std::uint32_t> slots, const Found& found) noexcept;  // 6: a pinned slot for every missing row
+             std::span<std::uint32_t> slots, const LookupCounts& counts) noexcept;
   // Restore the access frequency of rows just admitted that had been resident before.
   void resume(std::span<const std::uint32_t> slots, std::span<const std::uint8_t> heats) noexcept;
   // Estimate the access frequency of rows just read that this process has not used: their clocks count the uses of
@@ -193,11 +196,11 @@ class TableRows {
   // Unpin slots. A slot without a pinned row is skipped and reported; a direct table, with initialised but unpinned
   // rows, then releases none. `pins` ended: decrease of num_pinned. Runs may be on different threads; for a direct
   // table, pass all slots at once.
-  struct Released {
+  struct ReleaseResult {
     std::int64_t pins = 0;
     bool has_strangers = false;
   };
-  Released release(std::span<const std::uint32_t> slots, bool is_dirty) noexcept;
+  ReleaseResult release(std::span<const std::uint32_t> slots, bool is_dirty) noexcept;
   void unpinned(std::int64_t pins) noexcept { num_pinned_ -= pins; }
 
   // Call visit(i, slot) for all ids in order; kNoSlot if absent. Prefetches the slots' index entries.
@@ -232,12 +235,12 @@ class TableRows {
   std::size_t insert(const LeftRows& rows, bool is_dirty, const RowSink& sink);
   // Insert records as dirty rows that were just used; else as above.
   std::size_t insert(std::span<const std::int64_t> ids, const std::byte* records, const RowSink& sink);
-  // Copy rows to slots of the tier above; slots (N,) output: where they are here, kNoSlot if absent. Those that a
+  // Copy rows to slots of the tier above; own_slots (N,) output: slots of this tier, kNoSlot if absent. Those that a
   // checkpoint must still save go to the sink.
   void copy_up(std::span<const std::int64_t> ids, const RowLayout& upper, std::span<const std::uint32_t> upper_slots,
-               std::span<std::uint32_t> slots, const RowSink& sink);
+               std::span<std::uint32_t> own_slots, const RowSink& sink);
   // Complete the move of rows copied by `copy_up`: free their slots. They remain dirty above if they were here.
-  void move_up(std::span<const std::uint32_t> slots, TableRows& upper,
+  void move_up(std::span<const std::uint32_t> own_slots, TableRows& upper,
                std::span<const std::uint32_t> upper_slots) noexcept;
 
   void drop(std::int64_t id) noexcept;  // an unpinned row without content, if resident
@@ -254,13 +257,13 @@ class TableRows {
   }
   std::int64_t id_of(std::uint32_t slot) const { return is_direct_ ? share_.id_of(slot) : headers_(slot); }
   void hand_over(std::span<const std::uint32_t> slots, bool is_for_commit, const RowSink& sink) const;
-  Found pin_direct(std::span<const std::int64_t> ids, std::span<std::uint32_t> slots) const noexcept;
-  Found pin_hashed(std::span<const std::int64_t> ids, std::span<const std::uint8_t> next_use,
-                   std::span<std::uint32_t> slots) noexcept;
+  LookupCounts pin_direct(std::span<const std::int64_t> ids, std::span<std::uint32_t> slots) const noexcept;
+  LookupCounts pin_hashed(std::span<const std::int64_t> ids, std::span<const std::uint8_t> next_use,
+                          std::span<std::uint32_t> slots) noexcept;
   void admit_hashed(std::span<const std::int64_t> ids, std::span<const std::uint8_t> next_use,
                     std::span<std::uint32_t> slots) noexcept;
-  std::int64_t num_evictions(const Found& found) const {
-    return can_evict() ? std::max<std::int64_t>(0, num_rows_ + found.missing - settings_.capacity_rows) : 0;
+  std::int64_t num_evictions(const LookupCounts& counts) const {
+    return can_evict() ? std::max<std::int64_t>(0, num_rows_ + counts.missing - settings_.capacity_rows) : 0;
   }
   // Id lookup for the index, which also prefetches what a use of the row touches.
   struct Fetched {
@@ -278,7 +281,7 @@ class TableRows {
   std::pair<std::int64_t, std::int64_t> evict_rows(std::int64_t num, const RowSink& sink, const RowSink& clean_sink);
   void move_row(std::uint32_t from, std::uint32_t to) noexcept;
   void free_slot(std::uint32_t slot) noexcept;
-  void ask_for_huge_pages(std::int64_t slots) noexcept;  // slots that will soon have been used
+  void ask_for_huge_pages(std::int64_t num_slots) noexcept;  // number of slots that will soon have been used
 
   TableSettings settings_;
   VocabularyShare share_;

@@ -131,13 +131,13 @@ std::shared_ptr<AcquireJob> TieredRows::acquire(std::span<const std::int64_t> id
       const Row& row = (*rows)[position];
       dram_.layout(row.table).unpack(row.slot, reinterpret_cast<const std::byte*>(payload));
     };
-    std::vector<std::uint32_t> cached(cache_ == nullptr ? 0 : missing.size(), kNoSlot);  // slots in the cache
+    std::vector<std::uint32_t> cache_slots(cache_ == nullptr ? 0 : missing.size(), kNoSlot);
     std::vector<std::exception_ptr> failed(cache_ == nullptr ? 0 : static_cast<std::size_t>(num_tables));
     for_each_unit(static_cast<std::int64_t>(failed.size()), [&](std::int64_t t) {
       const auto part = [&](auto& all) { return std::span(all).subspan(bounds[t], bounds[t + 1] - bounds[t]); };
-      if (part(cached).empty()) return;
+      if (part(cache_slots).empty()) return;
       try {
-        cache_->copy_up(t, part(missing_ids), dram_.layout(t), part(missing_slots), part(cached), sink());
+        cache_->copy_up(t, part(missing_ids), dram_.layout(t), part(missing_slots), part(cache_slots), sink());
       } catch (...) {
         failed[t] = std::current_exception();
       }
@@ -146,12 +146,12 @@ std::shared_ptr<AcquireJob> TieredRows::acquire(std::span<const std::int64_t> id
       if (error) std::rethrow_exception(error);
     }
     ReadPlan plan;
-    std::vector<RowAt> found(missing.size(), RowAt::memory);
+    std::vector<RowAt> locations(missing.size(), RowAt::memory);
     std::vector<std::uint8_t> heats(missing.size());
-    std::vector<std::int64_t> sought;         // ids that the cache does not have
-    std::vector<std::uint32_t> sought_at;     // their positions
-    std::vector<RowAt> sought_found;
-    std::vector<std::uint8_t> sought_heats;
+    std::vector<std::int64_t> uncached_ids;  // that the cache does not have
+    std::vector<std::uint32_t> uncached_positions;
+    std::vector<RowAt> uncached_locations;
+    std::vector<std::uint8_t> uncached_heats;
     std::int64_t num_cached = 0;
     for (std::int64_t t = 0; t < num_tables; ++t) {
       const std::int64_t begin = bounds[t], n = bounds[t + 1] - begin;
@@ -159,31 +159,32 @@ std::shared_ptr<AcquireJob> TieredRows::acquire(std::span<const std::int64_t> id
       const auto part = [&](auto& all) { return std::span(all).subspan(begin, n); };
       if (cache_ == nullptr) {
         logs_[t]->plan_reads(part(missing_ids), part(positions), static_cast<std::uint32_t>(t), plan, deliver,
-                             part(found), part(heats));
+                             part(locations), part(heats));
         continue;
       }
-      sought.clear();
-      sought_at.clear();
+      uncached_ids.clear();
+      uncached_positions.clear();
       for (std::int64_t i = begin; i < begin + n; ++i) {
-        if (cached[i] != kNoSlot) continue;
-        sought.push_back(missing_ids[i]);
-        sought_at.push_back(static_cast<std::uint32_t>(i));
+        if (cache_slots[i] != kNoSlot) continue;
+        uncached_ids.push_back(missing_ids[i]);
+        uncached_positions.push_back(static_cast<std::uint32_t>(i));
       }
-      num_cached += n - static_cast<std::int64_t>(sought.size());
-      job->counts_.bytes_mapped += (n - static_cast<std::int64_t>(sought.size())) * logs_[t]->record_bytes();
-      sought_found.resize(sought.size());
-      sought_heats.resize(sought.size());
-      logs_[t]->plan_reads(sought, sought_at, static_cast<std::uint32_t>(t), plan, deliver, sought_found, sought_heats);
-      for (std::size_t i = 0; i < sought.size(); ++i) {
-        found[sought_at[i]] = sought_found[i];
-        heats[sought_at[i]] = sought_heats[i];
+      num_cached += n - static_cast<std::int64_t>(uncached_ids.size());
+      job->counts_.bytes_mapped += (n - static_cast<std::int64_t>(uncached_ids.size())) * logs_[t]->record_bytes();
+      uncached_locations.resize(uncached_ids.size());
+      uncached_heats.resize(uncached_ids.size());
+      logs_[t]->plan_reads(uncached_ids, uncached_positions, static_cast<std::uint32_t>(t), plan, deliver,
+                           uncached_locations, uncached_heats);
+      for (std::size_t i = 0; i < uncached_ids.size(); ++i) {
+        locations[uncached_positions[i]] = uncached_locations[i];
+        heats[uncached_positions[i]] = uncached_heats[i];
       }
     }
-    std::vector<std::uint32_t> born, back, strange;
-    std::vector<std::uint8_t> back_heats;
+    std::vector<std::uint32_t> born, resumed_slots, unknown_heat_slots;
+    std::vector<std::uint8_t> resumed_heats;
     for (std::size_t i = 0; i < missing.size(); ++i) {
-      if (found[i] == RowAt::nowhere) born.push_back(static_cast<std::uint32_t>(i));
-      if (found[i] == RowAt::disk) job->coming_.emplace_back((*rows)[i].table, missing_ids[i]);
+      if (locations[i] == RowAt::nowhere) born.push_back(static_cast<std::uint32_t>(i));
+      if (locations[i] == RowAt::disk) job->coming_.emplace_back((*rows)[i].table, missing_ids[i]);
     }
     std::ranges::sort(job->coming_);
     for_each_run(static_cast<std::int64_t>(born.size()), kBirths, [&](std::int64_t begin, std::int64_t end) {
@@ -193,20 +194,20 @@ std::shared_ptr<AcquireJob> TieredRows::acquire(std::span<const std::int64_t> id
       }
     });
     for (std::int64_t t = 0; t < num_tables; ++t) {
-      back.clear();
-      back_heats.clear();
-      strange.clear();
+      resumed_slots.clear();
+      resumed_heats.clear();
+      unknown_heat_slots.clear();
       for (std::int64_t i = bounds[t]; i < bounds[t + 1]; ++i) {
-        if (found[i] == RowAt::nowhere || (cache_ != nullptr && cached[i] != kNoSlot)) continue;
+        if (locations[i] == RowAt::nowhere || (cache_ != nullptr && cache_slots[i] != kNoSlot)) continue;
         if (heats[i] == heat::kUnknown) {
-          strange.push_back(missing_slots[i]);
+          unknown_heat_slots.push_back(missing_slots[i]);
           continue;
         }
-        back.push_back(missing_slots[i]);
-        back_heats.push_back(heats[i]);
+        resumed_slots.push_back(missing_slots[i]);
+        resumed_heats.push_back(heats[i]);
       }
-      if (!back.empty()) dram_.resume(t, back, back_heats);
-      if (!strange.empty()) job->strange_.emplace_back(t, strange);
+      if (!resumed_slots.empty()) dram_.resume(t, resumed_slots, resumed_heats);
+      if (!unknown_heat_slots.empty()) job->unknown_heat_slots_.emplace_back(t, unknown_heat_slots);
     }
     auto& counts = job->counts_;
     counts.born = static_cast<std::int64_t>(born.size());
@@ -221,7 +222,7 @@ std::shared_ptr<AcquireJob> TieredRows::acquire(std::span<const std::int64_t> id
     job->read_ = reader_.submit(std::move(plan), deliver, false);
     for (std::int64_t t = 0; t < num_tables && num_cached > 0; ++t) {  // cannot fail
       const auto part = [&](auto& all) { return std::span(all).subspan(bounds[t], bounds[t + 1] - bounds[t]); };
-      cache_->move_up(t, part(cached), dram_, part(missing_slots));
+      cache_->move_up(t, part(cache_slots), dram_, part(missing_slots));
     }
     if (cache_ != nullptr) {
       hits_ += num_cached;
@@ -259,7 +260,7 @@ std::optional<ReadFault> TieredRows::wait_before(std::uint64_t number) {
     if (fault && !fault_) fault_ = fault;
     if (jobs_.empty() || jobs_.front() != job) continue;
     // Before any waiting thread continues: no thread has released or changed these rows.
-    for (const auto& [t, slots] : job->strange_) {
+    for (const auto& [t, slots] : job->unknown_heat_slots_) {
       if (!fault_) dram_.recall(t, slots, steps_);
     }
     jobs_.pop_front();
@@ -281,7 +282,7 @@ std::optional<ReadFault> TieredRows::fault() const {
 std::optional<ReadFault> TieredRows::read(std::int64_t table, std::span<const std::int64_t> ids, std::byte* out) {
   const std::int64_t width = dram_.layout(table).weights_bytes();
   std::vector<std::int64_t> absent_ids;
-  std::vector<RowAt> found;
+  std::vector<RowAt> locations;
   std::vector<std::int32_t> absent;
   std::shared_ptr<ReadJob> job;
   {
@@ -293,17 +294,17 @@ std::optional<ReadFault> TieredRows::read(std::int64_t table, std::span<const st
     for (const auto position : absent) absent_ids.push_back(ids[position]);
     if (logs_[table] == nullptr) throw std::invalid_argument("table " + std::to_string(table) + ": no row of it is here");
     const std::vector<std::uint32_t> positions(absent.begin(), absent.end());
-    found.resize(absent.size());
+    locations.resize(absent.size());
     const Deliver deliver = [out, width](std::uint32_t position, const std::uint8_t* payload) {
       std::memcpy(out + position * width, payload, static_cast<std::size_t>(width));
     };
     ReadPlan plan;
-    logs_[table]->plan_reads(absent_ids, positions, static_cast<std::uint32_t>(table), plan, deliver, found, {});
+    logs_[table]->plan_reads(absent_ids, positions, static_cast<std::uint32_t>(table), plan, deliver, locations, {});
     job = reader_.submit(std::move(plan), deliver, true);
   }
   for_each_run(static_cast<std::int64_t>(absent.size()), kBirths, [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t i = begin; i < end; ++i) {
-      if (found[i] == RowAt::nowhere) dram_.birth_values(table, {&absent_ids[i], 1}, out + absent[i] * width);
+      if (locations[i] == RowAt::nowhere) dram_.birth_values(table, {&absent_ids[i], 1}, out + absent[i] * width);
     }
   });
   return job->wait();

@@ -34,7 +34,7 @@ class AcquireJob {
   std::uint64_t number_ = 0;
   Counts counts_;
   std::vector<std::pair<std::int64_t, std::int64_t>> coming_;  // (table, id) read from files, ascending
-  std::vector<std::pair<std::int64_t, std::vector<std::uint32_t>>> strange_;  // by table: slots of unknown heat
+  std::vector<std::pair<std::int64_t, std::vector<std::uint32_t>>> unknown_heat_slots_;  // by table
   std::shared_ptr<ReadJob> read_;
 };
 

@@ -14,11 +14,11 @@ struct BoundChunk {
   Chunk chunk;
 };
 
-Made<bool> flags(const std::vector<RowAt>& found) {
-  auto* kept = new Buffer<bool>(found.size());
-  nb::capsule owner(kept, [](void* p) noexcept { delete static_cast<Buffer<bool>*>(p); });
-  for (size_t i = 0; i < found.size(); ++i) (*kept)[i] = found[i] != RowAt::nowhere;
-  return Made<bool>(kept->data(), {kept->size()}, owner);
+Made<bool> stored_flags(const std::vector<RowAt>& locations) {
+  auto* flags = new Buffer<bool>(locations.size());
+  nb::capsule owner(flags, [](void* p) noexcept { delete static_cast<Buffer<bool>*>(p); });
+  for (size_t i = 0; i < locations.size(); ++i) (*flags)[i] = locations[i] != RowAt::nowhere;
+  return Made<bool>(flags->data(), {flags->size()}, owner);
 }
 
 // Calls a log without the GIL, because its lock may be held for a while.
@@ -42,9 +42,9 @@ class LogRead {
     nb::gil_scoped_release release;
     std::vector<uint32_t> positions(i.size());
     for (size_t p = 0; p < positions.size(); ++p) positions[p] = static_cast<uint32_t>(p);
-    found_.resize(i.size());
+    locations_.resize(i.size());
     ReadPlan plan;
-    log.plan_reads(i, positions, 0, plan, deliver, found_, {});
+    log.plan_reads(i, positions, 0, plan, deliver, locations_, {});
     job_ = reader.submit(std::move(plan), deliver, is_demand);
   }
   ~LogRead() {
@@ -63,13 +63,13 @@ class LogRead {
       nb::gil_scoped_release release;
       fault = job_->wait();
     }
-    if (!fault) return {flags(found_), std::nullopt};
-    return {flags(found_), std::tuple{kKinds[static_cast<int>(fault->kind)], fault->place, fault->error}};
+    if (!fault) return {stored_flags(locations_), std::nullopt};
+    return {stored_flags(locations_), std::tuple{kKinds[static_cast<int>(fault->kind)], fault->place, fault->error}};
   }
 
  private:
   Out out_;
-  std::vector<RowAt> found_;
+  std::vector<RowAt> locations_;
   std::shared_ptr<ReadJob> job_;
 };
 

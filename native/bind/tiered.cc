@@ -13,7 +13,7 @@ struct BoundJob {
 // (table, kind, place, errno)
 using Fault = std::optional<std::tuple<uint32_t, const char*, int64_t, int>>;
 
-Fault said(const std::optional<ReadFault>& fault) {
+Fault fault_tuple(const std::optional<ReadFault>& fault) {
   static constexpr const char* kKinds[] = {"system", "truncated", "checksum"};
   if (!fault) return std::nullopt;
   return std::tuple{fault->source, kKinds[static_cast<int>(fault->kind)], fault->place, fault->error};
@@ -74,7 +74,7 @@ void bind_tiered(nb::module_& m) {
               nb::gil_scoped_release released;
               fault = self.wait(*job.job);
             }
-            return said(fault);
+            return fault_tuple(fault);
           },
           "job"_a)
       .def("settle",
@@ -84,9 +84,9 @@ void bind_tiered(nb::module_& m) {
                nb::gil_scoped_release released;
                fault = self.settle();
              }
-             return said(fault);
+             return fault_tuple(fault);
            })
-      .def("fault", [](const TieredRows& self) { return said(self.fault()); })
+      .def("fault", [](const TieredRows& self) { return fault_tuple(self.fault()); })
       .def(
           "read",
           [](TieredRows& self, int64_t table, In ids, Out out) {
@@ -98,7 +98,7 @@ void bind_tiered(nb::module_& m) {
               nb::gil_scoped_release released;
               fault = self.read(table, i, o);
             }
-            return said(fault);
+            return fault_tuple(fault);
           },
           "table"_a, "ids"_a, "out"_a)
       .def(
