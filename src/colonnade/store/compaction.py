@@ -124,8 +124,8 @@ class SegmentRewriter:
         self.files.mark_segment_removable(part.number)
 
 
-DEFAULT_UTILISATION = 2 / 3
-"""Share of live records below which segments are rewritten: files take half as much again as their rows."""
+MAX_RECORDS_PER_ROW = 1.5
+"""Records of a log per live record, above which segments are rewritten."""
 FAN_IN = 8
 BUSY_SHARE = 0.25
 """Share of the thread's time that garbage collection takes, unless space is short."""
@@ -145,7 +145,6 @@ def choose_victim_segments(
     *,
     ready: Collection[int],
     full_records: int,
-    utilisation: float = DEFAULT_UTILISATION,
 ) -> list[int]:
     """Choose the segments to rewrite next; []: there is nothing to gain.
 
@@ -153,7 +152,7 @@ def choose_victim_segments(
     capacity of a segment.
 
       1. Segments without a live record go at once: they cost nothing.
-      2. If there are more records than live records / utilisation, the segment with the largest
+      2. If there are more than 1.5 records to each live one, the segment with the largest
          (1 - u) * sqrt(age) / (1 + u) goes, u its live share, age the number of newer segments: cost-benefit
          (Rosenblum 1991). The age itself would weigh too much as soon as some rows are hot, hence its root.
       3. Segments of at most an eighth of a full one merge when eight are of one power-of-eight class, so that
@@ -167,7 +166,7 @@ def choose_victim_segments(
     if dead:
         return dead
     sparse = [use for use in uses if use.num_live < use.num_records]
-    if records * utilisation > live and sparse:
+    if records > MAX_RECORDS_PER_ROW * live and sparse:
         return [max(sparse, key=lambda use: (rate_benefit(use, newest), -use.number)).number]
     classes: dict[int, list[int]] = {}
     for use in uses:
