@@ -126,7 +126,10 @@ class SegmentRewriter:
 
 MAX_RECORDS_PER_ROW = 1.5
 """Records of a log per live record, above which segments are rewritten."""
-FAN_IN = 8
+FAN_IN = 16
+"""Segments that merge into one."""
+SMALL_SHARE = 8
+"""Segments of at most this part of a full one merge."""
 BUSY_SHARE = 0.25
 """Share of the thread's time that garbage collection takes, unless space is short."""
 
@@ -155,8 +158,8 @@ def choose_victim_segments(
       2. If there are more than 1.5 records to each live one, the segment with the largest
          (1 - u) * sqrt(age) / (1 + u) goes, u its live share, age the number of newer segments: cost-benefit
          (Rosenblum 1991). The age itself would weigh too much as soon as some rows are hot, hence its root.
-      3. Segments of at most an eighth of a full one merge when eight are of one power-of-eight class, so that
-         small commits leave few files, and each row is merged a bounded number of times.
+      3. Segments of at most an eighth of a full one merge when 16 are of one power-of-16 class, so that small
+         commits leave few files, and each row is merged a bounded number of times.
     """
     live = sum(use.num_live for use in uses)
     records = sum(use.num_records for use in uses)
@@ -170,8 +173,8 @@ def choose_victim_segments(
         return [max(sparse, key=lambda use: (rate_benefit(use, newest), -use.number)).number]
     classes: dict[int, list[int]] = {}
     for use in uses:
-        if use.num_records * FAN_IN <= full_records:
-            size_class = max(use.num_live.bit_length() - 1, 0) // 3
+        if use.num_records * SMALL_SHARE <= full_records:
+            size_class = max(use.num_live.bit_length() - 1, 0) // (FAN_IN.bit_length() - 1)
             classes.setdefault(size_class, []).append(use.number)
     return next((numbers for numbers in classes.values() if len(numbers) >= FAN_IN), [])
 

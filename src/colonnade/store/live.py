@@ -21,7 +21,6 @@ FORMAT = "colonnade live bitmaps"
 VERSION = VERSIONS[FORMAT]
 HEADER = struct.Struct("<8sIIQ")  # magic, version, number of segments, step
 ENTRY = struct.Struct("<IIII")  # segment, records, live records, zero
-_COUNTS = np.array([bin(byte).count("1") for byte in range(256)], np.uint8)
 FILE_NAME = re.compile(r"live-(0|[1-9]\d*)\.bits")
 
 
@@ -35,7 +34,7 @@ class LiveRecords:
 
     @property
     def num_live(self) -> int:
-        return int(_COUNTS[self.bitmap].sum(dtype=np.int64))
+        return int(np.count_nonzero(np.unpackbits(self.bitmap).view(bool)))
 
 
 def file_name(step: int) -> str:
