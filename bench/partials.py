@@ -3,8 +3,9 @@
 Hosts are network namespaces on this machine, as in `bench exchange`: 2 or 4 of 2 ranks each, uplinks of 1 or 10 Gbit/s.
 Models are the first operators of LR+FM, Wide&Deep and DeepFM (a first layer 128 wide) over tables of 50,000 rows of D
 elements and one weight; 26, 100 and 500 ids a sample (26 x 1, 50 x 2, 100 x 5 fields and ids), Zipf 1.1; 1024 samples
-a rank. A step is lookup, operators, a fixed gradient back to them, SGD; what models have behind them is the same for
-all, and left out. Rows begin as zeros, so every system must come to the same outputs, and is checked.
+a rank. FM takes bags as variables, or every id (`over ids`: then rows of a field may be split by hash). A step is
+lookup, operators, a fixed gradient back to them, SGD; what models have behind them is the same for all, and left out.
+Rows begin as zeros, so every system must come to the same outputs, and is checked.
 
     rows         a parameter server that sends each rank its unique rows, and is sent a sum of gradients for each
     pooled       what owners pool of them
@@ -31,7 +32,7 @@ from rich.console import Console
 from tables import foretold
 from tables import partials as tables
 from workers.partials_colonnade import Opened
-from workers.partials_loop import OPERATORS, ModelCase
+from workers.partials_loop import OPERATORS, OVER_IDS, ModelCase
 
 BATCH_SIZE = 1024
 SKEW = 1.1
@@ -70,7 +71,13 @@ FORETOLD = SHAPES[0], SHAPES[2]
 """Cases for more ranks."""
 WORKLOADS = tuple(
     Workload(model, *shape, dim) for model in OPERATORS for shape in SHAPES for dim in (8, 16)
-)
+) + tuple(
+    Workload(model + OVER_IDS, *shape, dim)
+    for model in OPERATORS if "fm" in OPERATORS[model]
+    for shape in SHAPES if shape[1] > 1
+    for dim in (8, 16)
+)  # fmt: skip
+"""With one id of a field, over ids and over fields are the same."""
 FULL = Extent(
     ((2, 2), (4, 2)), (1.0, 10.0), WORKLOADS, (), ROWS, rounds=3, block_seconds=0.7, max_steps=8,
     session_steps=0,
@@ -95,7 +102,8 @@ def predictions(num_rows: int) -> list[dict[str, Any]]:
     """Predict worlds that this machine cannot run."""
     results = []
     for workload in WORKLOADS:
-        if (workload.fields, workload.lookups) in FORETOLD and workload.dim == 16:
+        is_model = workload.model in OPERATORS and workload.dim == 16
+        if is_model and (workload.fields, workload.lookups) in FORETOLD:
             case = ModelCase(
                 ids="", rows=[num_rows] * workload.fields, dim=workload.dim, batch_size=BATCH_SIZE,
                 lookups=workload.lookups, pooled=True, seed=0, model=workload.model,

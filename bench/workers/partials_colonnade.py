@@ -37,7 +37,7 @@ class Opened(exchange_colonnade.Opened):
         ]
         deep, wide = ([f"{name}.{part}" for name in case.names] for part in dims)
         results = {
-            "fm": (FM(), deep),
+            "fm": (FM(over=case.over), deep),
             "deep": (FieldsLinear([case.dim] * len(deep), case.hidden), deep),
             "linear": (Sum(), wide),
         }

@@ -6,6 +6,7 @@ Legend: F fields, D dim, H width of the first layer, B samples of a rank.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -19,6 +20,8 @@ OPERATORS = {
     "Wide&Deep": ("deep", "linear"),
     "DeepFM": ("fm", "deep", "linear"),
 }
+OVER_IDS = " over ids"
+"""End of the name of a model whose `fm` has every id as a variable, not every field's bag."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,11 @@ class ModelCase(Case):
 
     @property
     def operators(self) -> tuple[str, ...]:
-        return OPERATORS[self.model]
+        return OPERATORS[self.model.removesuffix(OVER_IDS)]
+
+    @property
+    def over(self) -> Literal["fields", "ids"]:
+        return "ids" if self.model.endswith(OVER_IDS) else "fields"
 
     def weight(self) -> Tensor:
         """Return the weight (F * D, H) of the first layer."""

@@ -24,6 +24,8 @@ class Sharded(exchange_torchrec.Sharded):
     def __init__(
         self, case: ModelCase, choice: Mapping[str, Any], keyed: list[KeyedJaggedTensor]
     ) -> None:
+        if case.over == "ids":
+            raise ValueError("what it pooled has no squares of single ids, which fm over ids needs")
         self.model = case
         super().__init__(replace(case, dim=-(-(case.dim + 1) // 4) * 4), choice, keyed)
         self.output_gradients = case.output_gradients()
