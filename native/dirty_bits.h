@@ -19,7 +19,7 @@ class DirtyBits {
       : dirty_slab_(checked_bytes(8, num_words(slots))), saves_slab_(checked_bytes(8, num_words(slots))) {}
 
   bool is_dirty(std::uint32_t slot) const { return dirty()[slot / 64] & bit(slot); }
-  void soil(std::uint32_t slot) noexcept {
+  void mark_dirty(std::uint32_t slot) noexcept {
     std::uint64_t& word = dirty()[slot / 64];
     if (!(std::atomic_ref(word).load(std::memory_order_relaxed) & bit(slot)))
       std::atomic_ref(word).fetch_or(bit(slot), std::memory_order_relaxed);
@@ -28,7 +28,7 @@ class DirtyBits {
 
   void move(std::uint32_t from, std::uint32_t to) noexcept {  // of a row that no snapshot needs
     if (!is_dirty(from)) return;
-    soil(to);
+    mark_dirty(to);
     clean(from);
   }
 

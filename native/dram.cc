@@ -261,7 +261,7 @@ void Dram::release(std::span<const std::uint32_t> slots, std::span<const std::in
     for (std::int64_t r = first; r < last; ++r) tables_[runs[r].table].unpinned(results[r].pins);
   });
   for (std::size_t r = 0; r < runs.size(); ++r) {
-    if (!results[r].has_strangers) continue;
+    if (!results[r].has_unpinned_slots) continue;
     const auto t = runs[r].table;
     refuse("release: a slot of table " + std::to_string(t) + " is not pinned; " +
            (tables_[t].is_direct() ? "none of that table's were released, of other tables'" : "of all others") +

@@ -100,13 +100,13 @@ class SlotHeaders {
   }
 
   // Give up an unpinned row: false for pinned rows and free slots; after true the slot is not returned again.
-  bool give_up(std::uint32_t slot) noexcept {
+  bool begin_eviction(std::uint32_t slot) noexcept {
     std::uint8_t& word = flags(slot);
     if (!(word & kResident) || (word & kPins)) return false;
     word &= static_cast<std::uint8_t>(~kResident);
     return true;
   }
-  void take_back(std::uint32_t slot) noexcept { flags(slot) |= kResident; }  // undoes a give-up
+  void undo_eviction(std::uint32_t slot) noexcept { flags(slot) |= kResident; }
 
  private:
   static constexpr std::uint8_t kPins = 0x1f, kMany = 31, kResident = 0x80;

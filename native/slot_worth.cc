@@ -40,7 +40,7 @@ void SlotWorth::tick(std::int64_t rows, std::int64_t touched, bool is_hinted) no
     now_ = static_cast<std::uint16_t>(time_ >> 32);
     offset_ = static_cast<std::uint16_t>(heat::kBehind - now_);
   }
-  keep_apart(touched / kApart + rows / 64 + 1, touched);
+  refresh_oldest_scores(touched / kApart + rows / 64 + 1, touched);
 }
 
 void SlotWorth::follow(const SlotWorth& upper, std::int64_t touched) noexcept {
@@ -50,7 +50,7 @@ void SlotWorth::follow(const SlotWorth& upper, std::int64_t touched) noexcept {
   if (upper.has_hints() != has_hints()) change(upper.has_hints(), touched);
   now_ = upper.now_;
   offset_ = upper.offset_;
-  keep_apart(touched / kApart + 1, touched);
+  refresh_oldest_scores(touched / kApart + 1, touched);
 }
 
 // Scores of one kind cannot be compared with the other.
@@ -65,7 +65,7 @@ void SlotWorth::change(bool is_hinted, std::int64_t touched) noexcept {
 }
 
 // Time is modulo 2^16: scores so old that they would soon look new are moved up, a part of the slots at a time.
-void SlotWorth::keep_apart(std::int64_t slots, std::int64_t touched) noexcept {
+void SlotWorth::refresh_oldest_scores(std::int64_t slots, std::int64_t touched) noexcept {
   const std::uint16_t least = has_hints() ? 0xffff - kFarthest : 8 * heat::kDoubling;
   const std::uint16_t moved = score_of(has_hints() ? 0 : least);
   const std::int64_t begin = apart_hand_ < touched ? apart_hand_ : 0;
@@ -109,7 +109,7 @@ std::int64_t SlotWorth::choose(std::span<std::uint32_t> victims, std::int64_t wa
   const auto room = static_cast<std::int64_t>(victims.size());
   while (n < room && num_candidates_ > 0) {
     const std::uint32_t slot = candidates_[--num_candidates_];
-    if (key(scores_[slot]) <= threshold_ && headers.give_up(slot)) victims[n++] = slot;
+    if (key(scores_[slot]) <= threshold_ && headers.begin_eviction(slot)) victims[n++] = slot;
   }
   for (int attempt = 0; n < room && attempt < 3; ++attempt) {
     if (attempt) estimate(wanted - n, headers);
@@ -186,7 +186,7 @@ std::int64_t SlotWorth::sweep(std::span<std::uint32_t> victims, std::int64_t slo
     std::int64_t i = 0;
     if (lowest <= threshold) {
       for (; i < count && n < room; ++i) {
-        if (key(scores[i]) <= threshold && headers.give_up(static_cast<std::uint32_t>(hand_ + i)))
+        if (key(scores[i]) <= threshold && headers.begin_eviction(static_cast<std::uint32_t>(hand_ + i)))
           victims[n++] = static_cast<std::uint32_t>(hand_ + i);
       }
     } else {

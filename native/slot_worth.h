@@ -92,7 +92,7 @@ class SlotWorth {
   }
 
   void change(bool is_hinted, std::int64_t touched) noexcept;
-  void keep_apart(std::int64_t slots, std::int64_t touched) noexcept;
+  void refresh_oldest_scores(std::int64_t slots, std::int64_t touched) noexcept;
   void estimate(std::int64_t wanted, const SlotHeaders& headers) noexcept;
   std::int64_t sweep(std::span<std::uint32_t> victims, std::int64_t slots, SlotHeaders& headers) noexcept;
 

@@ -320,7 +320,7 @@ std::pair<std::int64_t, std::int64_t> TableRows::evict_rows(std::int64_t num, co
       hand_over({to_save, num_saves}, true, sink);
       hand_over({dirty, num_newer}, false, sink);
     } catch (...) {
-      for (std::int64_t i = 0; i < n; ++i) headers_.take_back(victims[i]);
+      for (std::int64_t i = 0; i < n; ++i) headers_.undo_eviction(victims[i]);
       throw;
     }
     for (std::int64_t i = 0; i < n; ++i) free_slot(victims[i]);
@@ -405,7 +405,7 @@ std::size_t TableRows::insert(const LeftRows& rows, bool is_dirty, const RowSink
       __builtin_prefetch(upper.weights_of(rows.slots[i + 8]), 0, 2);
     }
     layout_.copy(slot, upper, rows.slots[i]);
-    if (is_dirty) bits_.soil(slot);
+    if (is_dirty) bits_.mark_dirty(slot);
     if (rows.worth) worth_.begin_at(slot, rows.worth->score(rows.slots[i]));
   });
 }
@@ -413,7 +413,7 @@ std::size_t TableRows::insert(const LeftRows& rows, bool is_dirty, const RowSink
 std::size_t TableRows::insert(std::span<const std::int64_t> ids, const std::byte* records, const RowSink& sink) {
   return insert_new(ids, sink, [&](std::size_t i, std::uint32_t slot) {
     layout_.unpack(slot, records + static_cast<std::int64_t>(i) * layout_.record_bytes());
-    bits_.soil(slot);
+    bits_.mark_dirty(slot);
   });
 }
 
@@ -442,7 +442,7 @@ void TableRows::move_up(std::span<const std::uint32_t> own_slots, TableRows& upp
   if (upper.can_evict()) worth_.follow(upper.worth_, headers_.num_touched());
   for (std::size_t i = 0; i < own_slots.size(); ++i) {
     if (own_slots[i] == kNoSlot) continue;
-    if (bits_.is_dirty(own_slots[i])) upper.bits_.soil(upper_slots[i]);
+    if (bits_.is_dirty(own_slots[i])) upper.bits_.mark_dirty(upper_slots[i]);
     if (upper.can_evict()) upper.worth_.resume_at(upper_slots[i], worth_.score(own_slots[i]));
     free_slot(own_slots[i]);
   }
@@ -491,7 +491,7 @@ TableRows::ReleaseResult TableRows::release(std::span<const std::uint32_t> slots
       is_known &= is_slot & bits.is_born(is_slot ? slot : 0);
     }
     if (!is_known) return {0, true};
-    for (std::int64_t i = 0; is_dirty && i < n; ++i) bits_.soil(slots[i]);
+    for (std::int64_t i = 0; is_dirty && i < n; ++i) bits_.mark_dirty(slots[i]);
     return {n, false};
   }
   ReleaseResult result;
@@ -507,10 +507,10 @@ TableRows::ReleaseResult TableRows::release(std::span<const std::uint32_t> slots
     fetch(i + kAhead);
     const std::uint32_t slot = slots[i];
     if (slot >= capacity || !headers_.is_pinned(slot)) {
-      result.has_strangers = true;
+      result.has_unpinned_slots = true;
       continue;
     }
-    if (is_dirty) bits_.soil(slot);
+    if (is_dirty) bits_.mark_dirty(slot);
     if (!headers_.unpin(slot)) continue;
     ++result.pins;
     if (has_worth) worth_.released(slot);

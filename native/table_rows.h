@@ -198,7 +198,7 @@ class TableRows {
   // table, pass all slots at once.
   struct ReleaseResult {
     std::int64_t pins = 0;
-    bool has_strangers = false;
+    bool has_unpinned_slots = false;
   };
   ReleaseResult release(std::span<const std::uint32_t> slots, bool is_dirty) noexcept;
   void unpinned(std::int64_t pins) noexcept { num_pinned_ -= pins; }

@@ -13,7 +13,7 @@ namespace colonnade {
 
 namespace {
 
-constexpr std::int64_t kHot = 0;        // stream of evicted rows; compaction has others
+constexpr std::int64_t kFresh = 0;        // stream of evicted rows; compaction has others
 constexpr std::int64_t kSaves = 512;    // rows that a checkpoint saves at a time, for which training may wait
 constexpr std::int64_t kBirths = 256;   // rows that a thread initialises at a time
 
@@ -57,7 +57,7 @@ TieredRows::~TieredRows() {
 void TieredRows::append(std::int64_t table, const LeftRows& rows) {
   logs_[table]->append(
       rows.ids, [&](std::size_t i, std::uint8_t* payload) { rows.pack(i, reinterpret_cast<std::byte*>(payload)); },
-      rows.heats, kHot, rows.is_for_commit);
+      rows.heats, kFresh, rows.is_for_commit);
 }
 
 TableSink TieredRows::sink() {
@@ -91,18 +91,25 @@ std::shared_ptr<AcquireJob> TieredRows::acquire(std::span<const std::int64_t> id
   const std::scoped_lock lock(order_);
   auto job = std::make_shared<AcquireJob>();
   std::atomic<std::int64_t> bytes_evicted = 0;  // tables evict on different threads
+  std::atomic<bool> has_inserted = false;
   const TableSink dirty_rows = [&](std::int64_t t, const LeftRows& left) {
+    if (cache_ != nullptr) has_inserted = true;
     if (cache_ == nullptr || left.is_for_commit) append(t, left);
     if (cache_ != nullptr) insert_in_cache(t, left, !left.is_for_commit);
     bytes_evicted += static_cast<std::int64_t>(left.ids.size()) * logs_[t]->record_bytes();
   };
   TableSink clean_rows;
-  if (cache_ != nullptr) clean_rows = [&](std::int64_t t, const LeftRows& left) { insert_in_cache(t, left, false); };
+  if (cache_ != nullptr) {
+    clean_rows = [&](std::int64_t t, const LeftRows& left) {
+      has_inserted = true;
+      insert_in_cache(t, left, false);
+    };
+  }
   Acquired acquired;
   try {
     acquired = dram_.acquire(ids, offsets, next_use, slots, false, dirty_rows, clean_rows);
   } catch (...) {
-    if (cache_ != nullptr) drop_resident_from_cache();
+    if (has_inserted) drop_resident_from_cache();
     throw;
   }
   const std::span<const std::int32_t> missing = acquired.missing;
@@ -362,6 +369,8 @@ std::int64_t TieredRows::write_dirty(std::int64_t table, std::int64_t rows) {
     append(t, left);
     written += static_cast<std::int64_t>(left.ids.size());
   };
+  std::unique_lock lock(order_, std::defer_lock);
+  if (cache_ != nullptr) lock.lock();  // no row moves up between the two passes
   dram_.write_dirty(table, rows, counted);
   if (cache_ != nullptr && written == 0) cache_->write_dirty(table, rows, counted);
   return written;
@@ -397,7 +406,7 @@ void TieredRows::write(std::int64_t table, std::span<const std::int64_t> ids, co
       [&](std::size_t i, std::uint8_t* payload) {
         std::memcpy(payload, records + static_cast<std::int64_t>(n + i) * record_bytes, static_cast<std::size_t>(record_bytes));
       },
-      {}, kHot, false);
+      {}, kFresh, false);
 }
 
 // Not while rows move between the tiers, where a snapshot would miss them.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 import numpy as np
 import pytest
 import torch
@@ -17,22 +19,33 @@ from colonnade.store.writer import LogWriter
 TABLES = [Table("a", 4), Table("b", 4, rows=1000), Table("small", 4, rows=10)]
 
 
-@pytest.fixture
-def store(tmp_path):
+@contextmanager
+def opened(folder, tables=TABLES, capacities=(100, 100, 10), **settings):
     reader, writer, collector = _native.PageReader("auto", 8), LogWriter(), Collector()
     logs = [
         open_log(
-            tmp_path / table.name, table_name=table.name, record_bytes=table.record_bytes, identity="x/rank0",
+            folder / table.name, table_name=table.name, record_bytes=table.record_bytes, identity="x/rank0",
             rows=table.rows, reader=reader, writer=writer, collector=collector, step=None,
         )
-        for table in TABLES
+        for table in tables
     ]  # fmt: skip
-    store = open_dram_store(
-        TABLES, [100, 100, 10], seed=1, backings=logs, most_rows=[400, 400, 400]
-    )
-    yield store
+    yield open_dram_store(tables, capacities, seed=1, backings=logs, **settings)
     for log in logs:
         log.close()
+
+
+@pytest.fixture
+def store(tmp_path):
+    with opened(tmp_path, most_rows=[400, 400, 400]) as store:
+        yield store
+
+
+def acquire(store, first, count):
+    """Pin `count` rows of the first table."""
+    offsets = torch.tensor([0, count, count, count])
+    slots, job = store.acquire(torch.arange(first, first + count), offsets)
+    store.wait(job)
+    return slots, offsets
 
 
 def train(store, counts, first=0):
@@ -71,10 +84,7 @@ def test_tables_change_in_place_and_lose_nothing(store):
 
 
 def test_a_table_keeps_the_rows_that_batches_use(store):
-    ids = torch.arange(80)
-    offsets = torch.tensor([0, 80, 80, 80])
-    slots, job = store.acquire(ids, offsets)
-    store.wait(job)
+    slots, offsets = acquire(store, 0, 80)
     store.resize({0: 10, 1: 190})
     assert store.capacities() == {0: 80, 1: 120}
     store.release(slots, offsets, dirty=False)
@@ -97,3 +107,50 @@ def test_a_batch_that_does_not_fit_takes_memory_of_other_tables(store, is_commit
     if is_committing:
         store.finish_commit(1)
     assert train(store, [150, 50, 10]) == [2] * 90 + [1] * 60 + [2] * 20 + [0] * 30 + [1] * 10
+
+
+def test_a_batch_for_which_the_others_have_too_little_changes_nothing(store):
+    train(store, [0, 20, 0])
+    store.traffic = TrafficSample(len(TABLES))
+    train(store, [0, 20, 0])
+    slots, offsets = acquire(store, 0, 90)
+    with pytest.raises(BudgetExceeded, match=r"a batch needs 150 rows .* 90 of these are in use"):
+        acquire(store, 1000, 150)
+    assert store.capacities() == {0: 100, 1: 100}
+    store.release(slots, offsets, dirty=False)
+    acquire(store, 1000, 150)
+    assert store.capacities() == {0: 150, 1: 50}
+
+
+def test_tables_with_a_budget_of_their_own_keep_it(tmp_path):
+    with opened(tmp_path, most_rows=[400, 0, 400]) as store:
+        store.traffic = TrafficSample(len(TABLES))
+        assert store.capacities() == {0: 100}
+        with pytest.raises(BudgetExceeded, match="a batch needs 150 rows"):
+            acquire(store, 0, 150)
+        assert store.native.capacity_rows(1) == 100
+
+
+class Failing:
+    def fault(self):
+        return None
+
+    def acquire(self, *_):
+        raise MemoryError("cannot reserve 64 bytes of address space")
+
+
+@pytest.mark.parametrize("has_traffic", [False, True])
+def test_other_errors_of_memory_stay_as_they_are(store, monkeypatch, has_traffic):
+    store.traffic = TrafficSample(len(TABLES)) if has_traffic else None
+    monkeypatch.setattr(store, "tiers", Failing())
+    with pytest.raises(MemoryError, match="cannot reserve 64 bytes"):
+        acquire(store, 0, 5)
+
+
+def test_evicted_rows_have_a_cache_beside_a_stacked_table(tmp_path):
+    tables = [Table("open", 4), Table("stacked", 4, rows=30, hashes=2), TABLES[2]]
+    sizes = [20, 30, 10]
+    with opened(tmp_path, tables, sizes, cache_directory=tmp_path, cache_rows=[40, 0, 0]) as store:
+        uses = [train(store, [20, 3, 0], first) for first in (0, 20, 0)]
+        assert uses == [[0] * 23, [0] * 23, [1] * 23]
+        assert store.tiers.cache_counts()["hits"] == 20

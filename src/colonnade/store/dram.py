@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -73,12 +75,14 @@ class DramStore:
         native: _native.Dram,
         backings: Sequence[Backing] = (),
         cache: _native.Dram | None = None,
+        most_rows: Sequence[int] = (),
     ) -> None:
         """backings: one by table; logs (`AbsentRows` if this rank has no rows), or read-only ones. cache: of evicted
-        rows, above the logs."""
+        rows, above the logs. most_rows: as `open_dram_store`."""
         self.tables = tuple(tables)
         self.native = native
         self.cache = cache
+        self._most_rows = tuple(most_rows)
         self._lock = threading.Lock()
         self.attach_backings(backings)
         largest = max(table.record_bytes for table in self.tables)
@@ -301,11 +305,15 @@ class DramStore:
                 self.tiers.erase(table_index, ids)
 
     def capacities(self) -> dict[int, int]:
-        """Return the slots of each table that can be resized, by table index."""
+        """Return the slots of each table that can be resized, by table index: those whose `most_rows` is not 0."""
         native = self.native
         if self.tiers is None:
             return {}
-        return {t: native.capacity_rows(t) for t in range(len(self.tables)) if native.can_resize(t)}
+        return {
+            t: native.capacity_rows(t)
+            for t, limit in enumerate(self._most_rows)
+            if limit and native.can_resize(t)
+        }
 
     def resize(self, capacity_rows: Mapping[int, int]) -> None:
         """Change the slots of tables, by table index: those of `capacities`. Between two steps, not during a commit.
@@ -317,10 +325,15 @@ class DramStore:
         if self.tiers is None:
             return
         self._raise_fault(self.tiers.fault())
-        before, owed = self.capacities(), 0
+        before = self.capacities()
+        sizes = {t: slot_bytes(self.tables[t]) for t in capacity_rows}
+        total = sum(rows * sizes[t] for t, rows in capacity_rows.items())
         for t, wanted in sorted(capacity_rows.items(), key=lambda item: item[1] - before[item[0]]):
-            rows, size = before[t], slot_bytes(self.tables[t])
-            target = wanted if wanted < rows else max(rows, wanted - max(owed, 0) // size)
+            # Read anew: meanwhile a batch of the lookahead may take memory of other tables.
+            rows, target = self.native.capacity_rows(t), wanted
+            if wanted > rows:
+                in_use = sum(self.native.capacity_rows(u) * size for u, size in sizes.items())
+                target = min(wanted, rows + max(0, total - in_use) // sizes[t])
             while rows != target:
                 # Evicted rows fill the buffers of the logs' writer, so they leave a part at a time.
                 part = max(target, rows - RESIZE_PARTS * self._rows_together)
@@ -329,7 +342,6 @@ class DramStore:
                     rows = self.tiers.resize(t, part)
                 if rows != part:
                     break
-            owed += (rows - wanted) * size
         self._raise_fault(self.tiers.fault())
 
     def scan(self, table_index: int, run: int = 65536) -> Iterator[tuple[Tensor, Tensor]]:
@@ -451,30 +463,34 @@ class DramStore:
     def _make_room(self, error: MemoryError, offsets: Tensor) -> bool:
         """Take slots from other tables for a batch that does not fit in its table even alone. Returns whether it fits.
 
-        Memory is divided by earlier batches, and a later one may use more rows of a table than any before.
+        Memory is divided by earlier batches, and a later one may use more rows of a table than any before. Nothing
+        changes where the others cannot spare enough: rows in use may leave before the next try.
         """
         if self.traffic is None or self.tiers is None:
             return False
-        t, needed, capacity, pinned = _read_room_error(error)
+        room = _read_room_error(error)
         capacities = self.capacities()
-        if needed <= capacity or t not in capacities:
+        if room is None or room.table_index not in capacities:
             return False
-        size = slot_bytes(self.tables[t])
-        owed = (needed + pinned - capacity) * size
+        t, wanted = room.table_index, room.needed + room.pinned
+        if room.needed <= room.capacity or wanted > self._most_rows[t]:
+            return False
+        sizes = [slot_bytes(table) for table in self.tables]
+        owed = (wanted - room.capacity) * sizes[t]
         in_use = {
             u: math.ceil(rows * self.native.pinned_share(u)) for u, rows in capacities.items()
         }
         needs = map(max, offsets.diff().tolist(), self.traffic.peaks)
         least = {u: max(rows, in_use.get(u, 0)) for u, rows in enumerate(needs)}
-        spare = {u: rows - least[u] for u, rows in capacities.items() if u != t}
-        for other in sorted(
-            spare, key=lambda other: -spare[other] * slot_bytes(self.tables[other])
-        ):
-            other_size = slot_bytes(self.tables[other])
-            taken = min(max(spare[other], 0), -(-max(owed, 0) // other_size))
+        spare = {u: max(0, rows - least[u]) for u, rows in capacities.items() if u != t}
+        if sum(rows * sizes[u] for u, rows in spare.items()) < owed:
+            return False
+        for other in sorted(spare, key=lambda other: -spare[other] * sizes[other]):
+            taken = min(spare[other], -(-max(owed, 0) // sizes[other]))
             rows = capacities[other]
-            owed -= (rows - self.tiers.resize(other, rows - taken)) * other_size
-        return owed <= 0 and self.tiers.resize(t, needed + pinned) >= needed + pinned
+            owed -= (rows - self.tiers.resize(other, rows - taken)) * sizes[other]
+        # Only a failed read keeps others from shrinking; then t gets what there is.
+        return self.tiers.resize(t, wanted - -(-max(owed, 0) // sizes[t])) >= wanted
 
     def _read_rows_from_backing(self, table_index: int, ids: Tensor) -> Tensor:
         """Read weights (N, D) of rows of a read-only store: from the backing, else their first value."""
@@ -492,8 +508,11 @@ class DramStore:
         return out
 
     def _build_budget_error(self, error: MemoryError) -> BudgetExceeded:
-        table_index, needed, capacity, pinned = _read_room_error(error)
-        table = self.tables[table_index]
+        room = _read_room_error(error)
+        if room is None:
+            raise error
+        _, needed, capacity, pinned = room
+        table = self.tables[room.table_index]
         wanted = (needed + pinned) * slot_bytes(table)
         in_use = f" and {pinned} of these are in use by batches in flight" if pinned else ""
         lower = "the batch size, the lookahead or the staleness" if pinned else "the batch size"
@@ -505,12 +524,22 @@ class DramStore:
         )
 
 
-def _read_room_error(error: MemoryError) -> tuple[int, int, int, int]:
-    """Read (table index, slots needed, capacity, slots pinned by others) from an error of an acquire."""
-    # table <t> needs <n> slots of <capacity> <p> pinned
-    words = str(error).replace(",", "").split()
-    table_index, needed, capacity, pinned = (int(words[i]) for i in (1, 3, 6, 7))
-    return table_index, needed, capacity, pinned
+class _NoRoom(NamedTuple):
+    """Slots of a table that has no room for a batch. pinned: by other batches."""
+
+    table_index: int
+    needed: int
+    capacity: int
+    pinned: int
+
+
+_NO_ROOM = re.compile(r"table (\d+) needs (\d+) slots of (\d+), (\d+) pinned")
+
+
+def _read_room_error(error: MemoryError) -> _NoRoom | None:
+    """Read the numbers from an error of an acquire; None if it is another one, such as of address space."""
+    match = _NO_ROOM.fullmatch(str(error))
+    return _NoRoom(*map(int, match.groups())) if match else None
 
 
 def open_dram_store(
@@ -527,7 +556,7 @@ def open_dram_store(
 ) -> DramStore:
     """Reserve address space for `capacity_rows` of each table; memory is used as rows appear.
 
-    most_rows: by table, largest capacity that `DramStore.resize` may set; (): as at first.
+    most_rows: by table, largest capacity that `DramStore.resize` may set; 0, or (): as at first, always.
 
     shards: by table, this rank's shard; (): all rows of all tables.
 
@@ -550,7 +579,7 @@ def open_dram_store(
         )
         cache = None
         if cache_directory is not None and backings and any(cache_rows):
-            cached = [replace(table, rows=None) for table in tables]
+            cached = [replace(table, rows=None, hashes=None) for table in tables]
             cache = _reserve_address_space(
                 cached, cache_rows, seed, shards, [cache_directory] * len(tables), True, ()
             )
@@ -561,7 +590,7 @@ def open_dram_store(
             f"rows cannot lie in mapped files: {error}. Free space there, name another directory, or lower the "
             "budget of mapped memory"
         ) from None
-    return DramStore(tables, native, backings, cache)
+    return DramStore(tables, native, backings, cache, most_rows)
 
 
 def _reserve_address_space(
