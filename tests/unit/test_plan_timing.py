@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,7 +13,7 @@ from colonnade.comm.mesh import Mesh
 from colonnade.plan.comparison import ComparedPlan, PlanComparison, describe_exchanges
 from colonnade.plan.plan import Plan
 from colonnade.run import plan_timing
-from colonnade.run.plan_timing import count_plans_to_time, time_in_turns
+from colonnade.run.plan_timing import choose_plan, count_plans_to_time, time_in_turns
 from colonnade.run.planning import fix_choices, read_recorded_plan
 from colonnade.topology.world import World
 
@@ -70,6 +71,23 @@ def test_candidates_take_turns_and_hopeless_ones_get_no_third():
     assert time_in_turns(clock.candidates(), Mesh()) == pytest.approx([0.030, 0.028, 0.2])
     assert clock.turns == [0, 1, 2, 0, 1, 2, *[0, 1] * plan_timing.NUM_TURNS]
     assert clock.total < 2 * plan_timing.MAX_SECONDS
+
+
+def test_an_excluded_candidate_stays_behind_on_a_machine_that_slows_down():
+    clock = Clock(0.030, 0.028, 0.2)
+    turns = [
+        lambda *steps, train=train: (10 if len(clock.turns) >= 6 else 1) * train(*steps)
+        for train in clock.candidates()
+    ]
+    assert time_in_turns(turns, Mesh()) == pytest.approx([0.30, 0.28, 2.0])
+
+
+def test_plans_with_mapped_memory_are_not_timed():
+    """Every copy would reserve the files anew."""
+    compared = [SimpleNamespace(predicted_seconds=0.01)] * 2
+    comparison = SimpleNamespace(plans=compared)
+    plan = SimpleNamespace(comparison=comparison, hbm_bytes=None, mapped=object())
+    assert choose_plan(SimpleNamespace(console=None), [plan, plan], None) is plan
 
 
 @pytest.mark.parametrize("seconds", [1e-5, 0.1, 0.4, 3.0])

@@ -102,7 +102,10 @@ def time_in_turns(candidates: Sequence[TrainSteps], mesh: Mesh) -> list[float]:
     for _ in range(num_turns if len(hopeful) > 1 else 0):
         for i in hopeful:
             turns[i].append(take_turn(candidates[i], steps))
-    return [median(turns[i]) if turns.get(i) else seconds for i, seconds in enumerate(first)]
+    medians = {i: median(part) for i, part in turns.items() if part}
+    # An excluded plan stays as far behind as it was, should the machine be slower since.
+    drift = min(medians.values()) / min(first) if medians else 1.0
+    return [medians.get(i, seconds * drift) for i, seconds in enumerate(first)]
 
 
 def choose_plan(setup: RunSetup, plans: Sequence[Plan], run_steps: int | None) -> Plan:
@@ -114,7 +117,8 @@ def choose_plan(setup: RunSetup, plans: Sequence[Plan], run_steps: int | None) -
     if comparison is None:
         return plan
     count = 0
-    if len(plans) > 1 and plan.hbm_bytes is None:  # device memory has no room for copies
+    # Device memory and mapped files, which are reserved whole, have no room for copies.
+    if len(plans) > 1 and plan.hbm_bytes is None and plan.mapped is None:
         predicted_seconds = [compared.predicted_seconds for compared in comparison.plans]
         count = count_plans_to_time(predicted_seconds, run_steps)
     if count:
