@@ -64,6 +64,8 @@ FEATURES = [
 DEEP, WIDE = ([f"{name}.{part}" for name in NAMES] for part in ("deep", "wide"))
 ONE_HOT = DEEP[:5]
 LR_FM = {"linear": (Sum(), WIDE), "fm": (FM(), DEEP)}
+OVER_IDS = {**LR_FM, "fm": (FM(over="ids"), DEEP), "pairs": (BiInteraction(over="ids"), DEEP[3:])}
+COLUMNS = Constraint("column_wise", "pooled")
 SPLIT = {"linear": (Sum(), WIDE), "fm": (FM(), ONE_HOT)}  # values of bags travel
 VALUES = {**LR_FM, "top": (Concat(), DEEP)}
 SOME = {
@@ -138,6 +140,10 @@ CASES = {
     "over copies": (LR_FM, over_copies, EXACT, {"linear", "fm"}),
     "pooled, to compare": (LR_FM, lambda n: dealt(n, "pooled"), EXACT, set()),
     "pooled of all ranks": (LR_FM, lambda n: all_over(n, "pooled"), EXACT, set()),
+    "pooled, over ids": (OVER_IDS, lambda n: dealt(n, "pooled"), Codecs("bf16", "fp16"), set()),
+    "split tables, over ids": (OVER_IDS, all_over, EXACT, {"linear", "fm", "pairs"}),
+    "pooled of all ranks, over ids": (OVER_IDS, lambda n: all_over(n, "pooled"), EXACT, set()),
+    "columns, over ids": (OVER_IDS, lambda n: {**dealt(n, "pooled"), "a": COLUMNS, "g": COLUMNS}, EXACT, set()),
 }  # fmt: skip
 
 

@@ -228,8 +228,9 @@ def predict_pair_traffic(
         return PairTraffic(
             route, load.bags * load.bag_bytes, load.bags * load.gradient_bytes, inside
         )
-    bags = load.bags / slices
-    return PairTraffic(route, bags * load.bag_bytes, bags * load.gradient_bytes)
+    values = load.bags * load.bag_bytes + load.samples * load.squares_bytes
+    gradients = load.bags * load.gradient_bytes + load.samples * load.squares_gradient_bytes
+    return PairTraffic(route, values / slices, gradients / slices)
 
 
 def predict_processor_seconds(

@@ -44,6 +44,8 @@ class FieldLoad:
     """True if a sample may have several ids."""
     per_sample: float | None = None
     """Number of rows of a sequence per sample, which are read one by one; None: the field is pooled."""
+    is_squared: bool = False
+    """True for the sum of the squares of its feature's rows (`interaction.contract.SQUARES`)."""
     needs_rows: bool = False
     """True if rows must be sent instead of bags: for squares of rows that are read ahead."""
 
@@ -148,6 +150,7 @@ def build_model_load(
                 _build_field_load(
                     declaration, field, columns.get(name), loads, codecs, name in bags
                 ),
+                is_squared=field.is_squared,
                 needs_rows=field.is_squared and reads_ahead > 0,
             )
         )
@@ -162,6 +165,17 @@ def build_model_load(
         for name in declaration.consumers
     ]  # fmt: skip
     return ModelLoad(tuple(fields), tuple(consumers))
+
+
+def add_squares(loads: Sequence[TableLoad], model: ModelLoad) -> list[TableLoad]:
+    """Return the loads with the bytes of squares that the model's fields read of each table. Pure."""
+    results = []
+    for t, load in enumerate(loads):
+        squares = [field for field in model.fields if field.table == t and field.is_squared]
+        values = sum(field.value_bytes for field in squares)
+        gradients = sum(field.gradient_bytes for field in squares)
+        results.append(replace(load, squares_bytes=values, squares_gradient_bytes=gradients))
+    return results
 
 
 def _build_field_load(

@@ -44,7 +44,7 @@ class TableLoad:
     gradient_bytes: int
     """Bytes of the gradient of a row, or of a pooled bag, in a message."""
     bag_bytes: int
-    """Bytes of a pooled bag in a message."""
+    """Bytes of a pooled bag in a message, without squares."""
     row_bytes: int
     """Bytes of a row's weights in memory."""
     rows: float
@@ -67,6 +67,10 @@ class TableLoad:
     """True if no feature reads the rows as a sequence."""
     vocabulary: int = 0
     """Declared number of rows; 0: an open table with any 64-bit ids."""
+    squares_bytes: float = 0.0
+    """Bytes of the sums of squares of a sample's bags in a message, for operators over ids."""
+    squares_gradient_bytes: float = 0.0
+    """Bytes of their gradients in a message."""
     weight_bytes: int = 4
     """Bytes of a lookup's weight, for weighted features."""
     list_ratio: float = 1.0

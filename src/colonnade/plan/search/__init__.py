@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from colonnade.lookup.hops import BY_TOWERS
-from colonnade.plan.cost.consumers import ModelLoad
+from colonnade.plan.cost.consumers import ModelLoad, add_squares
 from colonnade.plan.cost.partials import check_tables_with_partials
 from colonnade.plan.cost.table_stats import TableLoad
 from colonnade.plan.measure.device import RowRate
@@ -38,6 +38,8 @@ def choose(
     whether staleness allows to fetch values early. model: consumers of the tables' fields; `partials` is only
     considered with it. towers: number of towers, default one for each host. num_runners_up: largest number of decisions
     of other kinds to return beside it. Raises ConfigError for constraints that cannot be met."""
+    if model is not None:
+        loads = add_squares(loads, model)
     search = Search(
         loads, world, memory or Memory(), rates, forced or {}, options, is_fetched_ahead, model,
         towers or world.num_hosts,
