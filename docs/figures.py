@@ -219,8 +219,8 @@ def partials_rows() -> Iterable[tuple[str | Figure, ...]]:
     files = {(500, 16): "partials_k500_d16"}
     for model, ids, dim in (
         ("LR+FM", 26, 16), ("LR+FM", 100, 16), ("LR+FM", 500, 8), ("LR+FM", 500, 16),
-        ("Wide&Deep", 26, 16), ("Wide&Deep", 100, 16), ("Wide&Deep", 500, 8),
-        ("DeepFM", 26, 16), ("DeepFM", 100, 16), ("DeepFM", 500, 8),
+        ("Wide&Deep", 26, 16), ("Wide&Deep", 100, 16), ("Wide&Deep", 500, 8), ("Wide&Deep", 500, 16),
+        ("DeepFM", 26, 16), ("DeepFM", 100, 16), ("DeepFM", 500, 8), ("DeepFM", 500, 16),
     ):  # fmt: skip
         file = files.get((ids, dim), "partials")
         case = f"2x2 {model} K={ids} D={dim} 1 Gbit/s"
