@@ -38,7 +38,7 @@ from colonnade import (
     build_plan,
     open_mesh,
 )
-from colonnade.plan.comparison import describe_exchanges
+from colonnade.plan.comparison import describe_exchanges, order_plans_to_time
 from colonnade.plan.constraints import resolve_plan_config
 from colonnade.plan.cost.consumers import build_model_load, check_whole_bags
 from colonnade.plan.cost.table_stats import ColumnLoad, TableLoad
@@ -293,7 +293,10 @@ class Chooser:
         decisions = [decision, *decision.runners_up]
         base = self.forced(links, self.systems[REHEARSED].collection).seconds.processor
         predicted = [self.step_seconds(other, base, links.crowding) for other in decisions]
-        decisions = decisions[: count_plans_to_time(predicted, None)]
+        exchanges = [[table.chosen.option[0] for table in other.tables] for other in decisions]
+        order = order_plans_to_time(exchanges, predicted)
+        count = count_plans_to_time([predicted[i] for i in order], None)
+        decisions = [decisions[i] for i in order[:count]]
         if not decisions:
             return "", decision
         opened = [

@@ -10,7 +10,12 @@ import pytest
 
 from colonnade import PlanConfig, Table, build_plan, row_wise, table_wise
 from colonnade.comm.mesh import Mesh
-from colonnade.plan.comparison import ComparedPlan, PlanComparison, describe_exchanges
+from colonnade.plan.comparison import (
+    ComparedPlan,
+    PlanComparison,
+    describe_exchanges,
+    order_plans_to_time,
+)
 from colonnade.plan.plan import Plan
 from colonnade.run import plan_timing
 from colonnade.run.plan_timing import choose_plan, count_plans_to_time, time_in_turns
@@ -41,6 +46,19 @@ COMPARED = PlanComparison(
 )
 def test_plans_are_timed_where_it_can_matter(predicted, run_steps, count):
     assert count_plans_to_time(predicted, run_steps) == count
+
+
+@pytest.mark.parametrize(
+    ("exchanges", "seconds", "order"),
+    [
+        ("rrrpx", [0.17, 0.171, 0.172, 0.18, 0.2], [0, 3, 4, 1, 2]),
+        ("rpprx", [0.17, 0.2, 0.19, 0.18, 0.5], [0, 2, 3, 1, 4]),  # x is too far behind
+        ("rr", [0.2, 0.1], [0, 1]),  # by a later prediction
+        ("r", [0.1], [0]),
+    ],
+)
+def test_each_exchange_is_timed_before_variants_of_one(exchanges, seconds, order):
+    assert order_plans_to_time([[name, name, "other"] for name in exchanges], seconds) == order
 
 
 class Clock:

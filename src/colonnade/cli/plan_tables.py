@@ -14,6 +14,7 @@ from rich.table import Table as Grid
 from colonnade.errors import ConfigError
 from colonnade.models.dense_cost import FLOPS_PER_PRODUCT
 from colonnade.plan.caching import full_cache_bytes
+from colonnade.plan.comparison import MAX_PREDICTED_GAP
 from colonnade.plan.cost.nodes import (
     MTRAINS,
     Node,
@@ -27,7 +28,6 @@ from colonnade.plan.plan import mapped_cache_bytes, memory_bytes, resident_row_b
 from colonnade.plan.search.candidates import PlanDecision, TableChoice, TableCost
 from colonnade.plan.towers.forecast import PAPER
 from colonnade.report.formatting import format_bytes, format_count, format_seconds
-from colonnade.run.plan_timing import MAX_PREDICTED_GAP
 from colonnade.run.planning import PlanningResult
 from colonnade.sizes import parse_positive_bytes
 from colonnade.store.budget import slot_bytes

@@ -22,7 +22,7 @@ from colonnade.checkpoint.stores import open_stores
 from colonnade.comm.mesh import Mesh
 from colonnade.comm.peer_status import report_errors_to_peers
 from colonnade.comm.traffic import Traffic
-from colonnade.plan.comparison import ComparedPlan, PlanComparison
+from colonnade.plan.comparison import MAX_PREDICTED_GAP, ComparedPlan, PlanComparison
 from colonnade.plan.plan import Plan
 from colonnade.run.micro_benchmark import create_temporary_folder
 from colonnade.run.placement import read_sample_batches
@@ -32,9 +32,6 @@ from colonnade.store.contract import Backing
 from colonnade.store.disk import Disk
 from colonnade.train.trainer import Outcome, Trainer
 
-MAX_PREDICTED_GAP = 2.0
-"""Predicted step of a plan, relative to the fastest one, above which it is not timed. Steps of one exchange were up to
-1.9 times as long as predicted, relative to those of another (benchmark `partials`)."""
 MIN_RUN_STEPS = 200
 """Number of steps of a run below which no plans are timed: timing takes up to a hundred steps of its own."""
 MAX_SECONDS = 5.0
@@ -64,7 +61,8 @@ TrainSteps = Callable[[int, int, Callable[[], None]], float]
 def count_plans_to_time(predicted_seconds: Sequence[float], run_steps: int | None) -> int:
     """Return how many of these plans a run times: 0, or the first two or more. Pure.
 
-    predicted_seconds: of a step of each plan, fastest first. run_steps: steps of the run, if known."""
+    predicted_seconds: of a step of each plan, in the order of `order_plans_to_time`. run_steps: steps of the run, if
+    known."""
     if run_steps is not None and run_steps < MIN_RUN_STEPS:
         return 0
     run_seconds = 0.0 if run_steps is None else run_steps * predicted_seconds[0]
@@ -104,7 +102,7 @@ def time_in_turns(candidates: Sequence[TrainSteps], mesh: Mesh) -> list[float]:
             turns[i].append(take_turn(candidates[i], steps))
     medians = {i: median(part) for i, part in turns.items() if part}
     # An excluded plan stays as far behind as it was, should the machine be slower since.
-    drift = min(medians.values()) / min(first) if medians else 1.0
+    drift = max(1.0, min(medians.values()) / min(first)) if medians else 1.0
     return [medians.get(i, seconds * drift) for i, seconds in enumerate(first)]
 
 

@@ -22,7 +22,7 @@ from colonnade.data.contract import Source, Splits, multi_id_columns
 from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import ColonnadeError
 from colonnade.lookup.stacking import hash_ids, hashed_tables_by_feature
-from colonnade.plan.comparison import ComparedPlan, PlanComparison
+from colonnade.plan.comparison import ComparedPlan, PlanComparison, order_plans_to_time
 from colonnade.plan.constraints import is_settled, read_table_constraints, resolve_plan_config
 from colonnade.plan.cost.memory import (
     MemoryDemand,
@@ -103,7 +103,7 @@ class PlanningResult:
     advice: tuple[Advice, ...] = ()
     """Estimated savings of tower modules; empty unless requested."""
     runners_up: tuple[PlannedStep, ...] = ()
-    """Plans of other kinds, fastest first by prediction; none on one rank."""
+    """Plans of other kinds, in the order in which they are timed (`order_plans_to_time`); none on one rank."""
 
 
 def read_measured_device(folder: Path | None, paths: Sequence[str]) -> Device | None:
@@ -214,7 +214,12 @@ def plan_from_sample(
             check_exchanges_of_features(placed.plan, collection, data)
             links = estimate_links(decision, plan=placed.plan)
             runners_up.append(_predict_plan(inputs, placed, costs, device, links))
-    runners_up.sort(key=lambda planned: planned.prediction.step_seconds)
+    candidates = [best, *runners_up]
+    order = order_plans_to_time(
+        [[table.exchange for table in candidate.plan.tables] for candidate in candidates],
+        [candidate.prediction.step_seconds for candidate in candidates],
+    )
+    runners_up = [candidates[i] for i in order[1:]]
     plan = best.plan
     if not is_settled(config.plan, tables, world):
         plan = replace(plan, comparison=compare_predictions([best, *runners_up]))
