@@ -153,6 +153,23 @@ def test_what_is_read_most_for_its_size_lies_in_mapped():
     assert total(everything) == 0 and {item.tier for item in everything} == {"mapped"}
 
 
+def test_tables_of_large_batches_are_mapped_if_the_batches_do_not_fit_in_memory():
+    small, big = demand("a", [9] * 9, slot=10, least=3), demand("big", [1] * 9, slot=10, least=5)
+    placed = divide_memory([small, big], 40, 90)
+    assert [(item.rows, item.tier) for item in placed] == [(4, "dram"), (9, "mapped")]
+    assert placed[1].reads == 0
+    everything = divide_memory([small, big], 10, None)
+    assert {item.tier for item in everything} == {"mapped"}
+    fixed = replace(big, least_rows=5, max_rows=5, rows=(0.0,), reads=(4.0,))
+    for tables, mapped_bytes in (
+        ([small, big], 89),
+        ([small, replace(big, is_open=True)], 90),
+        ([small, fixed], 90),
+    ):
+        with pytest.raises(BudgetExceeded, match=r"'big' needs 5 rows .* all tables together 80"):
+            divide_memory(tables, 40, mapped_bytes)
+
+
 def sample(num_tables: int, rows: int, *, seed: int = 0) -> tuple[list[Table], Profile]:
     random = np.random.default_rng(seed)
     tables, results = [], []

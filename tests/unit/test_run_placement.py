@@ -134,6 +134,14 @@ def test_a_batch_that_cannot_fit_is_refused_before_anything_is_written(tmp_path,
     assert not list(tmp_path.iterdir())
 
 
+def test_a_batch_that_cannot_fit_trains_with_its_tables_in_mapped_memory(tmp_path, unmeasured):
+    mapped = {"plan.memory.mapped": f"{tmp_path}/mapped:4MiB", "train.max_steps": 3}
+    config = override_settings(CONFIG, {"plan.memory.dram": "20KiB", **mapped})
+    summary, plan, _ = train(config, tmp_path / "run")
+    assert summary["steps"] == 3 and plan.placement == "profiled"
+    assert {table.tier for table in plan.tables} == {"dram", "mapped"}
+
+
 ROWS = 4000
 
 

@@ -10,7 +10,7 @@ Pure functions. Rows are those of one rank; reads and births those of one batch 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -177,15 +177,14 @@ def divide_memory(
     """Divide a rank's memory among its tables; budgets of None have no limit.
 
     Batches in flight come first. Whole tables move to `mapped_bytes` of byte-addressable memory, those with the most
-    reads for their size first; mapped rows are never read from files. Raises BudgetExceeded with the table and the
-    numbers if the `at_once` batches that must be in memory do not fit.
+    reads for their size first; mapped rows are never read from files. Where the `at_once` batches that must be in
+    memory do not fit, tables with the most bytes of these batches move before all others. Raises BudgetExceeded with
+    the table and the numbers if the batches do not fit even so.
     """
     if dram_bytes is None:
         return [TableMemory(demand.name, demand.max_rows, 0.0) for demand in table_demands]
-    rows = _divide_memory_budget(table_demands, dram_bytes, at_once)
-    if mapped_bytes == 0:
-        return _assign_rows(table_demands, rows, set())
-    mapped: set[int] = set()
+    mapped = _map_tables_of_large_batches(table_demands, dram_bytes, mapped_bytes)
+    rows = _divide_memory_of_unmapped(table_demands, mapped, dram_bytes, at_once)
     while True:
         free = (
             None
@@ -202,14 +201,45 @@ def divide_memory(
         if best is None or gains[best] <= 0:
             return _assign_rows(table_demands, rows, mapped)
         mapped.add(best)
-        others = [t for t in range(len(table_demands)) if t not in mapped]
-        shares = iter(
-            _divide_memory_budget([table_demands[t] for t in others], dram_bytes, at_once)
-        )
-        rows = [
-            demand.max_rows if t in mapped else next(shares)
-            for t, demand in enumerate(table_demands)
-        ]
+        rows = _divide_memory_of_unmapped(table_demands, mapped, dram_bytes, at_once)
+
+
+def _map_tables_of_large_batches(
+    table_demands: Sequence[MemoryDemand], dram_bytes: int, mapped_bytes: int | None
+) -> set[int]:
+    """Return the tables to map whole so that the batches of all others fit in main memory, largest batches first.
+
+    Returns no table if the batches fit anyway, or if they do not fit even so.
+    """
+    least_bytes = [demand.least_rows * demand.slot_bytes for demand in table_demands]
+    excess, free = sum(least_bytes) - dram_bytes, mapped_bytes
+    mapped: set[int] = set()
+    for t in sorted(range(len(table_demands)), key=lambda t: -least_bytes[t]):
+        demand = table_demands[t]
+        # Mapped memory stores whole tables only: none that may grow, or that has a budget of its own.
+        if demand.is_open or len(demand.rows) == 1:
+            continue
+        if excess <= 0:
+            break
+        if free is None or demand.max_bytes <= free:
+            mapped.add(t)
+            excess -= least_bytes[t]
+            free = None if free is None else free - demand.max_bytes
+    return mapped if excess <= 0 else set()
+
+
+def _divide_memory_of_unmapped(
+    table_demands: Sequence[MemoryDemand],
+    mapped: Collection[int],
+    dram_bytes: int,
+    at_once: int,
+) -> list[int]:
+    """Divide main memory among the tables that are not mapped. Returns rows by table; all rows of mapped ones."""
+    others = [demand for t, demand in enumerate(table_demands) if t not in mapped]
+    shares = iter(_divide_memory_budget(others, dram_bytes, at_once))
+    return [
+        demand.max_rows if t in mapped else next(shares) for t, demand in enumerate(table_demands)
+    ]
 
 
 def divide_memory_on_ranks(
