@@ -101,6 +101,12 @@ def test_what_saves_nothing_is_given_all_the_same():
     assert [item.rows for item in placed] == [3, 5]
 
 
+def test_open_tables_share_the_rest_up_to_their_limits():
+    first, second = (demand(name, [3] * 2, is_open=True) for name in "ab")
+    assert [item.rows for item in divide_memory([first, second], 20)] == [10, 10]
+    assert [item.rows for item in divide_memory([first.limit_to(4), second], 20)] == [4, 16]
+
+
 def test_no_limit_holds_everything():
     assert [item.rows for item in divide_memory([demand("a", [1] * 7)], None)] == [7]
 

@@ -68,6 +68,8 @@ class MemoryDemand:
     """True for an open table."""
     window_rows: int = 0
     """Number of rows of all batches in flight; a window that does not fit becomes shorter."""
+    limit_rows: int | None = None
+    """Number of rows that the table may never exceed in memory; None: an open table may grow beyond `max_rows`."""
 
     def reads_at(self, rows: float) -> float:
         """Return the rows read from files per batch with `rows` rows in memory."""
@@ -77,6 +79,15 @@ class MemoryDemand:
     def max_bytes(self) -> int:
         """Bytes of memory of `max_rows`."""
         return self.max_rows * self.slot_bytes
+
+    def limit_to(self, rows: int) -> MemoryDemand:
+        """Return the demand of the table if it may have at most `rows` rows in memory."""
+        return replace(
+            self,
+            max_rows=min(self.max_rows, rows),
+            least_rows=min(self.least_rows, rows),
+            limit_rows=rows,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -450,7 +461,7 @@ def _divide_unused_memory(
 ) -> list[int]:
     """Divide memory that saves no predicted reads, in case these are wrong: complete small tables, then evenly.
 
-    Open tables share what is left: they may grow beyond `max_rows`, which is estimated.
+    Open tables share the rest evenly, up to their limits: they may grow beyond `max_rows`, which is estimated.
     """
     free = budget - _total_bytes(table_demands, rows)
     lacking = [t for t, demand in enumerate(table_demands) if rows[t] < demand.max_rows]
@@ -460,11 +471,18 @@ def _divide_unused_memory(
         more = min(demand.max_rows - rows[t], free // (len(lacking) - i) // demand.slot_bytes)
         rows[t] += more
         free -= more * demand.slot_bytes
-    opened = [
-        t for t, demand in enumerate(table_demands) if demand.is_open and len(demand.rows) > 1
-    ]
-    for t in opened:
-        rows[t] += free // len(opened) // table_demands[t].slot_bytes
+    room = {
+        t: math.inf
+        if demand.limit_rows is None
+        else (demand.limit_rows - rows[t]) * demand.slot_bytes
+        for t, demand in enumerate(table_demands)
+        if demand.is_open and len(demand.rows) > 1
+    }
+    for i, t in enumerate(sorted(room, key=lambda t: room[t])):
+        slot = table_demands[t].slot_bytes
+        more = int(min(room[t], free // (len(room) - i)) // slot)
+        rows[t] += more
+        free -= more * slot
     return rows
 
 
