@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections import Counter, OrderedDict
 
 import numpy as np
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 
 from colonnade import Feature, Table
 from colonnade.batch import Batch, Ids
-from colonnade.errors import ConfigError
+from colonnade.errors import ConfigError, CorruptionError
 from colonnade.plan.measure.popularity import (
     Popularity,
     estimate_popularity,
@@ -204,6 +206,27 @@ def test_a_profile_of_batches_counts_what_is_looked_up():
     assert Profile.from_json(result.to_json()) == result
     with pytest.raises(ConfigError, match="no samples"):
         profile_batches(tables, features, [])
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        {"spectrum": [[1, 2], [3]]},
+        {"spectrum": [[2, 1], [3, 4]]},
+        {"spectrum": None},
+        {"spectrum": []},
+        {"unique": [[1.0], ["many"]]},
+        {"listing": [[1.0], [1.0]]},
+        {"lookups": -1},
+        {"unique_per_batch": math.nan},
+    ],
+)
+def test_damaged_profiles_are_refused(harm):
+    profile = Profile(10, 1, (profile_ids("t", np.arange(10), 10.0),), 10)
+    fields = json.loads(profile.to_json())
+    fields["tables"][0] |= harm
+    with pytest.raises(CorruptionError, match="profile: got values that no profile has .* wanted"):
+        Profile.from_json(json.dumps(fields))
 
 
 def test_growth_is_of_the_first_lookups():

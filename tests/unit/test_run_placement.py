@@ -90,7 +90,7 @@ def test_a_resumed_run_uses_the_stored_profile(tmp_path, unmeasured, monkeypatch
     assert sum(table.capacity_rows for table in plan.tables) > 0 and plan.placement == "profiled"
 
 
-@pytest.mark.parametrize("harm", ["other tables", "more rows", "torn", "empty"])
+@pytest.mark.parametrize("harm", ["other tables", "more rows", "uneven lists", "torn", "empty"])
 def test_a_profile_of_another_model_is_ignored_by_name(harm, tmp_path, unmeasured):
     train(override_settings(CONFIG, {"train.max_steps": 20}), tmp_path)
     path = tmp_path / PROFILE_FILE
@@ -99,6 +99,8 @@ def test_a_profile_of_another_model_is_ignored_by_name(harm, tmp_path, unmeasure
         values["tables"][0]["name"] = "elsewhere"
     elif harm == "more rows":
         values["tables"][0]["spectrum"] = [[1], [10**9]]
+    elif harm == "uneven lists":
+        values["tables"][0]["spectrum"] = [[1, 2], [3]]
     elif harm == "empty":
         values["samples"] = 0
     path.write_text("{torn" if harm == "torn" else json.dumps(values))

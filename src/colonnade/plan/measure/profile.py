@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from colonnade.batch import Batch
 from colonnade.batch import Ids as FeatureIds
 from colonnade.data.counter import GAMMA, mix64
-from colonnade.errors import ConfigError
+from colonnade.errors import ConfigError, CorruptionError
 from colonnade.formats import make_format_stamp, parse_stamped_json
 from colonnade.plan.measure.popularity import Popularity, estimate_from_spectrum
 from colonnade.table import Feature, Table
@@ -139,11 +139,39 @@ class Profile:
 
     @classmethod
     def from_json(cls, text: str) -> Profile:
-        """Read a profile from JSON text."""
+        """Read a profile from JSON text. Raises CorruptionError for values that no profile has, CheckpointError for
+        another format version."""
         values = parse_stamped_json("profile", text, "colonnade profile")
-        tables = tuple(TableProfile(**_tuples(table)) for table in values.pop("tables"))
-        features = tuple(FeatureProfile(**feature) for feature in values.pop("features"))
-        return cls(tables=tables, features=features, **values)
+        try:
+            tables = tuple(TableProfile(**_tuples(table)) for table in values.pop("tables"))
+            features = tuple(FeatureProfile(**feature) for feature in values.pop("features"))
+            for table in tables:
+                _check_table_profile(table)
+            return cls(tables=tables, features=features, **values)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise CorruptionError(
+                f"profile: got values that no profile has ({type(error).__name__}: {error}), wanted those that "
+                "Colonnade writes; profile the data again"
+            ) from None
+
+
+def _check_table_profile(table: TableProfile) -> None:
+    """Raise ValueError or TypeError for values that no sample has."""
+    counts = (table.lookups, table.unique_per_batch, table.most_unique)
+    if not all(0 <= count < 2**63 for count in counts):
+        raise ValueError(f"lookups and rows of table {table.name!r}: {counts}")
+    for name, num_lists in (("spectrum", 2), ("unique", 2), ("listing", 3)):
+        lists = getattr(table, name)
+        lengths = [len(values) for values in lists]
+        if len(lengths) != num_lists or len(set(lengths)) > 1:
+            raise ValueError(f"{name} of table {table.name!r}: lists of {lengths} numbers")
+        if not all(0 <= value < 2**63 for values in lists for value in values):
+            raise ValueError(f"{name} of table {table.name!r}: numbers less than 0, or too large")
+        first = list(lists[0])
+        if first != sorted(set(first)) or 0 in first:
+            raise ValueError(
+                f"{name} of table {table.name!r}: numbers that do not ascend from above 0"
+            )
 
 
 def profile_batches(
