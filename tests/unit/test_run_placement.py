@@ -136,6 +136,7 @@ def test_a_batch_that_cannot_fit_is_refused_before_anything_is_written(tmp_path,
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.filterwarnings("ignore:looking 2 batches ahead")
 def test_a_batch_that_cannot_fit_trains_with_its_tables_in_mapped_memory(tmp_path, unmeasured):
     mapped = {"plan.memory.mapped": f"{tmp_path}/mapped:4MiB", "train.max_steps": 3}
     config = override_settings(CONFIG, {"plan.memory.dram": "20KiB", **mapped})
@@ -157,8 +158,7 @@ def hot_and_cold() -> tuple[list[Table], Profile]:
     hot = np.minimum(generator.zipf(1.2, 16_000) - 1, ROWS - 1)
     cold = generator.integers(0, ROWS, 1000)
     profiles = tuple(
-        profile_ids(table.name, ids, 100.0, is_brief=True)
-        for table, ids in zip(tables, (hot, cold), strict=True)
+        profile_ids(table.name, ids, 100.0) for table, ids in zip(tables, (hot, cold), strict=True)
     )
     return tables, Profile(1000, 10, profiles, 100)
 

@@ -80,18 +80,18 @@ def place_rows(
     )  # fmt: skip
     rows = {table.name: (table.rows, table.tier) for table in placed}
     plan = apply_placement(plan, tables, rows, lookahead=plan.lookahead)
+    if memory.hbm is None:
+        return plan
     return place_rows_on_device(plan, tables, predict({}), memory.hbm)
 
 
 def place_rows_on_device(
-    plan: Plan, tables: Sequence[Table], demands: Sequence[MemoryDemand], hbm_bytes: int | None
+    plan: Plan, tables: Sequence[Table], demands: Sequence[MemoryDemand], hbm_bytes: int
 ) -> Plan:
-    """Return `plan` with device memory divided by the reads that it saves main memory; unchanged without `hbm_bytes`.
+    """Return `plan` with device memory divided by the reads that it saves main memory.
 
     demands: without budgets of single tables, which are of main memory. Raises as `place_rows`.
     """
-    if hbm_bytes is None:
-        return plan
     shardings, at_once = plan.shardings, 1 + plan.max_staleness_steps
     free = subtract_hot_row_bytes(
         shard_tables(tables, shardings), hbm_bytes, "plan.memory.hbm", lambda table: table.record_bytes
@@ -205,7 +205,7 @@ def predict_traffic_demands(
     for t, table in tables.items():
         batches = by_table[t]
         mean = sum(map(len, batches)) / len(batches)
-        own = profile_ids(table.name, np.concatenate(batches), mean, is_brief=True)
+        own = profile_ids(table.name, np.concatenate(batches), mean)
         profiles.append(replace(own, most_unique=traffic.peaks[t]))
     num = len(by_table[0])
     profile = Profile(num, num, tuple(profiles), largest_batch=1)

@@ -10,7 +10,7 @@ Pure functions. Rows are those of one rank; reads and births those of one batch 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -23,7 +23,6 @@ from colonnade.plan.measure.popularity import (
     Popularity,
     expected_used_rows,
     predict_counting_cache_reads,
-    predict_recency_cache_reads,
 )
 from colonnade.plan.measure.profile import Profile
 from colonnade.store.budget import slot_bytes
@@ -37,11 +36,6 @@ Tier = Literal["dram", "mapped"]
 MOMENTS = 6
 """Number of points in a run at which reads are predicted; the run's reads are their mean."""
 CURVE_POINTS = 256
-Policy = Callable[[Popularity, float, float, float], tuple[Floats, Floats]]
-POLICIES: dict[str, Policy] = {
-    "counting": predict_counting_cache_reads,
-    "recency": predict_recency_cache_reads,
-}
 SPREAD = 4.0
 """Number of standard deviations above the mean that the rows of a batch may reach."""
 
@@ -112,14 +106,13 @@ def predict_demands(
     first_batch: int = 0,
     last_batch: int,
     fixed_bytes: Mapping[str, int] | None = None,
-    policy: str = "counting",
     shardings: Sequence[Sharding] | None = None,
 ) -> list[MemoryDemand]:
     """Predict each table's mean memory demand over batches first_batch .. last_batch of a run.
 
     window: batches in flight. at_once: batches that must be in memory at once. num_samples: size of the data set, if
-    known; no batch has more distinct rows than the data set. fixed_bytes: budgets of single tables, by name. policy: a
-    key of POLICIES. shardings: by table, each demand is that of an owner rank; without, all ranks own rows.
+    known; no batch has more distinct rows than the data set. fixed_bytes: budgets of single tables, by name.
+    shardings: by table, each demand is that of an owner rank; without, all ranks own rows.
     """
     span = max(last_batch - first_batch, 1)
     epoch = math.inf if num_samples is None else max(num_samples / batch_size, 1.0)
@@ -149,7 +142,7 @@ def predict_demands(
             for n in (first_batch, last_batch)
         )
         births = (last - first) / span / owners
-        rows, reads = _average_read_curves(popularity, lookups, moments, epoch, POLICIES[policy])
+        rows, reads = _average_read_curves(popularity, lookups, moments, epoch)
         rows, reads = rows / owners, reads / owners
         # Rows in transit take slots in addition to those of cached rows.
         rows = rows + np.minimum(window * (reads + births), in_flight)
@@ -358,10 +351,11 @@ def _average_read_curves(
     lookups: float,
     moments: Sequence[float],
     epoch: float,
-    policy: Policy,
 ) -> tuple[Floats, Floats]:
-    """Return the mean of a policy's read curves at several moments, at the rows of all their points."""
-    curves = [policy(popularity, lookups, moment, epoch) for moment in moments]
+    """Return the mean of the read curves at several moments, at the rows of all their points."""
+    curves = [
+        predict_counting_cache_reads(popularity, lookups, moment, epoch) for moment in moments
+    ]
     rows = np.unique(np.concatenate([curve[0] for curve in curves]))
     if len(rows) > CURVE_POINTS:
         rows = rows[np.unique(np.linspace(0, len(rows) - 1, CURVE_POINTS).round().astype(np.int64))]
