@@ -28,7 +28,7 @@ VERSIONS = {
     "colonnade config": 1,
     "colonnade plan": 1,
     "colonnade device": 1,
-    "colonnade profile": 1,
+    "colonnade profile": 2,
     "colonnade towers": 1,
     "colonnade summary": 1,
     "colonnade machine": 1,

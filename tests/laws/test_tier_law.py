@@ -127,6 +127,7 @@ def moving(monkeypatch):
         sizes = {t: slot_bytes(balancer.tables[t]) for t in capacities}
         free = budget - sum(ROWS_OF_A_BATCH * size for size in sizes.values())
         moves.append(step)
+        assert all(balancer.limits[t] >= rows for t, rows in capacities.items())
         return {
             t: ROWS_OF_A_BATCH + int(part * free) // sizes[t]
             for t, part in zip(capacities, parts, strict=True)

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from colonnade import Table
-from colonnade.plan.placement import MIN_BATCHES, MemoryBalancer, describe_change
+from colonnade.plan.placement import MemoryBalancer, describe_change
 from colonnade.store import traffic as traffic_module
 from colonnade.store.budget import slot_bytes
-from colonnade.store.traffic import TrafficSample
+from colonnade.store.traffic import MIN_BATCHES, TrafficSample
 
 ROWS = 20_000
 TABLES = {0: Table("a", 8, rows=ROWS), 1: Table("b", 8, rows=ROWS)}
@@ -83,6 +83,15 @@ def test_a_change_that_moves_more_than_it_saves_is_not_made():
     assert balancer.choose(EVEN, {0: 0, 1: 0}, traffic, 1000)
 
 
+def test_a_table_at_its_limit_leaves_the_memory_to_the_others():
+    limit = EVEN[0] + 1000
+    balancer = MemoryBalancer(TABLES, window=3, at_once=1, limits={0: limit, 1: ROWS})
+    chosen = choose(balancer, EVEN, 0, 1000)
+    assert chosen[0] == limit
+    assert sum(EVEN.values()) - 2 <= sum(chosen.values()) <= sum(EVEN.values())
+    assert choose(balancer, chosen, 0, 2000) == {}
+
+
 def test_batches_that_need_more_than_predicted_leave_memory_as_it_is():
     tight = {0: 300, 1: 40}
     assert choose(MemoryBalancer(TABLES, window=3, at_once=1), tight, 0, 1000) == {}
@@ -100,6 +109,16 @@ def test_a_sample_is_bounded_and_spread_over_all_batches(monkeypatch):
     assert len(set(np.diff(numbers))) == 1 and numbers[-1] > 450
     traffic.clear()
     assert traffic.num_batches == 0 and traffic.num_sampled == 0
+
+
+def test_a_sample_of_large_batches_is_enough_to_divide_memory_by(monkeypatch):
+    monkeypatch.setattr(traffic_module, "MAX_IDS", 100)
+    traffic = TrafficSample(2)
+    record(traffic, 0, 100, 0)
+    assert len(traffic.by_table()[0][0]) > 100
+    assert MIN_BATCHES <= traffic.num_sampled <= 2 * MIN_BATCHES
+    chosen = choose(MemoryBalancer(TABLES, window=3, at_once=1), EVEN, 0, 1000)
+    assert chosen[0] > 1.5 * EVEN[0] and sum(chosen.values()) <= sum(EVEN.values())
 
 
 def test_an_empty_table_has_a_demand():

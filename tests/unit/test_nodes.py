@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +13,12 @@ from hypothesis import strategies as st
 
 from colonnade import Table
 from colonnade.cli import app
-from colonnade.cli.plan_nodes import build_model_shape, parse_node, parse_node_rates
+from colonnade.cli.plan_nodes import (
+    build_model_shape,
+    compute_node_rates,
+    parse_node,
+    parse_node_rates,
+)
 from colonnade.cli.plan_tables import describe_nodes
 from colonnade.errors import ConfigError
 from colonnade.plan.cost.nodes import (
@@ -152,6 +158,10 @@ def test_more_memory_never_needs_more_nodes(rows, target, dram, ssd, mapped, sha
             "got -1.0, wanted reads per sample of 0",
         ),
         ({"rates": replace(RATES, reads_per_second=0.0)}, "got 0.5 reads a sample from disks of 0"),
+        (
+            {"target": 1e308, "rates": replace(RATES, in_memory=1e-5, tiered=1e-5)},
+            "got inf nodes by rate, wanted a finite number; give a lower --target",
+        ),
     ],
 )
 def test_impossible_inputs_are_named(changed, words):
@@ -159,6 +169,30 @@ def test_impossible_inputs_are_named(changed, words):
     with pytest.raises(ConfigError, match=r"^--nodes: ") as caught:
         count_nodes(**inputs)
     assert words in str(caught.value)
+
+
+def test_rows_in_mapped_memory_are_not_in_dram():
+    tables = [Table("a", 4, rows=100), Table("b", 8, rows=300)]
+    a, b = (table.record_bytes for table in tables)
+    prediction = SimpleNamespace(
+        samples_per_second=100.0, step_seconds=0.5, processor_seconds=0.5, write_seconds=0.0,
+        device_seconds=0.1, all_in_memory=200.0, reads_per_sample=2.0,
+        tables=[
+            SimpleNamespace(name="a", tier="dram", rows_in_memory=40),
+            SimpleNamespace(name="b", tier="mapped", rows_in_memory=300),
+        ],
+    )  # fmt: skip
+    cached = [SimpleNamespace(name="a", mapped_rows=20), SimpleNamespace(name="b", mapped_rows=0)]
+    planned = SimpleNamespace(prediction=prediction, plan=SimpleNamespace(tables=cached))
+    rates, total = compute_node_rates(planned, tables), 100 * a + 300 * b
+    assert rates.dram_share == pytest.approx(40 * a / total)
+    assert rates.mapped_share == pytest.approx((20 * a + 300 * b) / total)
+    node = replace(NODE, mapped_bytes=1024 * GIB)
+    bounds = count_nodes(MODEL, TARGET, node, rates).tiered.bounds
+    model_bytes = 90e9 * (516 + HEADER_BYTES)
+    assert bounds["DRAM share"] == pytest.approx(40 * a / total * model_bytes / (480 * GIB))
+    room = (60 * a + 300 * b) / total * model_bytes / (1504 * GIB)
+    assert bounds["DRAM and mapped share"] == pytest.approx(room)
 
 
 def test_texts_of_nodes_and_rates():

@@ -101,6 +101,12 @@ def test_what_saves_nothing_is_given_all_the_same():
     assert [item.rows for item in placed] == [3, 5]
 
 
+def test_open_tables_share_the_rest_up_to_their_limits():
+    first, second = (demand(name, [3] * 2, is_open=True) for name in "ab")
+    assert [item.rows for item in divide_memory([first, second], 20)] == [10, 10]
+    assert [item.rows for item in divide_memory([first.limit_to(4), second], 20)] == [4, 16]
+
+
 def test_no_limit_holds_everything():
     assert [item.rows for item in divide_memory([demand("a", [1] * 7)], None)] == [7]
 
@@ -151,6 +157,23 @@ def test_what_is_read_most_for_its_size_lies_in_mapped():
     assert placed["small"].rows + placed["cold"].rows == 2 and placed["small"].rows == 2
     everything = divide_memory([hot, cold, small], 0, None)
     assert total(everything) == 0 and {item.tier for item in everything} == {"mapped"}
+
+
+def test_tables_of_large_batches_are_mapped_if_the_batches_do_not_fit_in_memory():
+    small, big = demand("a", [9] * 9, slot=10, least=3), demand("big", [1] * 9, slot=10, least=5)
+    placed = divide_memory([small, big], 40, 90)
+    assert [(item.rows, item.tier) for item in placed] == [(4, "dram"), (9, "mapped")]
+    assert placed[1].reads == 0
+    everything = divide_memory([small, big], 10, None)
+    assert {item.tier for item in everything} == {"mapped"}
+    fixed = replace(big, least_rows=5, max_rows=5, rows=(0.0,), reads=(4.0,))
+    for tables, mapped_bytes in (
+        ([small, big], 89),
+        ([small, replace(big, is_open=True)], 90),
+        ([small, fixed], 90),
+    ):
+        with pytest.raises(BudgetExceeded, match=r"'big' needs 5 rows .* all tables together 80"):
+            divide_memory(tables, 40, mapped_bytes)
 
 
 def sample(num_tables: int, rows: int, *, seed: int = 0) -> tuple[list[Table], Profile]:

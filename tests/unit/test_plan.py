@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
@@ -9,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colonnade import EmbeddingCollection, Feature, Mesh, Plan, PlanConfig, Table, build_plan
-from colonnade.errors import ConfigError
+from colonnade.errors import ConfigError, CorruptionError
 from colonnade.exchange import open_exchange
 from colonnade.lookup.layout import declare
 from colonnade.plan.plan import describe_planned_tables
+from colonnade.run.planning import read_recorded_plan
 from colonnade.sizes import StorageLocation
 from colonnade.store.budget import cached_row_bytes, slot_bytes, split_memory_budget
 from colonnade.topology.sharding import Shard, replicated, row_wise, table_wise
@@ -236,3 +238,15 @@ def test_plans_and_settings_that_name_nothing():
             PlanConfig(**settings)
     with pytest.raises(ConfigError, match="got 3 towers on 4 ranks"):
         build_plan(tables, 4, PlanConfig(towers=3))
+
+
+@pytest.mark.parametrize(
+    "harm", [{"tables": None}, {"tables": [{"sharding": None}]}, {"codecs": []}, {"more": 1}]
+)
+def test_a_damaged_plan_is_refused_and_not_resumed(harm, tmp_path):
+    tables, world = [Table("a", 4, rows=10)], World(ranks_per_host=2)
+    text = json.dumps(json.loads(build_plan(tables, world).to_json()) | harm)
+    with pytest.raises(CorruptionError, match=r"plan.json: got fields that no plan has .* wanted"):
+        Plan.from_json(text)
+    (tmp_path / "plan.json").write_text(text)
+    assert read_recorded_plan(tmp_path, tables, world, PlanConfig()) is None

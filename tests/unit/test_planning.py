@@ -30,6 +30,7 @@ from colonnade.run.micro_benchmark import choose_resident_rows
 from colonnade.run.run import open_run, plan_run
 from colonnade.run.validation import find_collection
 from colonnade.store.budget import slot_bytes
+from colonnade.store.log import LogBacking
 from colonnade.topology.world import World
 
 CONFIG = build_config(
@@ -189,6 +190,32 @@ def test_a_rehearsal_that_fails_leaves_nothing(tmp_path, quick, monkeypatch):
     monkeypatch.setattr(rehearsal, "open_stores", fail)
     with pytest.raises(OSError, match="gone"):
         plan_run(CONFIG, tmp_path / "runs", World())
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_rehearsal_that_fails_after_it_opened_stores_closes_them(tmp_path, quick, monkeypatch):
+    opened, closed, real_close = [], [], LogBacking.close
+    real_open, real_trainer = rehearsal.open_stores, rehearsal.Trainer
+
+    def open_stores(*arguments):
+        opened.extend(real_open(*arguments))
+        return opened
+
+    def build_trainer(*arguments, **options):
+        if opened:
+            raise OSError("gone")
+        return real_trainer(*arguments, **options)
+
+    def close(store):
+        closed.append(store)
+        real_close(store)
+
+    monkeypatch.setattr(rehearsal, "open_stores", open_stores)
+    monkeypatch.setattr(rehearsal, "Trainer", build_trainer)
+    monkeypatch.setattr(LogBacking, "close", close)
+    with pytest.raises(OSError, match="gone"):
+        plan_run(CONFIG, tmp_path / "runs", World())
+    assert opened and {id(store) for store in closed} == {id(store) for store in opened}
     assert not list(tmp_path.iterdir())
 
 

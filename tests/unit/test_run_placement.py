@@ -90,7 +90,7 @@ def test_a_resumed_run_uses_the_stored_profile(tmp_path, unmeasured, monkeypatch
     assert sum(table.capacity_rows for table in plan.tables) > 0 and plan.placement == "profiled"
 
 
-@pytest.mark.parametrize("harm", ["other tables", "more rows", "torn", "empty"])
+@pytest.mark.parametrize("harm", ["other tables", "more rows", "uneven lists", "torn", "empty"])
 def test_a_profile_of_another_model_is_ignored_by_name(harm, tmp_path, unmeasured):
     train(override_settings(CONFIG, {"train.max_steps": 20}), tmp_path)
     path = tmp_path / PROFILE_FILE
@@ -99,6 +99,8 @@ def test_a_profile_of_another_model_is_ignored_by_name(harm, tmp_path, unmeasure
         values["tables"][0]["name"] = "elsewhere"
     elif harm == "more rows":
         values["tables"][0]["spectrum"] = [[1], [10**9]]
+    elif harm == "uneven lists":
+        values["tables"][0]["spectrum"] = [[1, 2], [3]]
     elif harm == "empty":
         values["samples"] = 0
     path.write_text("{torn" if harm == "torn" else json.dumps(values))
@@ -134,6 +136,15 @@ def test_a_batch_that_cannot_fit_is_refused_before_anything_is_written(tmp_path,
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.filterwarnings("ignore:looking 2 batches ahead")
+def test_a_batch_that_cannot_fit_trains_with_its_tables_in_mapped_memory(tmp_path, unmeasured):
+    mapped = {"plan.memory.mapped": f"{tmp_path}/mapped:4MiB", "train.max_steps": 3}
+    config = override_settings(CONFIG, {"plan.memory.dram": "20KiB", **mapped})
+    summary, plan, _ = train(config, tmp_path / "run")
+    assert summary["steps"] == 3 and plan.placement == "profiled"
+    assert {table.tier for table in plan.tables} == {"dram", "mapped"}
+
+
 ROWS = 4000
 
 
@@ -147,8 +158,7 @@ def hot_and_cold() -> tuple[list[Table], Profile]:
     hot = np.minimum(generator.zipf(1.2, 16_000) - 1, ROWS - 1)
     cold = generator.integers(0, ROWS, 1000)
     profiles = tuple(
-        profile_ids(table.name, ids, 100.0, is_brief=True)
-        for table, ids in zip(tables, (hot, cold), strict=True)
+        profile_ids(table.name, ids, 100.0) for table, ids in zip(tables, (hot, cold), strict=True)
     )
     return tables, Profile(1000, 10, profiles, 100)
 

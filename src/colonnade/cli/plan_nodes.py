@@ -131,9 +131,10 @@ def _measure_rates(config: RunConfig, run: Path, ranks: int, sample: int) -> tup
     planned, tables = plan_run(config, run, build_planned_world("1"), lookups=sample)
     rates = compute_node_rates(planned, tables)
     if not rates.reads_per_sample:
+        share = rates.dram_share + rates.mapped_share
         raise ConfigError(
-            f"--nodes: got a run that reads no row from disks: memory of {rates.dram_share:.1%} of the rows holds all "
-            "that it uses; give a smaller --dram, a longer run (train.epochs), or --node-rates"
+            f"--nodes: got a run that reads no row from disks: memory of {share:.1%} of the rows holds all that it "
+            "uses; give a smaller --dram, a longer run (train.epochs), or --node-rates"
         )
     rates_source = "predicted from steps and disks measured here, on one rank"
     if ranks > 1:
@@ -150,12 +151,18 @@ def compute_node_rates(planned: PlanningResult, tables: Sequence[Table]) -> Node
     seconds = max(prediction.processor_seconds, prediction.write_seconds)
     sizes = {table.name: table.record_bytes for table in tables}
     total = sum((table.rows or 0) * table.record_bytes for table in tables)
-    in_memory = sum(table.rows_in_memory * sizes[table.name] for table in prediction.tables)
+    tier_bytes = {"dram": 0, "mapped": 0}
+    for table in prediction.tables:
+        tier_bytes[table.tier] += table.rows_in_memory * sizes[table.name]
+    tier_bytes["mapped"] += sum(
+        table.mapped_rows * sizes[table.name] for table in planned.plan.tables
+    )
     reads, disk_seconds = prediction.reads_per_sample, prediction.device_seconds
     return NodeRates(
         in_memory=prediction.all_in_memory,
         tiered=min(prediction.all_in_memory, batch_size / seconds),
-        dram_share=in_memory / total,
+        dram_share=tier_bytes["dram"] / total,
+        mapped_share=tier_bytes["mapped"] / total,
         reads_per_sample=reads,
         reads_per_second=batch_size * reads / disk_seconds if disk_seconds else 0.0,
     )

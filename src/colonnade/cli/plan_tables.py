@@ -463,10 +463,11 @@ def print_nodes_as_text(
     reads = "disks included"
     if rates.reads_per_sample is not None:
         reads = f"{rates.reads_per_sample:.3g} reads a sample, disks {rates.reads_per_second:,.0f} reads/s"
+    mapped = f" and {rates.mapped_share:.1%} in mapped memory" if rates.mapped_share else ""
     console.print(
         f"rates of a node, {rates_source}: {rates.in_memory:,.0f} samples/s with all rows in DRAM, "
         f"{rates.tiered:,.0f} with "
-        f"{rates.dram_share:.1%} of them, {reads}"
+        f"{rates.dram_share:.1%} of them{mapped}, {reads}"
     )
     console.print(ASSUMED)
     columns = ("model", "rows", "in DRAM", "in files", "all DRAM", "tiered", "fewer", "limit")

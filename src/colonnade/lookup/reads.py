@@ -1,7 +1,7 @@
 """Reads of outputs: the parts of rows that lookups pool into columns of an output, and squares of them.
 
 Squares of a field are, by sample, the sum over its ids of (x v)^2 (`interaction.contract.SQUARES`). They are computed
-in torch from the vectors that lookups read, which are kept for the gradients.
+from the vectors that lookups read, which are kept for the gradients: natively on the CPU, in torch on a device.
 
 Legend: B samples, E lookups of a feature, D elements of a field.
 """

@@ -193,8 +193,9 @@ def _open_balancer(
     A table with all its rows in memory has them at fixed addresses, and keeps them.
     """
     resizable = store.capacities()
+    limits = _count_most_rows(views, plan)
     movable = {}
-    for t, limit in enumerate(_count_most_rows(views, plan)):
+    for t, limit in enumerate(limits):
         table = views.table_shards[t].stored
         local = None if table.rows is None else shards[t].max_rows(table.rows)
         if limit and t in resizable and local != 0:  # 0: this rank owns none of its rows
@@ -204,7 +205,7 @@ def _open_balancer(
     store.traffic = TrafficSample(len(store.tables))
     late = plan.max_staleness_steps
     depth = 2 if plan.lookahead == "auto" else plan.lookahead
-    return MemoryBalancer(movable, depth + 1 + late, 1 + late)
+    return MemoryBalancer(movable, depth + 1 + late, 1 + late, {t: limits[t] for t in movable})
 
 
 def _open_retention_policies(

@@ -23,12 +23,10 @@ from colonnade.plan.measure.profile import Profile, profile_ids
 from colonnade.plan.plan import Plan, apply_placement
 from colonnade.store.budget import slot_bytes
 from colonnade.store.table_shards import shard_tables
-from colonnade.store.traffic import TrafficSample
+from colonnade.store.traffic import MIN_BATCHES, TrafficSample
 from colonnade.table import Table
 from colonnade.topology.sharding import Sharding, max_rows_per_owner
 
-MIN_BATCHES = 8
-"""Number of batches below which a sample of traffic goes on to the next commit."""
 LEAST_SAVING = 0.05
 """Part of the reads that a new division must save: predictions are not better than that."""
 
@@ -82,18 +80,18 @@ def place_rows(
     )  # fmt: skip
     rows = {table.name: (table.rows, table.tier) for table in placed}
     plan = apply_placement(plan, tables, rows, lookahead=plan.lookahead)
+    if memory.hbm is None:
+        return plan
     return place_rows_on_device(plan, tables, predict({}), memory.hbm)
 
 
 def place_rows_on_device(
-    plan: Plan, tables: Sequence[Table], demands: Sequence[MemoryDemand], hbm_bytes: int | None
+    plan: Plan, tables: Sequence[Table], demands: Sequence[MemoryDemand], hbm_bytes: int
 ) -> Plan:
-    """Return `plan` with device memory divided by the reads that it saves main memory; unchanged without `hbm_bytes`.
+    """Return `plan` with device memory divided by the reads that it saves main memory.
 
     demands: without budgets of single tables, which are of main memory. Raises as `place_rows`.
     """
-    if hbm_bytes is None:
-        return plan
     shardings, at_once = plan.shardings, 1 + plan.max_staleness_steps
     free = subtract_hot_row_bytes(
         shard_tables(tables, shardings), hbm_bytes, "plan.memory.hbm", lambda table: table.record_bytes
@@ -137,12 +135,20 @@ class MemoryBalancer:
     and so on, until a change has paid off. So traffic that moves every time costs ever fewer changes.
     """
 
-    def __init__(self, tables: Mapping[int, Table], window: int, at_once: int) -> None:
+    def __init__(
+        self,
+        tables: Mapping[int, Table],
+        window: int,
+        at_once: int,
+        limits: Mapping[int, int] | None = None,
+    ) -> None:
         """tables: by index in the store, the tables that may change, with the rows that this rank may have of them.
 
-        window: batches in flight. at_once: batches that must be in memory at once.
+        window: batches in flight. at_once: batches that must be in memory at once. limits: by index, the largest number
+        of rows that the store can have in memory; None: any number.
         """
         self.tables, self.window, self.at_once = dict(tables), window, at_once
+        self.limits = dict(limits or {})
         self._last: _Move | None = None
         self._waits, self._delay = 0, 0
 
@@ -164,8 +170,12 @@ class MemoryBalancer:
             self._waits -= 1
             return {}
         budget = sum(capacities[t] * slot_bytes(table) for t, table in tables.items())
+        limited = [
+            demand.limit_to(max(self.limits[t], capacities[t])) if t in self.limits else demand
+            for t, demand in demands.items()
+        ]
         try:
-            placed = divide_memory(list(demands.values()), budget, at_once=self.at_once)
+            placed = divide_memory(limited, budget, at_once=self.at_once)
         except BudgetExceeded:  # batches share rows, so that less than predicted is enough so far
             return {}
         chosen = {t: memory.rows for t, memory in zip(demands, placed, strict=True)}
@@ -195,7 +205,7 @@ def predict_traffic_demands(
     for t, table in tables.items():
         batches = by_table[t]
         mean = sum(map(len, batches)) / len(batches)
-        own = profile_ids(table.name, np.concatenate(batches), mean, is_brief=True)
+        own = profile_ids(table.name, np.concatenate(batches), mean)
         profiles.append(replace(own, most_unique=traffic.peaks[t]))
     num = len(by_table[0])
     profile = Profile(num, num, tuple(profiles), largest_batch=1)

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, Literal
 
 from colonnade.config.plan import CacheTier, MemoryConfig, PlanConfig
-from colonnade.errors import ConfigError
+from colonnade.errors import ColonnadeError, ConfigError, CorruptionError
 from colonnade.exchange.cached import TableCache
 from colonnade.formats import make_format_stamp, parse_stamped_json
 from colonnade.lookup.hops import EXCHANGES
@@ -223,8 +223,21 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """Read the text of `plan.json`."""
+        """Read the text of `plan.json`. Raises CorruptionError for fields that no plan has, ConfigError for settings
+        that cannot work, CheckpointError for another format version."""
         values = parse_stamped_json("plan.json", text, "colonnade plan")
+        try:
+            return cls._from_fields(values)
+        except ColonnadeError:
+            raise
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise CorruptionError(
+                f"plan.json: got fields that no plan has ({type(error).__name__}: {error}), wanted those that "
+                "Colonnade writes; restore it from a copy"
+            ) from None
+
+    @classmethod
+    def _from_fields(cls, values: dict[str, Any]) -> Plan:
         tables = tuple(
             TablePlan(
                 **{

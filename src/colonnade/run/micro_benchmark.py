@@ -21,7 +21,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from colonnade.batch import Batch
-from colonnade.checkpoint.stores import open_stores
+from colonnade.checkpoint.stores import RankStores, open_stores
 from colonnade.comm.mesh import Mesh
 from colonnade.config.plan import MemoryConfig, PlanConfig
 from colonnade.data.batches import open_batches
@@ -37,7 +37,6 @@ from colonnade.row_optimizer import RowOptimizer
 from colonnade.store.budget import slot_bytes
 from colonnade.store.disk import Disk
 from colonnade.store.dram import RowSources
-from colonnade.store.log import LogBacking
 from colonnade.terminal import Terminal
 from colonnade.train.dense import DenseGradients
 from colonnade.train.objective import Objective
@@ -97,16 +96,17 @@ def _measure_step_costs(
     collection = _find_collection(model)
     with ExitStack() as stack:
         with_all_rows = benchmark.open_model(
-            model, build_plan(collection.tables, 1, PlanConfig(lookahead=LOOKAHEAD)), None
+            stack, model, build_plan(collection.tables, 1, PlanConfig(lookahead=LOOKAHEAD)), None
         )
-        stack.callback(with_all_rows.close)
         with_little_memory = None
         if parent is not None:
             temporary = stack.enter_context(create_temporary_folder(parent))
             with_little_memory = benchmark.open_model(
-                model, _plan_with_little_memory(collection, benchmark.batches, reads), temporary
+                stack,
+                model,
+                _plan_with_little_memory(collection, benchmark.batches, reads),
+                temporary,
             )
-            stack.callback(with_little_memory.close)
         first_pass = with_all_rows.train_timed_pass()  # initialises every row
         if with_little_memory is not None:
             with_little_memory.train_timed_pass()
@@ -155,8 +155,8 @@ def create_temporary_folder(parent: Path) -> Iterator[Path]:
 class _TimedModel:
     """Copy of the model that trains pass by pass, with timed steps."""
 
-    def __init__(self, trainer: Trainer, backings: Sequence[LogBacking], num_steps: int) -> None:
-        self.trainer, self.backings, self.num_steps = trainer, backings, num_steps
+    def __init__(self, trainer: Trainer, num_steps: int) -> None:
+        self.trainer, self.num_steps = trainer, num_steps
         self.stream = trainer.collection.lookahead(trainer.read_remaining_batches())
         self.is_warm = False
 
@@ -179,10 +179,8 @@ class _TimedModel:
         )
 
     def close(self) -> None:
-        """Stop the lookahead and close the stores."""
+        """Stop the lookahead."""
         self.stream.close()
-        for backing in self.backings:
-            backing.close()
 
 
 class _MicroBenchmark:
@@ -205,25 +203,25 @@ class _MicroBenchmark:
         self.num_steps, self.batch_size = len(self.batches), batch_size
         self.objective, self.make_optimizer = objective, make_optimizer
 
-    def open_model(self, model: nn.Module, plan: Plan, folder: Path | None) -> _TimedModel:
-        """Open a copy of the model. folder: for rows that do not fit in memory."""
-        trainer, backings = self._build_trainer(copy.deepcopy(model), plan, folder)
-        trainer.model.train()
-        return _TimedModel(trainer, backings, self.num_steps)
-
-    def _build_trainer(self, model: nn.Module, plan: Plan, folder: Path | None):
-        collection, mesh = _find_collection(model), Mesh()
-        backings = []
+    def open_model(
+        self, stack: ExitStack, model: nn.Module, plan: Plan, folder: Path | None
+    ) -> _TimedModel:
+        """Open a copy of the model. folder: for rows that do not fit in memory. stack: stops and closes the copy."""
+        stores: RankStores = []
         if folder is not None:
-            backings = open_stores(
-                folder,
-                collection.tables,
-                [table_plan.sharding for table_plan in plan.tables],
-                0,
-                Disk(),
-                None,
-            )
-        collection.open(plan, mesh, backings=backings)
+            tables = _find_collection(model).tables
+            stores = open_stores(folder, tables, plan.shardings, 0, Disk(), None)
+            for store in stores:
+                stack.callback(store.close)
+        trainer = self._build_trainer(copy.deepcopy(model), plan, stores)
+        trainer.model.train()
+        timed = _TimedModel(trainer, self.num_steps)
+        stack.callback(timed.close)
+        return timed
+
+    def _build_trainer(self, model: nn.Module, plan: Plan, stores: RankStores) -> Trainer:
+        collection, mesh = _find_collection(model), Mesh()
+        collection.open(plan, mesh, backings=stores)
         parameters = [p for p in model.parameters() if p.requires_grad]
         dense = DenseGradients(parameters, mesh)
         trainer = Trainer(
@@ -238,7 +236,7 @@ class _MicroBenchmark:
             progress=Progress(total_steps=None, console=Terminal(quiet=True), is_quiet=True),
         )
         dense.build_buckets()
-        return trainer, backings
+        return trainer
 
 
 def _count_moved_rows(sources: RowSources) -> int:

@@ -295,9 +295,10 @@ def _predict_plan(
     plan = replace(plan, prediction=asdict(prediction))
     if config.placement != "even":
         plan = apply_placement(plan, tables, placed.capacities, lookahead=depth)
-        window = depth + inputs.batches_in_flight
-        unfixed = inputs.demands_of(window=window, shardings=plan.shardings, fixed_bytes={})
-        plan = place_rows_on_device(plan, tables, unfixed, config.memory.hbm)
+        if config.memory.hbm is not None:
+            window = depth + inputs.batches_in_flight
+            unfixed = inputs.demands_of(window=window, shardings=plan.shardings, fixed_bytes={})
+            plan = place_rows_on_device(plan, tables, unfixed, config.memory.hbm)
     return PlannedStep(plan, prediction)
 
 

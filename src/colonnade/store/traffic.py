@@ -10,12 +10,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 MAX_IDS = 1 << 20
-"""Largest number of ids in a sample: 8 MiB."""
+"""Number of ids, 8 MiB, above which a sample loses every other batch."""
+MIN_BATCHES = 8
+"""Number of batches below which a sample is too small to judge by, and goes on to the next commit."""
 
 
 class TrafficSample:
     """Ids of every k-th batch since `clear`; k doubles when the sample is full.
 
+    It has at most MAX_IDS ids, or those of 2 x MIN_BATCHES batches: large batches must not leave too few.
     One thread may add batches while another reads and clears.
     """
 
@@ -49,7 +52,7 @@ class TrafficSample:
                 return
             self._batches.append((ids.clone(), bounds))
             self._num_ids += len(ids)
-            while self._num_ids > MAX_IDS and len(self._batches) > 1:
+            while self._num_ids > MAX_IDS and len(self._batches) > 2 * MIN_BATCHES:
                 self._batches = self._batches[1::2]
                 self._num_ids = sum(len(ids) for ids, _ in self._batches)
                 self._stride *= 2

@@ -10,7 +10,7 @@ Pure functions. Rows are those of one rank; reads and births those of one batch 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -23,7 +23,6 @@ from colonnade.plan.measure.popularity import (
     Popularity,
     expected_used_rows,
     predict_counting_cache_reads,
-    predict_recency_cache_reads,
 )
 from colonnade.plan.measure.profile import Profile
 from colonnade.store.budget import slot_bytes
@@ -37,11 +36,6 @@ Tier = Literal["dram", "mapped"]
 MOMENTS = 6
 """Number of points in a run at which reads are predicted; the run's reads are their mean."""
 CURVE_POINTS = 256
-Policy = Callable[[Popularity, float, float, float], tuple[Floats, Floats]]
-POLICIES: dict[str, Policy] = {
-    "counting": predict_counting_cache_reads,
-    "recency": predict_recency_cache_reads,
-}
 SPREAD = 4.0
 """Number of standard deviations above the mean that the rows of a batch may reach."""
 
@@ -68,6 +62,8 @@ class MemoryDemand:
     """True for an open table."""
     window_rows: int = 0
     """Number of rows of all batches in flight; a window that does not fit becomes shorter."""
+    limit_rows: int | None = None
+    """Number of rows that the table may never exceed in memory; None: an open table may grow beyond `max_rows`."""
 
     def reads_at(self, rows: float) -> float:
         """Return the rows read from files per batch with `rows` rows in memory."""
@@ -77,6 +73,15 @@ class MemoryDemand:
     def max_bytes(self) -> int:
         """Bytes of memory of `max_rows`."""
         return self.max_rows * self.slot_bytes
+
+    def limit_to(self, rows: int) -> MemoryDemand:
+        """Return the demand of the table if it may have at most `rows` rows in memory."""
+        return replace(
+            self,
+            max_rows=min(self.max_rows, rows),
+            least_rows=min(self.least_rows, rows),
+            limit_rows=rows,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,14 +106,13 @@ def predict_demands(
     first_batch: int = 0,
     last_batch: int,
     fixed_bytes: Mapping[str, int] | None = None,
-    policy: str = "counting",
     shardings: Sequence[Sharding] | None = None,
 ) -> list[MemoryDemand]:
     """Predict each table's mean memory demand over batches first_batch .. last_batch of a run.
 
     window: batches in flight. at_once: batches that must be in memory at once. num_samples: size of the data set, if
-    known; no batch has more distinct rows than the data set. fixed_bytes: budgets of single tables, by name. policy: a
-    key of POLICIES. shardings: by table, each demand is that of an owner rank; without, all ranks own rows.
+    known; no batch has more distinct rows than the data set. fixed_bytes: budgets of single tables, by name.
+    shardings: by table, each demand is that of an owner rank; without, all ranks own rows.
     """
     span = max(last_batch - first_batch, 1)
     epoch = math.inf if num_samples is None else max(num_samples / batch_size, 1.0)
@@ -138,7 +142,7 @@ def predict_demands(
             for n in (first_batch, last_batch)
         )
         births = (last - first) / span / owners
-        rows, reads = _average_read_curves(popularity, lookups, moments, epoch, POLICIES[policy])
+        rows, reads = _average_read_curves(popularity, lookups, moments, epoch)
         rows, reads = rows / owners, reads / owners
         # Rows in transit take slots in addition to those of cached rows.
         rows = rows + np.minimum(window * (reads + births), in_flight)
@@ -177,15 +181,14 @@ def divide_memory(
     """Divide a rank's memory among its tables; budgets of None have no limit.
 
     Batches in flight come first. Whole tables move to `mapped_bytes` of byte-addressable memory, those with the most
-    reads for their size first; mapped rows are never read from files. Raises BudgetExceeded with the table and the
-    numbers if the `at_once` batches that must be in memory do not fit.
+    reads for their size first; mapped rows are never read from files. Where the `at_once` batches that must be in
+    memory do not fit, tables with the most bytes of these batches move before all others. Raises BudgetExceeded with
+    the table and the numbers if the batches do not fit even so.
     """
     if dram_bytes is None:
         return [TableMemory(demand.name, demand.max_rows, 0.0) for demand in table_demands]
-    rows = _divide_memory_budget(table_demands, dram_bytes, at_once)
-    if mapped_bytes == 0:
-        return _assign_rows(table_demands, rows, set())
-    mapped: set[int] = set()
+    mapped = _map_tables_of_large_batches(table_demands, dram_bytes, mapped_bytes)
+    rows = _divide_memory_of_unmapped(table_demands, mapped, dram_bytes, at_once)
     while True:
         free = (
             None
@@ -202,14 +205,45 @@ def divide_memory(
         if best is None or gains[best] <= 0:
             return _assign_rows(table_demands, rows, mapped)
         mapped.add(best)
-        others = [t for t in range(len(table_demands)) if t not in mapped]
-        shares = iter(
-            _divide_memory_budget([table_demands[t] for t in others], dram_bytes, at_once)
-        )
-        rows = [
-            demand.max_rows if t in mapped else next(shares)
-            for t, demand in enumerate(table_demands)
-        ]
+        rows = _divide_memory_of_unmapped(table_demands, mapped, dram_bytes, at_once)
+
+
+def _map_tables_of_large_batches(
+    table_demands: Sequence[MemoryDemand], dram_bytes: int, mapped_bytes: int | None
+) -> set[int]:
+    """Return the tables to map whole so that the batches of all others fit in main memory, largest batches first.
+
+    Returns no table if the batches fit anyway, or if they do not fit even so.
+    """
+    least_bytes = [demand.least_rows * demand.slot_bytes for demand in table_demands]
+    excess, free = sum(least_bytes) - dram_bytes, mapped_bytes
+    mapped: set[int] = set()
+    for t in sorted(range(len(table_demands)), key=lambda t: -least_bytes[t]):
+        demand = table_demands[t]
+        # Mapped memory stores whole tables only: none that may grow, or that has a budget of its own.
+        if demand.is_open or len(demand.rows) == 1:
+            continue
+        if excess <= 0:
+            break
+        if free is None or demand.max_bytes <= free:
+            mapped.add(t)
+            excess -= least_bytes[t]
+            free = None if free is None else free - demand.max_bytes
+    return mapped if excess <= 0 else set()
+
+
+def _divide_memory_of_unmapped(
+    table_demands: Sequence[MemoryDemand],
+    mapped: Collection[int],
+    dram_bytes: int,
+    at_once: int,
+) -> list[int]:
+    """Divide main memory among the tables that are not mapped. Returns rows by table; all rows of mapped ones."""
+    others = [demand for t, demand in enumerate(table_demands) if t not in mapped]
+    shares = iter(_divide_memory_budget(others, dram_bytes, at_once))
+    return [
+        demand.max_rows if t in mapped else next(shares) for t, demand in enumerate(table_demands)
+    ]
 
 
 def divide_memory_on_ranks(
@@ -317,10 +351,11 @@ def _average_read_curves(
     lookups: float,
     moments: Sequence[float],
     epoch: float,
-    policy: Policy,
 ) -> tuple[Floats, Floats]:
-    """Return the mean of a policy's read curves at several moments, at the rows of all their points."""
-    curves = [policy(popularity, lookups, moment, epoch) for moment in moments]
+    """Return the mean of the read curves at several moments, at the rows of all their points."""
+    curves = [
+        predict_counting_cache_reads(popularity, lookups, moment, epoch) for moment in moments
+    ]
     rows = np.unique(np.concatenate([curve[0] for curve in curves]))
     if len(rows) > CURVE_POINTS:
         rows = rows[np.unique(np.linspace(0, len(rows) - 1, CURVE_POINTS).round().astype(np.int64))]
@@ -420,7 +455,7 @@ def _divide_unused_memory(
 ) -> list[int]:
     """Divide memory that saves no predicted reads, in case these are wrong: complete small tables, then evenly.
 
-    Open tables share what is left: they may grow beyond `max_rows`, which is estimated.
+    Open tables share the rest evenly, up to their limits: they may grow beyond `max_rows`, which is estimated.
     """
     free = budget - _total_bytes(table_demands, rows)
     lacking = [t for t, demand in enumerate(table_demands) if rows[t] < demand.max_rows]
@@ -430,11 +465,18 @@ def _divide_unused_memory(
         more = min(demand.max_rows - rows[t], free // (len(lacking) - i) // demand.slot_bytes)
         rows[t] += more
         free -= more * demand.slot_bytes
-    opened = [
-        t for t, demand in enumerate(table_demands) if demand.is_open and len(demand.rows) > 1
-    ]
-    for t in opened:
-        rows[t] += free // len(opened) // table_demands[t].slot_bytes
+    room = {
+        t: math.inf
+        if demand.limit_rows is None
+        else (demand.limit_rows - rows[t]) * demand.slot_bytes
+        for t, demand in enumerate(table_demands)
+        if demand.is_open and len(demand.rows) > 1
+    }
+    for i, t in enumerate(sorted(room, key=lambda t: room[t])):
+        slot = table_demands[t].slot_bytes
+        more = int(min(room[t], free // (len(room) - i)) // slot)
+        rows[t] += more
+        free -= more * slot
     return rows
 
 

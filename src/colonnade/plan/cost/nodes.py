@@ -8,6 +8,7 @@ A number of nodes is enough if it satisfies every inequality:
 | rate | samples/s of one node | target | both |
 | reads | reads/s of one node's disks | target x reads per sample | tiers |
 | DRAM share | DRAM of one node | share of the model's bytes at which the tiered rate holds | tiers |
+| DRAM and mapped share | DRAM and mapped memory of one node | the same, with the share in mapped memory | tiers |
 
 Rates of nodes add up: links between nodes, stragglers and uneven shards are left out. Pure functions.
 """
@@ -102,6 +103,8 @@ class NodeRates:
     """Samples/s with `dram_share` of the rows in DRAM, without waiting for disks if reads are known."""
     dram_share: float
     """Fraction of the rows' bytes that are in DRAM at the tiered rate."""
+    mapped_share: float = 0.0
+    """Fraction of the rows' bytes that are in mapped memory at the tiered rate."""
     reads_per_sample: float | None = None
     """Number of rows that a sample reads from disks. None: not known, `tiered` includes waiting for disks."""
     reads_per_second: float = 0.0
@@ -149,7 +152,7 @@ def count_nodes(model: ModelShape, target: float, node: Node, rates: NodeRates) 
     """Count the nodes for `target` samples/s, with all rows in DRAM and with tiers.
 
     More memory of any kind never needs more nodes. Raises ConfigError for sizes and rates that are not positive, for a
-    node without tiers, and for rates that contradict each other."""
+    node without tiers, for rates that contradict each other, and for numbers of nodes that are not finite."""
     _check_inputs(model, target, node, rates)
     dram_rows = node.dram_bytes * model.rows / model.memory_bytes
     # DRAM caches rows of the disks, so its own rows do not add to theirs.
@@ -160,6 +163,11 @@ def count_nodes(model: ModelShape, target: float, node: Node, rates: NodeRates) 
         "DRAM share": rates.dram_share * model.memory_bytes / node.dram_bytes,
         "rate": target / rates.tiered,
     }
+    if rates.mapped_share:
+        # DRAM serves rows of mapped memory as fast or faster.
+        share = min(1.0, rates.dram_share + rates.mapped_share)
+        room = node.dram_bytes + node.mapped_bytes
+        others["DRAM and mapped share"] = share * model.memory_bytes / room
     if rates.reads_per_sample is not None:
         reads = target * rates.reads_per_sample
         others["reads"] = reads / rates.reads_per_second if reads else 0.0
@@ -189,6 +197,11 @@ def compute_ratio_needs(needed: NodesNeeded, node: Node, ratio: float) -> RatioN
 
 
 def _count(bounds: Mapping[str, float]) -> NodeCount:
+    for name, bound in bounds.items():
+        if not math.isfinite(bound):
+            raise ConfigError(
+                f"--nodes: got {bound} nodes by {name}, wanted a finite number; give a lower --target, or higher rates"
+            )
     binding = max(bounds, key=lambda name: bounds[name])
     # Rounding removes the error of a division that should be whole.
     return NodeCount(max(1, math.ceil(round(bounds[binding], 9))), dict(bounds), binding)
@@ -210,6 +223,7 @@ def _check_inputs(model: ModelShape, target: float, node: Node, rates: NodeRates
     for what, value in (
         ("bytes of disks", node.ssd_bytes),
         ("bytes of mapped memory", node.mapped_bytes),
+        ("a share of rows in mapped memory", rates.mapped_share),
         ("reads per sample", rates.reads_per_sample or 0.0),
         ("reads/s of disks", rates.reads_per_second),
     ):

@@ -123,9 +123,10 @@ def simulate_training(
 
 
 FRAME_BYTES = 12
-"""Most bytes of a row in files in addition to its record: a checksum and an id (store/format.md)."""
+"""Largest number of bytes of a row in files in addition to its record: a checksum and an id (store/format.md). Up
+to 3 more if the record is not of whole words of 4 bytes."""
 AMPLIFICATION = 1.8
-"""Bytes written per byte of rows that leave memory, because compaction moves live rows: measured (bench/tiers.py)."""
+"""Rows written per row that leaves memory, because compaction moves live rows: 1.78 measured (bench/tiers.py)."""
 MAX_LOOKAHEAD = 64
 MIN_LOOKAHEAD = 2
 

@@ -3,8 +3,8 @@
 A popularity groups the rows of a table into bins: each of the `rows[k]` rows of bin k is looked up with probability
 `chance[k]`. Frequent rows of the sample keep their counts. The remaining probability mass (Good and Turing) follows a
 power law of rank, with the exponent that reproduces the sample's rate of first uses. Lookups are assumed independent
-(independent reference model), so that cache curves have closed forms: Che's approximation for LRU; for a cache of the
-rows with the highest use counts, P(count >= k) of a Poisson count.
+(independent reference model), so that the reads of a cache of the rows with the highest use counts have a closed form:
+P(count >= k) of a Poisson count.
 
 A *use* of a row is a batch with at least one lookup of it. All functions are pure; floats are float64. Legend: K bins.
 """
@@ -127,12 +127,6 @@ def estimate_from_spectrum(values: Floats, rows: Floats, table_rows: int | None)
     )
 
 
-def expected_births(popularity: Popularity, lookups: float, batches: float) -> float:
-    """Return the rows of the next batch that none of the `batches` batches before it used."""
-    use = popularity.use_probability(lookups)
-    return float(popularity.rows @ (use * _never_used(use, batches)))
-
-
 def expected_used_rows(popularity: Popularity, lookups: float, batches: float) -> float:
     """Return the distinct rows that `batches` batches of `lookups` lookups use."""
     use = np.minimum(popularity.use_probability(lookups), 1 - 1e-12)
@@ -175,36 +169,6 @@ def _poisson_at_least(thresholds: Floats, expected: torch.Tensor) -> Floats:
     ).numpy()
     probability[thresholds == 0] = 1.0
     return probability
-
-
-def predict_recency_cache_reads(
-    popularity: Popularity, lookups: float, batches: float, epoch: float = math.inf
-) -> tuple[Floats, Floats]:
-    """Return the reads of a cache of the most recently used rows (Che's approximation), as
-    `predict_counting_cache_reads`."""
-    use, batches = popularity.use_probability(lookups), min(batches, epoch)
-    ages = np.append(np.geomspace(0.05, max(batches, 0.1), 96), batches) if batches else np.zeros(1)
-    logs = np.log1p(-np.minimum(use, 1 - 1e-12))
-    is_cached = -np.expm1(np.sort(ages)[:, None] * logs[None, :])
-    capacity = is_cached @ popularity.rows
-    reads = np.maximum((is_cached[-1:] - is_cached) @ (popularity.rows * use), 0.0)
-    return np.insert(capacity, 0, 0.0), np.insert(reads, 0, is_cached[-1] @ (popularity.rows * use))
-
-
-def predict_ideal_cache_misses(popularity: Popularity, lookups: float) -> tuple[Floats, Floats]:
-    """Return the misses of a cache of the most popular rows: (capacity, misses of a batch), first uses included.
-
-    Such a cache knows all probabilities from the start; it is a lower bound."""
-    order = np.argsort(-popularity.chance, kind="stable")
-    use = popularity.use_probability(lookups)[order]
-    capacity = np.concatenate([[0.0], np.cumsum(popularity.rows[order])])
-    hits = np.concatenate([[0.0], np.cumsum(popularity.rows[order] * use)])
-    return capacity, hits[-1] - hits
-
-
-def _never_used(use: Floats, batches: float) -> Floats:
-    """Return the probability that a row is in none of `batches` batches. use (K,): to be in one."""
-    return np.exp(batches * np.log1p(-np.minimum(use, 1 - 1e-12)))
 
 
 def _power_law_tail(num_head: float, num_rows: float, mass: float, exponent: float) -> Popularity:

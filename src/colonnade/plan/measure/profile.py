@@ -1,7 +1,7 @@
-"""Profile of a sample of the data: lookups of each table, how often rows repeat, and after how many lookups.
+"""Profile of a sample of the data: lookups of each table and feature, and how often rows repeat.
 
 `profile_batches` reads batches; all other functions are pure. A profile is a frozen value that can be converted to
-and from JSON. Legend: n lookups, in the order of the samples.
+and from JSON.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 
 from colonnade.batch import Batch
 from colonnade.batch import Ids as FeatureIds
-from colonnade.data.counter import GAMMA, mix64
-from colonnade.errors import ConfigError
+from colonnade.errors import ConfigError, CorruptionError
 from colonnade.formats import make_format_stamp, parse_stamped_json
 from colonnade.plan.measure.popularity import Popularity, estimate_from_spectrum
 from colonnade.table import Feature, Table
@@ -32,9 +31,6 @@ from colonnade.wire.packing import (
 Ids = NDArray[np.int64]
 Curve = tuple[tuple[float, ...], tuple[float, ...]]
 
-REUSES = 2**18
-"""Number of lookups of a table above which reuse distances come from a sample of its ids."""
-GROWTH_POINTS = 12
 LISTED_BATCHES = 8
 """Number of batches in which the size of packed ids is measured."""
 
@@ -49,12 +45,6 @@ class TableProfile:
     """Mean number of distinct rows of a batch."""
     spectrum: tuple[tuple[int, ...], tuple[int, ...]]
     """Counts that rows have in the sample, and the number of rows with each count, ascending."""
-    growth: tuple[tuple[int, ...], tuple[int, ...]]
-    """Numbers of lookups, and of distinct rows among the first lookups."""
-    recency: Curve
-    """Sizes in rows of an LRU cache, and fraction of lookups that miss it, first uses included."""
-    best: Curve
-    """Sizes in rows of a cache of the most used rows, and fraction of lookups of unseen data that miss it."""
     most_unique: int = 0
     """Number of distinct rows of the batch with most; 0: unknown."""
     unique: Curve = ((), ())
@@ -139,11 +129,39 @@ class Profile:
 
     @classmethod
     def from_json(cls, text: str) -> Profile:
-        """Read a profile from JSON text."""
+        """Read a profile from JSON text. Raises CorruptionError for values that no profile has, CheckpointError for
+        another format version."""
         values = parse_stamped_json("profile", text, "colonnade profile")
-        tables = tuple(TableProfile(**_tuples(table)) for table in values.pop("tables"))
-        features = tuple(FeatureProfile(**feature) for feature in values.pop("features"))
-        return cls(tables=tables, features=features, **values)
+        try:
+            tables = tuple(TableProfile(**_tuples(table)) for table in values.pop("tables"))
+            features = tuple(FeatureProfile(**feature) for feature in values.pop("features"))
+            for table in tables:
+                _check_table_profile(table)
+            return cls(tables=tables, features=features, **values)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise CorruptionError(
+                f"profile: got values that no profile has ({type(error).__name__}: {error}), wanted those that "
+                "Colonnade writes; profile the data again"
+            ) from None
+
+
+def _check_table_profile(table: TableProfile) -> None:
+    """Raise ValueError or TypeError for values that no sample has."""
+    counts = (table.lookups, table.unique_per_batch, table.most_unique)
+    if not all(0 <= count < 2**63 for count in counts):
+        raise ValueError(f"lookups and rows of table {table.name!r}: {counts}")
+    for name, num_lists in (("spectrum", 2), ("unique", 2), ("listing", 3)):
+        lists = getattr(table, name)
+        lengths = [len(values) for values in lists]
+        if len(lengths) != num_lists or len(set(lengths)) > 1:
+            raise ValueError(f"{name} of table {table.name!r}: lists of {lengths} numbers")
+        if not all(0 <= value < 2**63 for values in lists for value in values):
+            raise ValueError(f"{name} of table {table.name!r}: numbers less than 0, or too large")
+        first = list(lists[0])
+        if first != sorted(set(first)) or 0 in first:
+            raise ValueError(
+                f"{name} of table {table.name!r}: numbers that do not ascend from above 0"
+            )
 
 
 def profile_batches(
@@ -155,8 +173,7 @@ def profile_batches(
 ) -> Profile:
     """Profile the lookups of a sample of the data; reads all batches. Raises ConfigError if there are no samples.
 
-    is_brief: count only what a division of memory needs, in a fifth of the time: no miss ratios, packed sizes or
-    distinct rows of smaller batches."""
+    is_brief: count only what a division of memory needs: no packed sizes or distinct rows of smaller batches."""
     table_indices = {table.name: t for t, table in enumerate(tables)}
     parts: list[list[Ids]] = [[] for _ in tables]
     uniques, max_unique = [0] * len(tables), [0] * len(tables)
@@ -205,9 +222,7 @@ def profile_batches(
     is_counted = pieces > 0
     profiles = [
         replace(
-            profile_ids(
-                table.name, np.concatenate(parts[t]), uniques[t] / count, is_brief=is_brief
-            ),
+            profile_ids(table.name, np.concatenate(parts[t]), uniques[t] / count),
             most_unique=max_unique[t],
             unique=(
                 _floats(np.array(sizes)[is_counted]),
@@ -293,119 +308,11 @@ def _compute_size_ratios(sizes: Sequence[int], packed: NDArray[np.float64]) -> t
     )
 
 
-def profile_ids(
-    name: str, ids: Ids, unique_per_batch: float, *, is_brief: bool = False
-) -> TableProfile:
-    """Profile the lookups of one table, (n,) in order. is_brief: without miss ratios."""
-    _, first, counts = np.unique(ids, return_index=True, return_counts=True)
+def profile_ids(name: str, ids: Ids, unique_per_batch: float) -> TableProfile:
+    """Profile the lookups of one table, in any order."""
+    _, counts = np.unique(ids, return_counts=True)
     values, rows = np.unique(counts, return_counts=True)
-    ends = np.unique(np.linspace(0, len(ids), GROWTH_POINTS + 1).round().astype(np.int64))[1:]
-    num_distinct = np.searchsorted(np.sort(first), ends)
-    return TableProfile(
-        name,
-        len(ids),
-        unique_per_batch,
-        (_ints(values), _ints(rows)),
-        (_ints(ends), _ints(num_distinct)),
-        ((), ())
-        if is_brief
-        else compute_lru_miss_ratios(ids, rate=min(1.0, REUSES / max(len(ids), 1))),
-        ((), ()) if is_brief else compute_most_used_miss_ratios(values, rows),
-    )
-
-
-def compute_lru_miss_ratios(ids: Ids, *, rate: float = 1.0) -> Curve:
-    """Return the miss ratios of LRU caches of every size.
-
-    Exact at rate 1. Otherwise SHARDS (Waldspurger et al. 2015): ids with a hash below `rate` represent all ids, and
-    their distances are scaled up."""
-    if not len(ids):
-        return (0.0,), (0.0,)
-    sampled_ids = ids
-    if rate < 1:
-        hashes = mix64(ids.astype(np.uint64) + np.uint64(GAMMA))
-        sampled_ids = ids[hashes < np.uint64(int(rate * 2**64))]
-        if not len(sampled_ids):
-            return (0.0,), (1.0,)
-    distances = compute_reuse_distances(sampled_ids)
-    reuses = np.sort(distances[distances >= 0])
-    expected = len(ids) * rate if rate < 1 else len(sampled_ids)
-    # SHARDS-adj: lookups that the sample has too few of count as distance 0.
-    first_bucket = expected - len(sampled_ids)
-    capacity = np.zeros(1)
-    if len(reuses):
-        capacity = np.unique(np.append(0.0, np.geomspace(1, reuses[-1] + 1, 64).round()))
-    hits = np.searchsorted(reuses, capacity, side="left").astype(np.float64)
-    hits[capacity > 0] += first_bucket
-    misses = np.clip(1 - hits / expected, 0.0, 1.0)
-    return _floats(capacity / rate), _floats(misses)
-
-
-def compute_reuse_distances(ids: Ids) -> NDArray[np.int64]:
-    """Return the number of distinct ids between each lookup and the previous one of the same id, (n,); -1 without one.
-
-    The lookups between the two count, except repeats: those with their own previous lookup in between, too. So the
-    distance is a length less a number of inversions, which a pass over the bits of the positions gives for all lookups.
-    """
-    n = len(ids)
-    order = np.argsort(ids, kind="stable")
-    same = ids[order[1:]] == ids[order[:-1]]
-    before = np.full(n, -1, dtype=np.int64)
-    before[order[1:][same]] = order[:-1][same]
-    again = np.flatnonzero(before >= 0)
-    distances = np.full(n, -1, dtype=np.int64)
-    distances[again] = again - before[again] - 1 - count_inversions(before[again])
-    return distances
-
-
-def count_inversions(values: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Count for each element the larger ones before it, (n,). Values are distinct."""
-    n = len(values)
-    num_larger = np.zeros(n, dtype=np.int64)
-    if n < 2:
-        return num_larger
-    # Split positions into blocks of halving length, each ordered by value. For a position in the second half of a
-    # block, positions of the first half that follow in this order are larger and before it.
-    order = np.argsort(values, kind="stable")
-    for bit in reversed(range(int(n - 1).bit_length())):
-        is_first = (order >> bit) & 1 == 0
-        start = (order >> (bit + 1)) << (bit + 1)
-        firsts = np.concatenate([[0], np.cumsum(is_first)])
-        index = np.arange(n)
-        end = np.minimum(start + (2 << bit), n)
-        num_first = firsts[end] - firsts[start]
-        before = firsts[index] - firsts[start]
-        is_second = ~is_first
-        num_larger[order[is_second]] += num_first[is_second] - before[is_second]
-        position = np.where(is_first, start + before, start + num_first + (index - start - before))
-        next_order = np.empty_like(order)
-        next_order[position] = order
-        order = next_order
-    return num_larger
-
-
-def compute_most_used_miss_ratios(values: NDArray[np.int64], rows: NDArray[np.int64]) -> Curve:
-    """Return the miss ratios of caches of the most used rows, from count frequencies (ascending).
-
-    Leave-one-out: for each lookup, a row counts by the other lookups of the sample, r - 1 for a row with count r.
-    Counting the lookup itself would favour caches of rows that occur only once.
-    """
-    if not len(values):
-        return (0.0,), (0.0,)
-    total = float(values @ rows)
-    # Rows with a count of at least values[i].
-    at_least = np.cumsum(rows[::-1])[::-1].astype(np.float64)
-    mass = np.cumsum((values * rows)[::-1])[::-1].astype(np.float64)
-    # A cache of rows with >= v other lookups serves lookups of rows with a count >= v + 1.
-    hits = np.array(
-        [mass[np.searchsorted(values, v + 1)] if v + 1 <= values[-1] else 0.0 for v in values]
-    )
-    capacity = np.concatenate([[0.0], at_least[::-1]])
-    misses = np.concatenate([[1.0], 1 - hits[::-1] / total])
-    if len(capacity) > 256:
-        points = np.unique(np.geomspace(1, len(capacity) - 1, 255).astype(np.int64))
-        capacity, misses = capacity[np.r_[0, points]], misses[np.r_[0, points]]
-    return _floats(capacity), _floats(misses)
+    return TableProfile(name, len(ids), unique_per_batch, (_ints(values), _ints(rows)))
 
 
 def _ints(values: NDArray[np.int64]) -> tuple[int, ...]:
