@@ -77,7 +77,7 @@ WORKLOADS = tuple(
     for shape in SHAPES if shape[1] > 1
     for dim in (8, 16)
 )  # fmt: skip
-"""With one id of a field, over ids and over fields are the same."""
+"""Models, numbers of fields and ids, and dims. Over ids and over fields are the same with one id of a field."""
 FULL = Extent(
     ((2, 2), (4, 2)), (1.0, 10.0), WORKLOADS, (), ROWS, rounds=3, block_seconds=0.7, max_steps=8,
     session_steps=0,
