@@ -17,7 +17,7 @@ from colonnade import EmbeddingCollection, Plan, dense_state_dict
 from colonnade.config.run import build_config, override_settings
 from colonnade.errors import PeerLost
 from colonnade.plan.measure.device import measure_device
-from colonnade.run import plan_timing, planning
+from colonnade.run import plan_timing, planner, planning
 from colonnade.run.run import open_run
 
 STEPS = 20
@@ -150,9 +150,10 @@ OTHER_SETTINGS = {
 
 def train_others(mesh, folder):
     plans = []
-    for name, settings in OTHER_SETTINGS.items():
-        short = {**settings, "train.checkpoint_steps": 0}
-        plans.append(train(mesh, f"{folder}/{name}", short, slow=True)[1])
+    with patch.object(planner, "NUM_RUNNERS_UP", 2):
+        for name, settings in OTHER_SETTINGS.items():
+            short = {**settings, "train.checkpoint_steps": 0}
+            plans.append(train(mesh, f"{folder}/{name}", short, slow=True)[1])
     return plans
 
 

@@ -14,7 +14,6 @@ from rich.table import Table as Grid
 from colonnade.errors import ConfigError
 from colonnade.models.dense_cost import FLOPS_PER_PRODUCT
 from colonnade.plan.caching import full_cache_bytes
-from colonnade.plan.comparison import MAX_PREDICTED_GAP
 from colonnade.plan.cost.nodes import (
     MTRAINS,
     Node,
@@ -28,6 +27,7 @@ from colonnade.plan.plan import mapped_cache_bytes, memory_bytes, resident_row_b
 from colonnade.plan.search.candidates import PlanDecision, TableChoice, TableCost
 from colonnade.plan.towers.forecast import PAPER
 from colonnade.report.formatting import format_bytes, format_count, format_seconds
+from colonnade.run.plan_timing import count_plans_to_time
 from colonnade.run.planning import PlanningResult
 from colonnade.sizes import parse_positive_bytes
 from colonnade.store.budget import slot_bytes
@@ -250,9 +250,13 @@ def _print_runners_up(console: Console, planned: PlanningResult) -> None:
             f"{_format_added_seconds(more)}",
             markup=False,
         )
+    count = count_plans_to_time(
+        [best, *(other.prediction.step_seconds for other in planned.runners_up)], None
+    )
+    timed = f"the choice and the first {count - 1} of these on all ranks, and keeps the fastest"
     console.print(
-        f"this command only predicts: a run times the choice and those within {MAX_PREDICTED_GAP:.0f} times its step "
-        "on all ranks, and keeps the fastest"
+        f"this command only predicts: a long run times {timed if count else 'none of these'}",
+        markup=False,
     )
 
 

@@ -142,6 +142,14 @@ def _divide_memory_among_tables(
     )
 
 
+def _order_runners_up(best: PlannedStep, runners_up: Sequence[PlannedStep]) -> list[PlannedStep]:
+    """Return the runners-up in the order in which they are timed after `best`."""
+    candidates = [best, *runners_up]
+    exchanges = [[table.exchange for table in step.plan.tables] for step in candidates]
+    seconds = [step.prediction.step_seconds for step in candidates]
+    return [candidates[i] for i in order_plans_to_time(exchanges, seconds)[1:]]
+
+
 def plan_from_sample(
     model: nn.Module, collection: EmbeddingCollection, data: Splits, config: RunConfig, *, objective: Objective,
     make_optimizer: Callable[[list[nn.Parameter]], Optimizer], world: World, rows_folder: Path, first_step: int = 0,
@@ -214,12 +222,7 @@ def plan_from_sample(
             check_exchanges_of_features(placed.plan, collection, data)
             links = estimate_links(decision, plan=placed.plan)
             runners_up.append(_predict_plan(inputs, placed, costs, device, links))
-    candidates = [best, *runners_up]
-    order = order_plans_to_time(
-        [[table.exchange for table in candidate.plan.tables] for candidate in candidates],
-        [candidate.prediction.step_seconds for candidate in candidates],
-    )
-    runners_up = [candidates[i] for i in order[1:]]
+    runners_up = _order_runners_up(best, runners_up)
     plan = best.plan
     if not is_settled(config.plan, tables, world):
         plan = replace(plan, comparison=compare_predictions([best, *runners_up]))
