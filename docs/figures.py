@@ -298,8 +298,22 @@ def tier_rows() -> Iterable[tuple[str | Figure, ...]]:
         ("RocksDB", "rocksdict 1/8", sparse),
         ("memory-mapped table", "mapped 1/8", sparse),
     ):
-        cases = (f"D={dim} skew 1.1{suffix}" for dim in (16, 64))
-        yield (label, *(Best("tiers", case, system, unit="samples/s") for case in cases))
+        files = {16: "tiers_peers", 64: "tiers"}
+        yield (
+            label,
+            *(
+                Best(file, f"D={dim} skew 1.1{suffix}", system, unit="samples/s")
+                for dim, file in files.items()
+            ),
+        )
+    system, case = "rocksdict 8 shards 1/8", f"D=16 skew 1.1{sparse}"
+    yield ("RocksDB, 8 processes", Best("tiers_peers", case, system, unit="samples/s"), "")
+
+
+def network_tier_rows() -> Iterable[tuple[str | Figure, ...]]:
+    for dim in (16, 64):
+        names = (f"throughput_of_all_dram_at_1_{n}_d{dim}_skew_1_1" for n in (2, 4, 8, 16))
+        yield (f"D={dim}", *(Ratio("tiers_peers", name) for name in names))
 
 
 def crowded_rows() -> Iterable[tuple[str | Figure, ...]]:
@@ -389,6 +403,7 @@ TABLES = {
     ),
     "kernels": Table(("", "geometric mean", "worst case"), tuple(kernels_rows())),
     "tiers": Table(("rows in memory: 1/8", "D=16", "D=64"), tuple(tier_rows())),
+    "tiers network": Table(("rows in memory", "1/2", "1/4", "1/8", "1/16"), tuple(network_tier_rows())),
     "exchange": Table(
         ("", "chosen plan", "best forced plan", "TorchRec table-wise", "row-wise", "planner", "chosen: MB",
          "TorchRec's best: MB"),
