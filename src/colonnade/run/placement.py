@@ -43,7 +43,7 @@ class Placement:
     device: Device | None = None
     """Device that was measured for a prediction, to be stored; None: nothing was measured."""
     runners_up: tuple[Plan, ...] = ()
-    """Plans of other kinds, fastest first by prediction, which may be timed beside the plan."""
+    """Plans of other kinds, which may be timed beside the plan, in the order in which they are."""
     note: str = ""
     """Remark for the user: a reason for an even division, or a stored profile that is ignored."""
 
