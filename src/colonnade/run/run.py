@@ -399,9 +399,11 @@ def _open_checkpoints_and_rows(
             directories=() if plan is None else plan.ssd,
             write_budget=None if plan is None else plan.write_budget,
         )
-        if step is not None and not setup.read_only and console is not None:
-            for line in describe_lost_checkpoints(checkpoints):
-                console.print(line, style="yellow", highlight=False)
+        if step is not None and not setup.read_only:
+            lost_checkpoints = describe_lost_checkpoints(checkpoints)  # collective
+            if console is not None:
+                for line in lost_checkpoints:
+                    console.print(line, style="yellow", highlight=False)
     if plan is not None:
         backings = checkpoints.backings if checkpoints else ()
         with _close_checkpoints_on_error(checkpoints):
