@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ONLY_PORTABLE := ON
 
-.PHONY: setup demo test test-native test-bench test-all lint format docs figures wheel wheel-check native-test native-sanitize native-tsan native-aarch64 clean
+.PHONY: setup demo test test-native test-bench test-journeys-smoke test-slice test-examples test-all lint format docs figures wheel wheel-check native-test native-sanitize native-tsan native-kernels native-aarch64 clean
 
 setup: $(STAMP)
 
@@ -37,6 +37,19 @@ test-native: native-test native-sanitize
 test-bench: setup
 	$(PYTEST) -m "not slow" -n 2 tests/bench
 
+# Journeys that every landing runs: what a user types, on real processes.
+test-journeys-smoke: setup
+	$(PYTEST) tests/journeys -m smoke
+
+# What no target above runs, in slices of at most 15 minutes: the one that was green longest ago, or `make test-slice SLICE=NAME`. A green
+# run is recorded in tests/slices.json; `make test` fails once one is 12 days old.
+test-slice: setup
+	env -u PYTHONDONTWRITEBYTECODE OMP_WAIT_POLICY=passive $(BIN)/python tests/slices.py $(SLICE)
+
+# Property tests with many examples.
+test-examples: setup
+	$(PYTEST) -m "not slow" -n 2 --hypothesis-profile thorough $$(grep -rl --include="*.py" "example_counts import" tests)
+
 # All of these, what is slow, the thread sanitizer, and the core for another processor.
 test-all: ONLY_PORTABLE := OFF
 test-all: test-native native-tsan native-aarch64
@@ -52,6 +65,10 @@ native-sanitize: setup
 	$(BIN)/cmake -S . -B build/sanitize -DCOLONNADE_ONLY_PORTABLE=$(ONLY_PORTABLE) -G Ninja -DCOLONNADE_PYTHON=OFF -DCOLONNADE_SANITIZE=address,undefined -DCMAKE_BUILD_TYPE=RelWithDebInfo "-DCMAKE_CXX_FLAGS_RELWITHDEBINFO=-O1 -g1" -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja > /dev/null
 	$(BIN)/cmake --build build/sanitize --target native_tests
 	$(BIN)/ctest --test-dir build/sanitize --output-on-failure
+
+# All kernels under sanitizers, and the core for another processor.
+native-kernels: ONLY_PORTABLE := OFF
+native-kernels: native-sanitize native-aarch64
 
 # The tests that bring their own threads.
 native-tsan: setup

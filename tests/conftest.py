@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from budget import pytest_runtest_makereport, pytest_runtest_protocol  # noqa: F401  (hooks)
 from hypothesis import settings
+from slices import pytest_collection_modifyitems  # noqa: F401  (hook)
 
 ROOT = Path(__file__).resolve().parents[1]
 
