@@ -26,9 +26,9 @@ demo: setup
 # even where the environment says not to: workers and a hundred processes import the same files.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE OMP_WAIT_POLICY=passive $(BIN)/python -m pytest
 
-# Everything in Python that is not marked slow, but the tests of benches. A file stays on one worker, which makes its fixtures once.
+# Everything in Python that is not marked slow, but the tests of benches, and journeys. A file stays on one worker, which makes its fixtures once.
 test: setup
-	$(PYTEST) -m "not slow" -n 2 --dist loadfile --durations 40
+	$(PYTEST) -m "not slow" --ignore tests/journeys -n 2 --dist loadfile --durations 40
 
 # The core without Python: plain and under sanitizers.
 test-native: native-test native-sanitize

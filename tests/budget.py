@@ -1,4 +1,5 @@
-"""Budget of a test: how much processor time one that is not marked slow may use, and the hooks that enforce it.
+"""Budget of a test: how much processor time it may use, and the hooks that enforce it. A test that is marked slow has
+none, unless it declares one: `budget(seconds)`, which journeys do.
 
 Measured is processor time of the process that runs the test and of all processes that it starts, with what the test's
 fixtures use where it is the first one to need them. Wall time on a busy machine would say nothing.
@@ -6,6 +7,7 @@ fixtures use where it is the first one to need them. Wall time on a busy machine
 
 from __future__ import annotations
 
+import math
 import os
 import resource
 import time
@@ -60,12 +62,16 @@ def pytest_runtest_protocol(item):
 def pytest_runtest_makereport(item, call):
     """Fail a test that has passed, but used more than its budget."""
     report = yield
-    if call.when == "teardown" and report.passed and item.get_closest_marker("slow") is None:
+    budget = item.get_closest_marker("budget")
+    if call.when == "teardown" and report.passed:
+        most = MOST_SECONDS if item.get_closest_marker("slow") is None else math.inf
+        if budget is not None:
+            most = 2 * budget.args[0]
         used = processor_seconds() - item.stash[_began]
-        if used > MOST_SECONDS:
+        if used > most:
             report.outcome = "failed"
             report.longrepr = (
                 f"got {used:.1f} s of processor time, of this test with its fixtures and processes, wanted at most "
-                f"{MOST_SECONDS:g} s; do less, or mark it slow and keep a shorter test of the same"
+                f"{most:g} s; do less, or mark it slow and keep a shorter test of the same"
             )
     return report
