@@ -24,7 +24,7 @@ from colonnade.data import SOURCES
 from colonnade.data.tabular import convert as data_convert
 
 SMALL = [
-    "--set", "data.options.num_train=3000", "--set", "data.options.num_test=500",
+    "--data", "synthetic", "--set", "data.options.num_train=3000", "--set", "data.options.num_test=500",
     "--set", "data.options.max_cardinality=200", "--set", "train.batch_size=500",
 ]  # fmt: skip
 
@@ -32,29 +32,35 @@ SMALL = [
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["train", "--data", "netflix"], "choose from criteo, csv"),
-        (["train", "--set", "train.epoch=3"], "did you mean train.epochs"),
-        (["train", "--set", "epochs"], "name=value"),
-        (["train", "--set", "=3"], "name=value"),
-        (["train", "--set", "model.bottom=[-3]"], "model.bottom"),
-        (["train", "--set", "embedding.lr=inf"], "embedding.lr"),
-        (["train", "--set", "train.seed=99999999999999999999999"], "train.seed"),
-        (["train", "--set", "plan.memory.dram=3XB"], "wanted a size"),
-        (["train", "--set", "data.options.num_train=abc"], "num_train"),
-        (["train", "--set", "data.options.numtrain=5"], "num_train"),
+        (["train", "--data", "synthetic", "--data", "netflix"], "choose from criteo, csv"),
+        (["train", "--data", "synthetic", "--set", "train.epoch=3"], "did you mean train.epochs"),
+        (["train", "--data", "synthetic", "--set", "epochs"], "name=value"),
+        (["train", "--data", "synthetic", "--set", "=3"], "name=value"),
+        (["train", "--data", "synthetic", "--set", "model.bottom=[-3]"], "model.bottom"),
+        (["train", "--data", "synthetic", "--set", "embedding.lr=inf"], "embedding.lr"),
+        (
+            ["train", "--data", "synthetic", "--set", "train.seed=99999999999999999999999"],
+            "train.seed",
+        ),
+        (["train", "--data", "synthetic", "--set", "plan.memory.dram=3XB"], "wanted a size"),
+        (["train", "--data", "synthetic", "--set", "data.options.num_train=abc"], "num_train"),
+        (["train", "--data", "synthetic", "--set", "data.options.numtrain=5"], "num_train"),
         (["train", "nowhere.yaml"], "nowhere.yaml"),
-        (["train", "--data", "criteo", "--path", "nowhere"], "nowhere"),
+        (["train", "--data", "synthetic", "--data", "criteo", "--path", "nowhere"], "nowhere"),
         (["evaluate", "nowhere"], "nowhere"),
         (["bench", "nothing"], "unknown bench"),
         (["trian"], "did you mean train?"),
         (["xyzzy"], "choose from demo, train"),
-        (["train", "--rnaks", "2"], "did you mean --ranks?"),
-        (["train", "--ranks", "two"], "--ranks"),
-        (["train", "--ranks", "0"], "--ranks"),
-        (["train", "--set"], "--set"),
+        (["train", "--data", "synthetic", "--rnaks", "2"], "did you mean --ranks?"),
+        (["train", "--data", "synthetic", "--ranks", "two"], "--ranks"),
+        (["train", "--data", "synthetic", "--ranks", "0"], "--ranks"),
+        (["train", "--data", "synthetic", "--set"], "--set"),
         (["train", "a.yaml", "b.yaml"], "b.yaml"),
         (["train", "no\nwhere.yaml"], "where.yaml"),
-        (["train", "--set", "train.epoch=3", "--set", "model.dims=3"], "did you mean train.epochs"),
+        (
+            ["train", "--data", "synthetic", "--set", "train.epoch=3", "--set", "model.dims=3"],
+            "did you mean train.epochs",
+        ),
         (["demo", "--samples", "1"], "--samples"),
         (["evaluate"], "run"),
         (["report"], "run"),
@@ -77,13 +83,22 @@ SMALL = [
         (["settings", "trian"], "did you mean train?"),
         (["settings", "plan.memory.drma"], "did you mean plan.memory.dram?"),
         (["settings", "data.options.cvs"], "did you mean csv?"),
-        (["train", "--max-steps", "3"], "did you mean --set train.max_steps=VALUE?"),
-        (["train", "--train.epochs=3"], "did you mean --set train.epochs=VALUE?"),
-        (["train", "--keep-checkpoint", "3"], "did you mean --set train.keep_checkpoints=VALUE?"),
-        (["train", "--weight-decay", "3"], "--set dense.weight_decay=VALUE"),
-        (["train", "--batchsize", "3"], "did you mean --batch-size?"),
-        (["train", "--lr", "fast"], "--lr"),
-        (["train", "--model", "deepfm", "--epochs", "-1"], "train.epochs"),
+        (
+            ["train", "--data", "synthetic", "--max-steps", "3"],
+            "did you mean --set train.max_steps=VALUE?",
+        ),
+        (
+            ["train", "--data", "synthetic", "--train.epochs=3"],
+            "did you mean --set train.epochs=VALUE?",
+        ),
+        (
+            ["train", "--data", "synthetic", "--keep-checkpoint", "3"],
+            "did you mean --set train.keep_checkpoints=VALUE?",
+        ),
+        (["train", "--data", "synthetic", "--weight-decay", "3"], "--set dense.weight_decay=VALUE"),
+        (["train", "--data", "synthetic", "--batchsize", "3"], "did you mean --batch-size?"),
+        (["train", "--data", "synthetic", "--lr", "fast"], "--lr"),
+        (["train", "--data", "synthetic", "--model", "deepfm", "--epochs", "-1"], "train.epochs"),
     ],
 )
 def test_errors_are_one_line(colonnade, arguments, words, tmp_path, monkeypatch):
@@ -101,7 +116,18 @@ def test_the_version_is_printed(colonnade):
 def test_short_options_are_settings_and_set_wins(monkeypatch):
     built = []
     monkeypatch.setattr(train_verb, "train_run", lambda config, *_: built.append(config))
-    options = ["--model", "deepfm", "--epochs", "3", "--batch-size", "64", "--lr", "0.25"]
+    options = [
+        "--data",
+        "synthetic",
+        "--model",
+        "deepfm",
+        "--epochs",
+        "3",
+        "--batch-size",
+        "64",
+        "--lr",
+        "0.25",
+    ]
     options += ["--seed", "7", "--dram", "1MiB", "--set", "dense.lr=0.5"]
     assert run_command(["train", *options]) == 0
     (config,) = built
@@ -109,6 +135,69 @@ def test_short_options_are_settings_and_set_wins(monkeypatch):
     assert config.train.batch_size == 64 and config.train.seed == 7
     assert (config.embedding.lr, config.dense.lr) == (0.25, 0.5)
     assert config.plan.memory.dram == 2**20
+
+
+@pytest.fixture
+def built(monkeypatch):
+    """Configurations of `train` commands, which train nothing."""
+    configs = []
+    monkeypatch.setattr(train_verb, "train_run", lambda config, *_: configs.append(config))
+    return configs
+
+
+def test_a_run_folder_alone_continues_with_its_settings(colonnade, tmp_path):
+    run = str(tmp_path / "run")
+    assert colonnade("train", "--run", run, *SMALL, "--lr", "0.015", "--seed", "5")[0] == 0
+    before = (tmp_path / "run" / "config.yaml").read_text()
+    status, shown, output = colonnade("train", "--run", run, "--epochs", "2")
+    assert status == 0, output
+    assert "resuming" in shown and "epoch 2" in shown
+    after = (tmp_path / "run" / "config.yaml").read_text()
+    assert after == before.replace("epochs: 1\n", "epochs: 2\n") != before
+
+
+def test_training_without_data_trains_nothing(colonnade, tmp_path):
+    for options in ([], ["--run", str(tmp_path / "new")], ["--epochs", "3"]):
+        status, _, output = colonnade("train", *options)
+        assert status == 2 and "got no data" in output and "--data csv --path" in output
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "mine.yaml").write_text("train: {epochs: 2}\n")
+    status, _, output = colonnade("train", str(tmp_path / "mine.yaml"))
+    assert status == 2 and "mine.yaml names no data, wanted data.name" in output
+
+
+def test_a_file_of_settings_beside_a_preset_overrides_it(built, tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("train: {batch_size: 77}\nmodel: {name: deepfm, dim: 12}\n")
+    assert run_command(["train", str(file), "--data", "movielens", "--epochs", "9"]) == 0
+    (config,) = built
+    assert run_command(["train", "--data", "movielens", "--model", "deepfm"]) == 0
+    preset = built[1]
+    assert (config.train.batch_size, config.model.dim, config.train.epochs) == (77, 12, 9)
+    assert config.data.name == "movielens" and config.embedding == preset.embedding
+
+
+def test_a_file_and_an_option_must_name_the_same_data(colonnade, built, tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("data: {name: criteo, path: train.txt}\n")
+    assert run_command(["train", str(file), "--data", "criteo"]) == 0
+    status, _, output = colonnade("train", str(file), "--data", "csv")
+    assert status == 2 and "got --data csv" in output and "data.name: criteo" in output
+    assert len(built) == 1
+
+
+def test_label_is_an_option_of_train_and_of_inspect(colonnade, built, tmp_path):
+    file = tmp_path / "visits.csv"
+    file.write_text("bought,user\n1,a\n0,b\n1,c\n")
+    status, _, output = colonnade(
+        "train", "--data", "csv", "--path", str(file), "--label", "bought"
+    )
+    assert status == 0, output
+    assert built[0].data.options["label"] == "bought"
+    _, shown, _ = colonnade("inspect", str(file))
+    assert "no schema suggested" in shown and "--label NAME" in " ".join(shown.split())
+    _, shown, _ = colonnade("inspect", str(file), "--label", "bought")
+    assert "bought: {type: label" in shown or "type: label" in shown
 
 
 def test_the_shell_completes_verbs(monkeypatch, capsys):
@@ -267,7 +356,7 @@ def test_ctrl_c_while_importing_is_no_traceback(seconds, tmp_path):
     # Before its first line Python itself does not take signals as KeyboardInterrupt everywhere.
     program = "print('ready', flush=True); from colonnade.cli import main; main()"
     child = subprocess.Popen(
-        [sys.executable, "-c", program, "train", "--run", str(tmp_path / "run")],
+        [sys.executable, "-c", program, "train", "--data", "synthetic", "--run", str(tmp_path / "run")],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert child.stdout.readline() == "ready\n"
@@ -444,8 +533,8 @@ def test_under_torchrun_a_run_has_a_name(colonnade, tmp_path, monkeypatch):
     """Ranks that name it by their clocks name it otherwise."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.chdir(tmp_path)
-    for verb in ("demo", "train"):
-        status, out, output = colonnade(verb)
+    for words in (["demo"], ["train", "--data", "synthetic"]):
+        status, out, output = colonnade(*words)
         assert (status, out) == (2, "") and "with --run" in output
     assert not list(tmp_path.iterdir())
 

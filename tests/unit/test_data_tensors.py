@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from hypothesis import given
@@ -104,13 +105,32 @@ def test_an_id_outside_its_vocabulary_is_named(bad):
         open_tensors({"tags": bag}, cardinalities={"tags": 10})
 
 
+@pytest.mark.parametrize("convert", [np.asarray, list, pa.array])
+def test_columns_that_numpy_reads_are_taken(convert):
+    ids = np.array([3, 1, 2], np.int32)[::-1]
+    source = open_tensors(
+        {"film": convert(ids), "tags": Ids(convert(ids), torch.tensor([0, 1, 3, 3]))},
+        dense=np.ones((3, 1)),
+        label=convert(np.array([0.0, 1.0, 0.0])),
+        sample_weight=convert(np.array([1.0, 2.0, 3.0])),
+        group=convert(np.arange(3)),
+    )
+    (batch,) = source.batches(3)
+    assert batch.ids["film"].values.tolist() == [2, 1, 3]
+    assert batch.ids["tags"].values.tolist() == [2, 1, 3]
+    assert batch.ids["film"].values.dtype == torch.int64
+    assert batch.label.tolist() == [[0.0], [1.0], [0.0]]
+    assert batch.sample_weight.tolist() == [1.0, 2.0, 3.0]
+    assert batch.group.tolist() == [0, 1, 2]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"ids": {}}, "no column at all"),
         ({"ids": {"a": torch.zeros(3)}}, r"column a: got \(3,\) float32"),
-        ({"ids": {"a": [1, 2]}}, r"got ids\['a'\] of type list, wanted a tensor"),
-        ({"ids": {"a": torch.arange(2)}, "label": np.ones(2)}, "got label of type ndarray"),
+        ({"ids": {"a": ["x", "y"]}}, r"got ids\['a'\] of type list, wanted numbers.*open_csv"),
+        ({"ids": {"a": torch.arange(2)}, "label": object()}, "got label of type object, wanted"),
         ({"ids": {"a": torch.arange(3), "b": torch.arange(4)}}, r"column b: got \(4,\) int64"),
         (
             {"ids": {"a": torch.arange(3)}, "label": torch.zeros(3, 2)},

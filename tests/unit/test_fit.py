@@ -6,12 +6,14 @@ import json
 import shutil
 import signal
 
+import numpy as np
 import pytest
 import torch
 from own_model import Net, assert_same, rows_of, source, splits
 from ranks import run_ranks
 from small_run import CONFIG
 from torch.nn.functional import binary_cross_entropy_with_logits
+from torch.utils.data import DataLoader
 
 import colonnade
 from colonnade import Mesh, RowOptimizer
@@ -29,6 +31,13 @@ def test_a_model_of_ones_own_learns():
     assert result.metrics["test_auc"] > 0.75
     assert result.outcome.steps == 180 and result.outcome.best_step is not None
     assert result.run is None
+
+
+@pytest.mark.parametrize("data", [DataLoader([1, 2]), [1, 2], {"user": 1}, np.arange(3)])
+def test_data_that_is_no_source_is_refused_with_what_opens_it(data):
+    for wrapped in (data, Splits(train=source(10), test=data)):
+        with pytest.raises(ConfigError, match=rf"got a {type(data).__name__} .*open_batches"):
+            colonnade.fit(Net(), wrapped, quiet=True)
 
 
 def test_fit_is_a_plain_loop_written_down():

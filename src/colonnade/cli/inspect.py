@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -43,15 +43,19 @@ def inspect(
         str | None,
         typer.Option("--names", help="Column names of a file without a header: label,user,item."),
     ] = None,
+    label: Annotated[
+        str | None, typer.Option("--label", help="Label column of a data file, as in train.")
+    ] = None,
 ) -> None:
     """Show steps, tables, rows and bytes; or, of data, columns, first rows and a suggested schema. Changes nothing."""
-    if data is not None or delimiter is not None or names is not None:
-        _inspect_data(
-            path,
-            data,
-            TAB.get(delimiter or "", delimiter),
-            None if names is None else names.split(","),
-        )
+    options = {
+        "delimiter": TAB.get(delimiter or "", delimiter),
+        "names": None if names is None else names.split(","),
+        "label": label,
+    }
+    options = {name: value for name, value in options.items() if value is not None}
+    if data is not None or options:
+        _inspect_data(path, data, options)
         return
     if not path.exists():
         raise ConfigError(f"{path} does not exist; give a run folder, an export or a file")
@@ -70,7 +74,7 @@ def inspect(
     elif path.suffix == ".safetensors":
         _inspect_safetensors(path)
     else:
-        _inspect_data(path, None, None, None)
+        _inspect_data(path, None, {})
 
 
 def _inspect_run(path: Path) -> None:
@@ -172,9 +176,7 @@ def _inspect_safetensors(path: Path) -> None:
     _print_table(("tensor", "dtype", "shape"), rows)
 
 
-def _inspect_data(
-    path: Path, kind: str | None, delimiter: str | None, names: Sequence[str] | None
-) -> None:
+def _inspect_data(path: Path, kind: str | None, options: Mapping[str, Any]) -> None:
     from colonnade.data.lines import check_regular_file
     from colonnade.data.tabular.narrow import narrow_column
     from colonnade.data.tabular.tables import FORMATS, read_first_rows_and_schema
@@ -184,10 +186,7 @@ def _inspect_data(
         raise ConfigError(f"got --data {kind}, wanted a kind of file: {', '.join(sorted(FORMATS))}")
     if not path.is_dir():
         check_regular_file(path)
-    options: dict[str, Any] = {"delimiter": delimiter, "names": names}
-    head = read_first_rows_and_schema(
-        path, kind, **{name: value for name, value in options.items() if value is not None}
-    )
+    head = read_first_rows_and_schema(path, kind, **options)
     columns = {name: (array, narrow_column(array)) for name, array in head.columns.items()}
     num_read = max((len(array) for array in head.columns.values()), default=0)
     facts = {

@@ -135,7 +135,7 @@ def plan(
             f"--uplink: got {uplink} for one host, which sends nothing over it; give several hosts, e.g. --world 2x1"
         )
     chosen = override_settings(
-        build_config(config, data, path, {"plan.memory.dram": dram}, set_),
+        build_config(config, data, path, {"plan.memory.dram": dram}, set_, run),
         _default_to_automatic(config, set_),
     )
     if nodes:

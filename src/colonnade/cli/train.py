@@ -20,13 +20,14 @@ SHORT = "Settings with an option of their own"
 EXAMPLES = (
     "[bold]Settings[/bold] have a section and a name, as in [bold]train.epochs[/bold]. Give them in a YAML "
     "file (CONFIG), or one by one with --set, which overrides the file. Without a file they start from the preset of "
-    "--data. Sizes take units (512MiB, 2GiB); lists are written \\[64,32]; none means the default. "
+    "--data, or else from the settings of the run that --run continues. Sizes take units (512MiB, 2GiB); lists are "
+    "written \\[64,32]; none means the default. "
     "[bold]colonnade settings[/bold] lists all of them.\n\n"
     "[bold]Examples[/bold]\n\n"
     "  colonnade train --data movielens --path ml-1m --run runs/films\n\n"
     "  colonnade train --data criteo --path train.txt --dram 2GiB --epochs 2\n\n"
     "  colonnade train mine.yaml --ranks 2\n\n"
-    "  colonnade train --data movielens --run runs/films --set train.epochs=8   (resumes)\n\n"
+    "  colonnade train --run runs/films --epochs 8   (resumes)\n\n"
     "  torchrun --nproc-per-node 2 --max-restarts 3 -m -- colonnade train mine.yaml --run runs/films"
 )
 
@@ -50,7 +51,15 @@ def train(
     run: Annotated[
         Path | None,
         typer.Option(
-            help="Run folder. A run with checkpoints is resumed. Default: runs/<data>-<time>."
+            help="Run folder. A run with checkpoints is resumed, without --data with its own settings. "
+            "Default: runs/<data>-<time>."
+        ),
+    ] = None,
+    label: Annotated[
+        str | None,
+        typer.Option(
+            help="Label column of files without a schema: data.options.label.",
+            rich_help_panel=SHORT,
         ),
     ] = None,
     model: Annotated[
@@ -100,6 +109,7 @@ def train(
 ) -> None:
     """Train a model, evaluate it after every epoch and save checkpoints; Ctrl-C saves a checkpoint and ends."""
     short = {
+        "data.options.label": label,
         "model.name": model,
         "train.epochs": epochs,
         "train.batch_size": batch_size,
@@ -108,7 +118,7 @@ def train(
         "train.seed": seed,
         "plan.memory.dram": dram,
     }
-    settings = build_config(config, data, path, short, set_)
+    settings = build_config(config, data, path, short, set_, run)
     train_run(settings, choose_run_folder(run, settings.data.name), ranks, at)
 
 
@@ -130,47 +140,75 @@ def build_config(
     path: str | None,
     short: Mapping[str, Any],
     set_: list[str] | None,
+    run: Path | None,
 ) -> RunConfig:
     """Build the configuration of a command line.
 
-    short: settings that have an option of their own; None: not given. --set overrides them. Raises ConfigError.
+    short: settings that have an option of their own; None: not given. --set overrides them. run: a run folder, whose
+    recorded settings are the base if neither `config` nor `data` is given. Raises ConfigError.
     """
-    from colonnade.config.run import OPTIMIZER_SETTINGS, load_config, override_settings
-    from colonnade.run.defaults import get_preset
+    from colonnade.config.run import OPTIMIZER_SETTINGS, override_settings
 
-    if config is not None and data is not None:
-        raise ConfigError(
-            "got both a config file and --data; the file's data section has the data set already"
-        )
-    if config is None and data is None and path is not None:
-        raise ConfigError(
-            f"got --path without --data, which names its reader; give --data {_guess_reader(path) or 'NAME'} too "
-            "(colonnade train --help lists the names)"
-        )
-    if config is not None and config.suffix.lower() not in (".yaml", ".yml"):
-        reader = _guess_reader(config)
-        if reader:
-            raise ConfigError(
-                f"got {config} as the config, wanted a YAML file; data goes to --path: "
-                f"colonnade train --data {reader} --path {config}"
-            )
     settings = {name: value for name, value in short.items() if value is not None}
     settings |= parse_set_options(set_ or [])
-    if config is not None:
-        result = load_config(config)
-    else:
-        result = get_preset(data or "synthetic", settings.get("model.name"))
-    if config is None and "embedding.optimizer" in settings:
+    base = _choose_base_config(config, data, path, settings.get("model.name"), run)
+    if config is None and data is not None and "embedding.optimizer" in settings:
         # The preset's settings are for its own optimizer; reset them for another one.
         settings = {f"embedding.{name}": None for name in OPTIMIZER_SETTINGS} | settings
     if path is not None:
         settings["data.path"] = path
-    result = override_settings(result, settings)
+    result = override_settings(base, settings)
     if result.data.path is not None:  # later commands may run in another working directory
         result = override_settings(
             result, {"data.path": os.path.realpath(Path(result.data.path).expanduser())}
         )
     return result
+
+
+def _choose_base_config(
+    config: Path | None, data: str | None, path: str | None, model: str | None, run: Path | None
+) -> RunConfig:
+    """Load the settings that the command line overrides: a file's, a preset's, both, or a run's. Raises ConfigError."""
+    from colonnade.config.run import load_config, override_settings
+    from colonnade.run.cross_rank_check import flatten_to_dotted_names
+    from colonnade.run.defaults import get_preset
+
+    if config is not None:
+        reader = _guess_reader(config)
+        if reader and config.suffix.lower() not in (".yaml", ".yml"):
+            raise ConfigError(
+                f"got {config} as the config, wanted a YAML file; data goes to --path: "
+                f"colonnade train --data {reader} --path {config}"
+            )
+        loaded = load_config(config)
+        named_data = loaded.data.name if "name" in loaded.data.model_fields_set else None
+        if named_data is None and data is not None:
+            own_settings = flatten_to_dotted_names(loaded.model_dump(exclude_unset=True))
+            model = model or own_settings.get("model.name")
+            return override_settings(get_preset(data, model), own_settings)
+        if named_data is None:
+            raise ConfigError(
+                f"{config} names no data, wanted data.name: NAME in it, or --data NAME beside it"
+            )
+        if data not in (None, named_data):
+            raise ConfigError(
+                f"got --data {data}, and {config} has data.name: {named_data}; leave one of them out"
+            )
+        return loaded
+    if data is not None:
+        return get_preset(data, model)
+    if path is not None:
+        raise ConfigError(
+            f"got --path without --data, which names its reader; give --data {_guess_reader(path) or 'NAME'} too "
+            "(colonnade train --help lists the names)"
+        )
+    if run is not None and (run / "config.yaml").is_file():
+        return load_config(run / "config.yaml")
+    missing = "" if run is None else f"; {run} is no run folder yet"
+    raise ConfigError(
+        f"got no data{missing}. Wanted --data NAME --path FILE, e.g. --data csv --path clicks.csv, a YAML file that "
+        "names data, or --run FOLDER of a run to continue. `--data synthetic` needs no files"
+    )
 
 
 def _guess_reader(path: str | Path) -> str | None:

@@ -6,9 +6,12 @@ Legend: S samples in memory, B samples of a batch, E ids of a multi-hot column.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from colonnade.batch import Batch, Ids
@@ -100,19 +103,21 @@ class TensorSource:
 
 
 def open_tensors(
-    ids: Mapping[str, Tensor | Ids],
+    ids: Mapping[str, ArrayLike | Ids],
     *,
-    dense: Tensor | None = None,
+    dense: ArrayLike | None = None,
     dense_names: Sequence[str] | None = None,
     cardinalities: Mapping[str, int] | None = None,
-    label: Tensor | None = None,
+    label: ArrayLike | None = None,
     label_names: Sequence[str] = ("label",),
-    sample_weight: Tensor | None = None,
-    group: Tensor | None = None,
+    sample_weight: ArrayLike | None = None,
+    group: ArrayLike | None = None,
     shuffle_seed: int | None = None,
     name: str = "tensors",
 ) -> TensorSource:
-    """Return a source over the caller's tensors, which are checked once, and copied only if their dtype must change.
+    """Return a source over the caller's columns, which are checked once, and copied only if their dtype must change.
+
+    Every column is a tensor, or what `numpy.asarray` makes an array of numbers of: an array, a list, a pandas Series.
 
     ids            by column: (S,) integers, or `Ids` with offsets (S + 1,) for multi-hot columns
     dense          (S, n); every value finite
@@ -124,14 +129,21 @@ def open_tensors(
 
     Raises DataError (IdRangeError for ids) naming column and row, counted from 0.
     """
-    values = {key: v if isinstance(v, Ids) else Ids(v) for key, v in ids.items()}
-    arguments: dict[str, object] = {f"ids[{key!r}]": v.values for key, v in values.items()}
-    arguments |= {"dense": dense, "label": label, "sample_weight": sample_weight, "group": group}
-    for argument, value in arguments.items():
-        if value is not None and not isinstance(value, Tensor):
-            raise DataError(
-                f"{name}: got {argument} of type {type(value).__name__}, wanted a tensor: torch.as_tensor(...)"
-            )
+    values = {
+        key: Ids(_as_tensor(name, f"ids[{key!r}]", v))
+        if not isinstance(v, Ids)
+        else replace(v, values=_as_tensor(name, f"ids[{key!r}].values", v.values))
+        for key, v in ids.items()
+    }
+    dense, label, sample_weight, group = (
+        None if column is None else _as_tensor(name, argument, column)
+        for argument, column in (
+            ("dense", dense),
+            ("label", label),
+            ("sample_weight", sample_weight),
+            ("group", group),
+        )
+    )
     cardinalities = cardinalities or {}
     for unknown in cardinalities.keys() - values.keys():
         raise DataError(
@@ -161,6 +173,19 @@ def open_tensors(
     )
     schema = Schema(tuple(dense_names), categorical, tuple(label_names))
     return TensorSource(schema, columns, shuffle_key=shuffle_seed)
+
+
+def _as_tensor(name: str, argument: str, column: Any) -> Tensor:
+    """Return a column as a tensor, without a copy where numpy has it as a writable array. Raises DataError."""
+    if isinstance(column, Tensor):
+        return column
+    try:
+        return torch.from_numpy(np.require(column, requirements=["C", "W"]))
+    except (TypeError, ValueError):
+        raise DataError(
+            f"{name}: got {argument} of type {type(column).__name__}, wanted numbers: a tensor, or what numpy.asarray "
+            "takes. Texts become ids where files are read: open_csv, open_parquet"
+        ) from None
 
 
 def _count_tensor_samples(

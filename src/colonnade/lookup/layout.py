@@ -500,8 +500,8 @@ def _check_ids(feature: Feature, ids: Ids, size: int, compute_dtype: torch.dtype
             )
     if ids.values.dtype != torch.int64 or ids.values.dim() != 1:
         raise DataError(
-            f"feature {feature.name!r}: got ids of {ids.values.dtype} and shape "
-            f"{tuple(ids.values.shape)}, wanted int64 (lookups,). Hash strings to ids in the reader"
+            f"feature {feature.name!r}: got ids of {ids.values.dtype} and shape {tuple(ids.values.shape)}, wanted "
+            "int64 (lookups,). Convert smaller integers with ids.to(torch.int64); readers of files hash texts to ids"
         )
     if ids.offsets is None:
         if len(ids.values) != size:

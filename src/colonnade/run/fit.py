@@ -118,9 +118,11 @@ def fit(
     set_num_threads(full_config.train.threads, mesh)
     if objective is not None and loss is not None:
         raise ConfigError("got both objective and loss, wanted one of them")
+    splits = data if isinstance(data, Splits) else Splits(train=data)
+    _check_parts_are_sources(splits)
     opened_run = prepare_run(
         model,
-        data if isinstance(data, Splits) else Splits(train=data),
+        splits,
         full_config,
         mesh,
         None if run is None else Path(run),
@@ -210,6 +212,18 @@ class MeanLoss:
         if batch.sample_weight is not None:
             losses = losses * batch.sample_weight.to(losses)
         return losses.sum()
+
+
+def _check_parts_are_sources(data: Splits) -> None:
+    """Raise ConfigError for a part that is no Source, with the function that makes one of it."""
+    for part in ("train", "validation", "test"):
+        source = getattr(data, part)
+        if source is not None and not (hasattr(source, "batches") and hasattr(source, "schema")):
+            raise ConfigError(
+                f"fit: got a {type(source).__name__} as the {part} data, wanted a Source. Open a DataLoader, a list or "
+                "anything else that yields Batch with colonnade.data.open_batches(data, schema); open tensors and "
+                "arrays with colonnade.data.open_tensors, files with open_csv or open_parquet"
+            )
 
 
 def _expand_setting_names(settings: Mapping[str, Any]) -> dict[str, Any]:

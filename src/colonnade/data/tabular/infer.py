@@ -130,7 +130,7 @@ def _choose_label_column(path: Path, columns: Mapping[str, pa.Array], label: str
     if chosen is None:
         raise ConfigError(
             f"{path}: got no column named {', '.join(LABELS)}, wanted to know the label. Say which column it is "
-            f"with label (--set data.options.label=NAME); the columns are {', '.join(list(columns)[:20])}"
+            f"with label (--label NAME); the columns are {', '.join(list(columns)[:20])}"
         )
     if chosen not in columns:
         raise ConfigError(
