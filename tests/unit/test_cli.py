@@ -81,6 +81,7 @@ SMALL = [
         (["convert", "csw", "a", "b"], "did you mean csv?"),
         (["convert", "csv", "nowhere.csv", "b.parquet"], "nowhere.csv"),
         (["settings", "trian"], "did you mean train?"),
+        (["settings", "callback"], "the sections are data, model, embedding, dense, plan, train\n"),
         (["settings", "plan.memory.drma"], "did you mean plan.memory.dram?"),
         (["settings", "data.options.cvs"], "did you mean csv?"),
         (

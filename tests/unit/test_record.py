@@ -186,6 +186,22 @@ def test_a_file_gets_plain_lines_now_and_then(tmp_path, monkeypatch):
     assert lines[-1] == "epoch 1: test auc 0.7500"
 
 
+def test_a_resumed_run_reports_the_steps_of_an_unbroken_one(tmp_path, monkeypatch):
+    monkeypatch.setattr("colonnade.train.progress.MIN_SECONDS", 0.0)
+    steps = {}
+    for first in (0, 35):
+        folder = tmp_path / str(first)
+        folder.mkdir()
+        result = progress(folder, Console(file=io.StringIO()), every=20)
+        result.start_reporting(first)
+        for step in range(first + 1, 61):
+            result.report_step(step, 0.5, batch(), 1)
+        result.close()
+        lines = read_metrics_lines(folder / "metrics.jsonl")
+        steps[first] = [line["step"] for line in lines if line["kind"] == "train"]
+    assert steps == {0: [20, 40, 60], 35: [40, 60]}
+
+
 @pytest.mark.parametrize("width", [20, 40, 60, 80, 120])
 def test_bars_fit_the_terminal(width, tmp_path):
     text = io.StringIO()

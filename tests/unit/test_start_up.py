@@ -49,3 +49,21 @@ def test_a_verb_that_reads_files_does_not_import_torch(verb, arguments, folder):
     assert done.returncode == 0, done.stderr
     seconds = float(done.stderr.splitlines()[-1])
     assert seconds < 1.5, "1.0 s on a quiet machine; processors that others share count for more"
+
+
+def test_predicting_does_not_import_the_trainer_or_the_planner():
+    modules = [
+        f"colonnade.{name}"
+        for name in (
+            "run.run",
+            "run.planner",
+            "run.plan_timing",
+            "run.micro_benchmark",
+            "train.trainer",
+        )
+    ]
+    program = f"import colonnade.predict, sys; print(*(set({modules!r}) & sys.modules.keys()))"
+    loaded = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert loaded.stdout.split() == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import warnings
 from types import FrameType
 
 STOPPED = "stopped; the newest checkpoint is unchanged"
@@ -31,6 +32,8 @@ def print_stopped() -> None:
 
 def main() -> None:
     """Run the `colonnade` command. Imports are inside, so that Ctrl-C during an import prints no traceback."""
+    # Users of the command want the message, not the line of the source that warns.
+    warnings.formatwarning = lambda message, *_: f"warning: {message}\n"
     try:
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, exit_during_import)

@@ -48,6 +48,8 @@ def evaluate(
         present = [name for name in parts if getattr(splits, name) is not None]
         part = part or next((name for name in ("test", "validation") if name in present), None)
         if part is None:
+            if check_source := getattr(opened.trainer.objective, "check_source", None):
+                check_source(splits.train)  # a test part would be of no use to this model
             raise ConfigError(
                 "this data set has no test or validation part; give --part train, or train with "
                 "--set data.options.test_fraction=0.1"

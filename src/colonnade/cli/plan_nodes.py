@@ -97,9 +97,9 @@ def build_model_shape(tables: Sequence[Table]) -> ModelShape:
 
 
 def _list_tables(config: RunConfig) -> tuple[Table, ...]:
+    from colonnade.config.run import OWN
     from colonnade.run.build import build_model
     from colonnade.run.defaults import open_data
-    from colonnade.run.run import OWN
     from colonnade.run.validation import find_collection
 
     if config.data.name == OWN:

@@ -130,10 +130,12 @@ def _select_setting_lines(pattern: str) -> list[tuple[str, str, str, str]]:
     ]
     if not chosen:
         sections = list(RunConfig.model_fields)
-        raise ConfigError(
-            f"no setting, section or description has {pattern!r}; "
-            f"{suggest_nearest(pattern, [*sections, *(line[0] for line in lines)])}"
+        names = [*sections, *(line[0] for line in lines)]
+        matches = difflib.get_close_matches(pattern, names, n=1, cutoff=0.5)
+        hint = (
+            f"did you mean {matches[0]}?" if matches else f"the sections are {', '.join(sections)}"
         )
+        raise ConfigError(f"no setting, section or description has {pattern!r}; {hint}")
     return chosen
 
 

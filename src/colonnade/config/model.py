@@ -19,7 +19,8 @@ class ModelConfig(Section):
         "lr", "fm", "nfm", "wide_deep", "deepfm", "dlrm", "dcn", "dcnv2", "two_tower", "sasrec", "transe",
         "distmult", "complex", "rotate", "graphsage",
     ] = "dlrm"  # fmt: skip
-    """Model to train."""
+    """Model to train. `colonnade train --data NAME` has a default for each data set: deepfm for csv, parquet, libsvm,
+    tfrecord and criteo, a model of the data's own kind for others."""
     dim: int | None = Field(None, ge=1)
     """Width of every embedding row, in elements; default 16. Not used by lr, whose rows hold one weight per label."""
     over: Literal["ids", "fields"] | None = None

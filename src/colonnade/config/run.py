@@ -30,6 +30,10 @@ Width = Annotated[int, Field(ge=1)]
 DEFAULT_BATCH_SIZE = 4096
 
 
+OWN = "own"
+"""data.name of a run whose model and data came from Python (`colonnade.fit`)."""
+
+
 class DataConfig(Section):
     name: str = "synthetic"
     """Source of the samples: parquet, csv, criteo, movielens, movielens_retrieval, gowalla, fb15k237, power_law or
@@ -208,10 +212,12 @@ class TrainConfig(Section):
     """Number of steps between evaluations; 0: at the end of each epoch only."""
     monitor: str | None = None
     """Metric of the validation part that selects the best step and decides early stopping, e.g. auc, log_loss. Default:
-    the metric of the objective (auc, ndcg@20, mrr, loss)."""
+    log_loss for csv, parquet, libsvm, tfrecord and criteo with a validation part; else the metric of the objective
+    (auc, ndcg@20, mrr, loss)."""
     patience: int | None = Field(None, ge=0)
     """Number of evaluations without a better monitor on the validation part after which training stops early; 0: never.
-    Default: 3 for csv, parquet and criteo with a validation part; else 0."""
+    Default: 3 for csv, parquet, libsvm, tfrecord and criteo with a validation part; 2 or 3 for data sets with one of
+    their own; else 0."""
     min_delta: float = Field(0.0, ge=0)
     """Smallest improvement of the monitor that counts as better."""
     progressive: bool = False

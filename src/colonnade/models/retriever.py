@@ -69,9 +69,10 @@ class RetrievalObjective:
     def check_source(self, source: Source) -> None:
         if getattr(source, "catalogue", None) is None:
             raise ConfigError(
-                "this data set has no catalogue of items to rank, by which a retrieval model is judged; leave the part "
-                "out (test_fraction=0), or use movielens_retrieval, gowalla, power_law, or a source with a `catalogue` "
-                "and batches whose key is `data.interactions.HeldOutItems`"
+                "this data set has no catalogue of items to rank, by which a retrieval model is judged; train "
+                "without the part (test_fraction=0) and look at `colonnade recommend`, or use movielens_retrieval, "
+                "gowalla, power_law, or a source with a `catalogue` and batches whose key is "
+                "`data.interactions.HeldOutItems`"
             )
 
     def evaluate(

@@ -21,6 +21,7 @@ from colonnade.comm.mesh import Mesh
 from colonnade.comm.process_groups import open_mesh
 from colonnade.config.plan import PlanConfig
 from colonnade.config.run import (
+    OWN,
     DenseConfig,
     EmbeddingConfig,
     RunConfig,
@@ -33,7 +34,7 @@ from colonnade.errors import ConfigError, DataError
 from colonnade.models.ranking import evaluation_mode
 from colonnade.plan.plan import build_plan
 from colonnade.run.cross_rank_check import check_config_on_all_ranks
-from colonnade.run.run import OWN, prepare_run, set_num_threads
+from colonnade.run.run import prepare_run, set_num_threads
 from colonnade.run.trainers import OptimizerFactory, ScheduleFactory
 from colonnade.run.validation import find_collection
 from colonnade.terminal import Terminal

@@ -30,7 +30,7 @@ from colonnade.checkpoint.header import list_checkpoints, resolve_step
 from colonnade.comm.mesh import Mesh
 from colonnade.comm.process_groups import assign_server_ranks
 from colonnade.config.plan import MemoryConfig
-from colonnade.config.run import RunConfig, dump_config, load_config, override_settings
+from colonnade.config.run import OWN, RunConfig, dump_config, load_config, override_settings
 from colonnade.data import Splits, num_steps
 from colonnade.data.processes import read_in_processes
 from colonnade.data.tabular.tables import build_portable_options
@@ -92,9 +92,6 @@ from colonnade.train.record import (
 )
 from colonnade.train.schedules import build_schedule
 from colonnade.train.trainer import Outcome, Trainer
-
-OWN = "own"
-"""data.name of a run whose model and data came from Python (`colonnade.fit`)."""
 
 
 @dataclass(slots=True)

@@ -70,7 +70,9 @@ class Progress:
             self._counters = Counters(trainer)
         self._bars.start()
         self._bars.update(self._task, completed=done_steps)
-        self._reported_step = self._first_step = done_steps
+        self._first_step = done_steps
+        # A resumed run reports the steps that it would have reported without the stop.
+        self._reported_step = done_steps - done_steps % self.every
         self._interval_start = self._last_line_time = self._started = time.perf_counter()
 
     def report_step(self, step: int, loss: float, batch: Batch, num_ranks: int) -> None:
