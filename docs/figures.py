@@ -92,7 +92,32 @@ class Ratio:
         return f"{read_results(self.file)['ratios'][self.name]:,.{self.digits}f}"
 
 
-Figure = Best | UplinkOfBest | Ratio
+@dataclass(frozen=True)
+class RatioInTurns:
+    """Ratio of two systems' medians that were measured in turns; "level" if the ratios of the turns include 1."""
+
+    file: str
+    case: str
+    system: str
+    base: str
+    unit: str = "samples/s"
+    is_timing = True
+
+    def text(self) -> str:
+        measured, base = (
+            next(
+                c
+                for c in read_results(self.file)["cases"]
+                if (c["case"], c["system"], c["unit"]) == (self.case, system, self.unit)
+            )
+            for system in (self.system, self.base)
+        )
+        turns = [a / b for a, b in zip(measured["values"], base["values"], strict=True)]
+        level = " (level)" if min(turns) <= 1 <= max(turns) else ""
+        return f"{measured['median'] / base['median']:.2f}{level}"
+
+
+Figure = Best | UplinkOfBest | Ratio | RatioInTurns
 
 
 @dataclass(frozen=True)
@@ -156,10 +181,24 @@ def render(table: Table) -> str:
             lines.append(format_row(cell if isinstance(cell, str) else cell.text() for cell in row))
     if len(lines) == 2:
         lines = []
+    else:
+        lines += ["", f"Measured: {describe_commits(table)}."]
     if omitted:
         reasons_text = "; ".join(f"`{file}.json`, {why}" for file, why in omitted.items())
         lines += ["", f"Rows that wait for a new run: {reasons_text}."]
     return "\n".join(lines).strip("\n")
+
+
+def describe_commits(table: Table) -> str:
+    """List the files of a table's figures with the commit that each was measured at and its date."""
+    files = {cell.file: cell for row in table.rows for cell in row if not isinstance(cell, str)}
+    texts = []
+    for file, cell in sorted(files.items()):
+        if not distrust_of(file, cell.is_timing):
+            commit = read_results(file)["commit"][:8]
+            date = run_git("show", "-s", "--format=%cs", commit).stdout.strip()
+            texts.append(f"`{file}.json` at {commit}, {date}")
+    return "; ".join(texts)
 
 
 def format_row(cells: Iterable[str]) -> str:
@@ -312,8 +351,15 @@ def tier_rows() -> Iterable[tuple[str | Figure, ...]]:
 
 def network_tier_rows() -> Iterable[tuple[str | Figure, ...]]:
     for dim in (16, 64):
-        names = (f"throughput_of_all_dram_at_1_{n}_d{dim}_skew_1_1" for n in (2, 4, 8, 16))
-        yield (f"D={dim}", *(Ratio("tiers_peers", name) for name in names))
+        yield (
+            f"D={dim}",
+            *(
+                RatioInTurns(
+                    "tiers_peers", f"D={dim} skew 1.1", f"colonnade 1/{n}", "colonnade all"
+                )
+                for n in (2, 4, 8, 16)
+            ),
+        )
 
 
 def crowded_rows() -> Iterable[tuple[str | Figure, ...]]:
@@ -335,9 +381,6 @@ def missed_rows() -> Iterable[tuple[str | Figure, ...]]:
         ("towers, compression 8, against the best flat exchange, worst case", "towers", "towers_cr8_vs_best_flat", 1.3),
         ("towers: error of predicted seconds, worst case", "towers", "predicted_time_error", 0.15),
         ("partials: the chosen plan's time over the best plan's, worst case", "partials", "chooser_regret", 1.05),
-        ("embeddings in one process: times PERSIA's samples/s", "sparse", "sparse_vs_persia", 26.7),
-        ("embeddings on several ranks: times PERSIA's samples/s, worst case",
-         "sparse", "sparse_across_processes_vs_persia_min", 5.0),
         ("cached rows against no cache, 200 Mbit/s", "staleness", "row_clock_vs_no_cache", 2.5),
         ("server, 100 candidates: requests/s with a p99 of 10 ms", "serve", "rate_at_p99_10ms", 500),
         ("server, 100 candidates: share of bare calls' speed", "serve", "of_direct_call", 0.6),
@@ -376,12 +419,12 @@ def readme_rows() -> Iterable[tuple[str | Figure, ...]]:
         case = f"2x2 {units} units {link} Gbit/s"
         yield (
             f"26 fields and a small network, 2 hosts of 2 ranks, {label}, synchronous: ms a step",
-            Best("hybrid", case, "[rp]o[wo]*"), Best("hybrid", case, "torchrec *"), "TorchRec's best",
+            Best("hybrid", case, "[rp]o[wo]*"), Best("hybrid", case, "torchrec *"), "TorchRec's best, synchronous",
         )  # fmt: skip
     yield (
         "26 fields and a small network, 2 hosts of 2 ranks, 1 Gbit/s, reads four steps late: ms a step",
         Best("hybrid", "2x2 32 units 1 Gbit/s", "bounded(4) *"),
-        Best("hybrid", "2x2 32 units 1 Gbit/s", "torchrec *"), "TorchRec's best",
+        Best("hybrid", "2x2 32 units 1 Gbit/s", "torchrec *"), "TorchRec's best, synchronous",
     )  # fmt: skip
     case = "2x2 LR+FM K=500 D=16 1 Gbit/s"
     for system, peer in (("rows *", "rows from owners"), ("pooled *", "pooled by owners")):
@@ -393,7 +436,7 @@ def readme_rows() -> Iterable[tuple[str | Figure, ...]]:
 
 
 TABLES = {
-    "readme": Table(("question", "Colonnade", "beside it", "which is"), tuple(readme_rows())),
+    "readme": Table(("question", "Colonnade", "peer's value", "peer"), tuple(readme_rows())),
     "train": Table(
         ("", "Colonnade", "`nn.EmbeddingBag`, as shipped", "helped", "TorchRec 1.8.0, as shipped", "helped"),
         tuple(train_rows()),
