@@ -189,6 +189,26 @@ def test_headline_goes_by_the_metric_that_the_run_monitored(tmp_path):
     )
 
 
+@pytest.mark.parametrize("finished", [True, False])
+def test_the_chosen_step_is_the_one_that_training_chose_with_min_delta(tmp_path, finished):
+    folder = write_run(tmp_path / "run", evaluations=0)
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    config["train"] |= {"monitor": "auc", "min_delta": 0.01}
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    scores = ((100, 0.7), (200, 0.72), (300, 0.725), (400, 0.71))
+    lines = [{"step": step, "kind": "evaluate", "validation_auc": auc} for step, auc in scores]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    summary = json.loads((folder / "summary.json").read_text())
+    if finished:  # as after a run that was resumed with another min_delta
+        (folder / "summary.json").write_text(json.dumps(summary | {"best_step": 100}))
+    wanted = ("0.7000", 100) if finished else ("0.7200", 200)
+    run = read_run_folder(folder)
+    description = f"step {wanted[1]}, best of validation AUC"
+    assert ("validation AUC", wanted[0], description) in build_headline(run)
+    lines_by_name = {line.name: line for line in build_figure_lines([run, run])}
+    assert lines_by_name["chosen step"].values == (description, description)
+
+
 def test_hostile_names_are_text(tmp_path):
     folder = write_run(tmp_path / "<script>alert(1)</script>", name="</script><b>x")
     html = render_run_page(read_run_folder(folder))
@@ -278,7 +298,11 @@ def test_numbers_in_words(function, value, words):
 @pytest.mark.parametrize(
     ("metric", "judged", "best"),
     [("auc", True, 2), ("log_loss", True, 1), ("log_loss_buy", True, 1), ("recall@10", True, 2),
-     ("normalized_entropy", True, 1), ("expected_calibration_error", True, 1), ("calibration", False, None)],
+     ("normalized_entropy", True, 1), ("expected_calibration_error", True, 1), ("calibration", False, None),
+     ("auc_data_loss", True, 2), ("group_auc_error", True, 2), ("auc_num_clicks", True, 2),
+     ("auc_calibration", True, 2), ("log_loss_num_clicks", True, 1), ("calibration_click", False, None),
+     ("num_samples_loss", False, None), ("positive_rate_error", False, None), ("rmse", True, 1),
+     ("mean rank", True, 1), ("hits@1", True, 2), ("places_error", True, 1), ("num_places", False, None)],
 )  # fmt: skip
 def test_which_way_a_metric_is_better(metric, judged, best):
     assert is_judged(metric) is judged

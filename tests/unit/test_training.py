@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -157,6 +158,33 @@ def test_min_delta_and_less_is_better():
     ]
     assert received == [True, False, True, False]
     assert (best.score, best.step, best.num_since) == (0.85, 2, 1)
+
+
+class TwoLabels(Scripted):
+    """Two labels, the second one named as metrics whose lower values are better, or that are counts."""
+
+    metrics = ("auc", "log_loss")
+
+    def __init__(self, scores, label):
+        super().__init__(scores)
+        self.label = label
+
+    def evaluate(self, model, source, batch_size, mesh):
+        score = super().evaluate(model, source, batch_size, mesh)["auc"]
+        return {"auc": 0.5, f"auc_{self.label}": score, "num_samples": 1.0}
+
+
+@pytest.mark.parametrize("label", ["data_loss", "error", "entropy", "num_clicks", "calibration"])
+def test_a_label_of_any_name_is_monitored_by_its_metrics_direction(tmp_path, label):
+    data = validated()
+    schema = replace(data.train.schema, labels=("click", label))
+    data = Splits(*(replace(part, schema=schema) for part in (data.train, data.validation)))
+    script = TwoLabels([0.6, 0.7, 0.65], label)
+    result = colonnade.fit(
+        Net(), data, objective=script, run=tmp_path, epochs=3, monitor=f"auc_{label}", **FAST
+    )
+    assert result.outcome.best_step == 24
+    assert result.metrics[f"validation_auc_{label}"] == 0.7
 
 
 def test_a_metric_without_a_value_ends_no_run():

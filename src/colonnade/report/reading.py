@@ -19,7 +19,7 @@ from colonnade.checkpoint.header import list_checkpoints
 from colonnade.errors import CheckpointError
 from colonnade.formats import check_format_version, make_format_stamp, parse_yaml, read_text_file
 from colonnade.report.formatting import format_metric_name
-from colonnade.train.best import is_judged, is_less_better
+from colonnade.train.best import Best, get_direction, is_judged
 from colonnade.train.metrics_file import FILE_NAME, ROWS_FILE_NAME, read_metrics_lines
 
 MAX_ABSOLUTE = 1e18
@@ -233,8 +233,7 @@ def is_constant(metric: str) -> bool:
 
 def find_best(metric: str, points: list[tuple[int, float]]) -> tuple[int, float]:
     """Return the best (step, value) of a metric; the first of equal ones."""
-    sign = -1 if is_less_better(metric) else 1
-    return max(points, key=lambda point: sign * point[1])
+    return max(points, key=lambda point: get_direction(metric) * point[1])
 
 
 @dataclass(frozen=True)
@@ -248,15 +247,22 @@ class SelectedEvaluation:
 
 
 def select_evaluation(run: RunRecord) -> SelectedEvaluation | None:
-    """Select the evaluation that stands for the run; None without evaluations."""
+    """Select the evaluation that stands for the run: the one that training chose. None without evaluations."""
     lines, metrics = run.lines_of_kind("evaluate"), collect_metrics(run)
     judged = [m for m, parts in metrics.items() if "validation" in parts and is_judged(m)]
-    train = run.config.get("train")
-    monitor = train.get("monitor") if isinstance(train, Mapping) else None
+    train = run.config.get("train", {})
+    monitor = train.get("monitor")
     if monitor not in judged:  # older runs did not record it
         monitor = judged[0] if judged else None
     if monitor is not None:
-        step = find_best(monitor, metrics[monitor]["validation"])[0]
+        points = metrics[monitor]["validation"]
+        step = run.summary.get("best_step")
+        if step not in dict(points):  # training is not over
+            min_delta = train.get("min_delta")
+            best = Best(f"validation_{monitor}", min_delta if is_number(min_delta) else 0.0)
+            for evaluated_step, score in points:
+                best.record_evaluation({best.monitor: score}, evaluated_step)
+            step = best.step
         description = f"step {step:,}, best of validation {format_metric_name(monitor)}"
         return SelectedEvaluation(step, description, monitor)
     if not lines:

@@ -9,18 +9,36 @@ from typing import Any
 
 from colonnade.errors import ConfigError
 
-LESS_IS_BETTER = ("loss", "entropy", "error", "mean rank")
-NOT_JUDGED = ("num_", "positive_rate", "calibration")
+HIGHER, LOWER, NEITHER = 1, -1, 0
+DIRECTIONS = {
+    **dict.fromkeys(("auc", "group_auc", "mrr", "hits", "recall", "ndcg"), HIGHER),
+    **dict.fromkeys(
+        ("loss", "log_loss", "normalized_entropy", "expected_calibration_error", "mean rank"), LOWER
+    ),
+    **dict.fromkeys(("rmse", "mse", "mae", "mape", "perplexity"), LOWER),  # of users' objectives
+    **dict.fromkeys(("num_samples", "positive_rate", "calibration"), NEITHER),
+}
+"""Which values of a metric are better, by its name without a cutoff ("@20") and without a label ("_buy")."""
+LOWER_WORDS = ("loss", "entropy", "error", "mean rank", "mean_rank")
+"""Words in the names of other metrics whose lower values are better."""
 
 
-def is_less_better(metric: str) -> bool:
-    """Return whether a lower value of a metric is better."""
-    return any(word in metric for word in LESS_IS_BETTER)
+def get_direction(metric: str) -> int:
+    """Return HIGHER or LOWER, whichever value of a metric is better, or NEITHER.
+
+    With several tasks a metric's name ends in its label, which may contain any word.
+    """
+    bases = [name for name in DIRECTIONS if f"{metric}_".startswith((f"{name}_", f"{name}@"))]
+    if bases:
+        return DIRECTIONS[max(bases, key=len)]
+    if metric.startswith("num_"):
+        return NEITHER
+    return LOWER if any(word in metric for word in LOWER_WORDS) else HIGHER
 
 
 def is_judged(metric: str) -> bool:
-    """Return whether a metric can be better or worse. With several tasks its name ends in the label's name."""
-    return "error" in metric or not any(word in metric for word in NOT_JUDGED)
+    """Return whether a metric can be better or worse."""
+    return get_direction(metric) != NEITHER
 
 
 def check_monitor_metric(monitor: str, metrics: Iterable[str]) -> None:
@@ -54,9 +72,9 @@ class Best:
             if self.step is None:
                 self.metrics = dict(metrics)
             return False
-        sign = -1.0 if is_less_better(self.monitor) else 1.0
+        direction = get_direction(self.monitor.removeprefix("validation_"))
         is_better = not math.isnan(score) and (
-            self.score is None or sign * (score - self.score) > self.min_delta
+            self.score is None or direction * (score - self.score) > self.min_delta
         )
         if is_better:
             self.score, self.step, self.metrics, self.num_since = score, step, dict(metrics), 0

@@ -27,8 +27,8 @@ class Objective(Protocol):
     """
 
     monitor: str
-    """Metric that chooses the best step unless `train.monitor` names another. Higher is better unless its name contains
-    loss, entropy, error or mean rank."""
+    """Metric that chooses the best step unless `train.monitor` names another. Of a metric that `train.best.DIRECTIONS`
+    does not have, higher is better unless its name contains loss, entropy, error or mean rank."""
 
     def loss(self, model: nn.Module, batch: Batch, mesh: Mesh) -> Tensor:
         """Compute this rank's part of the mean over the global batch: the ranks' losses add up to it."""
