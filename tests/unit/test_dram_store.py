@@ -24,7 +24,8 @@ CAPACITY = [60, 60, 40]
 PACKED = torch.contiguous_format
 
 
-def open_store(place, step=None, capacity=CAPACITY, **settings):
+def open_store(place, step=None, capacity=CAPACITY, cache_rows=0, **settings):
+    """cache_rows: evicted rows of each table in mapped memory."""
     reader, writer = _native.PageReader(), LogWriter(**settings)
     logs = [
         open_log(
@@ -41,7 +42,8 @@ def open_store(place, step=None, capacity=CAPACITY, **settings):
         )
         for table in TABLES
     ]
-    return open_dram_store(TABLES, capacity, seed=1, backings=logs)
+    cache = {"cache_directory": place / "mapped", "cache_rows": [cache_rows] * len(TABLES)}
+    return open_dram_store(TABLES, capacity, seed=1, backings=logs, **(cache if cache_rows else {}))
 
 
 def close(store):
@@ -223,9 +225,10 @@ def test_many_jobs_at_once_and_reads_beside_them(tmp_path):
     close(store)
 
 
-def test_a_store_opened_again_keeps_the_rows_used_most(tmp_path):
+@pytest.mark.parametrize("cache_rows", [0, 10])
+def test_a_store_opened_again_keeps_the_rows_used_most(cache_rows, tmp_path):
     """Rows' clocks say how often they were used, whichever process did it."""
-    store, truth = open_store(tmp_path), [{}, {}, {}]
+    store, truth = open_store(tmp_path, cache_rows=cache_rows), [{}, {}, {}]
 
     def of(first, last):
         return torch.arange(first, last), torch.tensor([0, 0, last - first, last - first])
@@ -238,13 +241,65 @@ def test_a_store_opened_again_keeps_the_rows_used_most(tmp_path):
     store.commit(12 + len(runs))
     close(store)
 
-    store = open_store(tmp_path, step=12 + len(runs))
+    store = open_store(tmp_path, step=12 + len(runs), cache_rows=cache_rows)
     for run in [*reversed(runs), (0, 40), *runs]:  # what is used once passes by
         train(store, *of(*run), truth)
     slots, job = store.acquire(*of(0, 40))
     store.wait(job)
     store.release(slots, of(0, 40)[1], dirty=False)
     assert job.counts()["resident"] == 40
+    close(store)
+
+
+@pytest.mark.parametrize("leave", ["flush", "commit", "evict"])
+def test_a_row_that_was_never_trained_leaves_no_record(leave, tmp_path):
+    """Its first value is computed from its id, so that a record would only take room, and say that it was trained."""
+    store, truth = open_store(tmp_path), [{}, {}, {}]
+    trained, offsets = torch.arange(100, 120), torch.tensor([0, 0, 20, 20])
+    train(store, trained, offsets, truth)
+    slots, job = store.acquire(torch.arange(20), offsets)
+    store.wait(job)
+    store.release(slots, offsets, dirty=True)  # a batch whose gradients were dropped
+    if leave == "flush":
+        store.flush()
+    elif leave == "commit":
+        store.commit(1)
+    else:
+        train(store, torch.arange(200, 260), torch.tensor([0, 0, 60, 60]), truth)
+        trained = torch.cat([trained, torch.arange(200, 260)])
+        store.flush()
+    log = store.logs[1]
+    assert log.count_rows_and_bytes()["rows_written"] == len(trained)
+    listed = torch.cat([ids for ids, _ in log.scan()])
+    assert sorted(listed.tolist()) == trained.tolist()
+    close(store)
+
+
+@pytest.mark.parametrize("cache_rows", [0, 10, 300])  # none, too few for a batch, enough
+def test_rows_return_from_every_tier_with_their_counts_of_uses(cache_rows, tmp_path):
+    """Rows that were used most, though trained once, stay after a batch that drove all rows out."""
+    store, truth = open_store(tmp_path, cache_rows=cache_rows), [{}, {}, {}]
+
+    def of(first, last):
+        return torch.arange(first, last), torch.tensor([0, 0, last - first, last - first])
+
+    def use(first, last):
+        slots, job = store.acquire(*of(first, last))
+        store.wait(job)
+        store.release(slots, of(first, last)[1], dirty=False)
+        return job.counts()
+
+    train(store, *of(0, 40), truth)
+    for _ in range(12):
+        use(0, 20)
+    train(store, *of(100, 160), truth)
+    counts = use(0, 40)
+    assert counts["resident"] == 0 and counts["mapped"] == (40 if cache_rows == 300 else 0)
+    for first in range(160, 280, 20):
+        train(store, *of(first, first + 20), truth)
+        for _ in range(3):
+            use(first, first + 20)
+    assert use(0, 20)["resident"] == 20
     close(store)
 
 

@@ -196,6 +196,25 @@ def test_goes_on_where_it_was_and_names_what_is_wrong(snapshots, tmp_path):
         assert equal(scores(predictor, samples), expected)
 
 
+@pytest.mark.parametrize("name", ["shardings", "num_ranks", "model"])
+def test_a_checkpoint_with_another_header_is_published_as_a_base(name, tmp_path, monkeypatch):
+    """Rows of stores that are divided otherwise, or of other tables, are not compared: a delta would mix them up."""
+    run, published = tmp_path / "run", tmp_path / "published"
+    train(Mesh(), run, published, {"train.max_steps": 4})
+    read_header, before = publication.read_header, read_current(published)
+
+    def read_changed_header(folder: Path, step: int):
+        header = read_header(folder, step)
+        return {**header, name: "changed"} if step == before.step else header
+
+    monkeypatch.setattr(publication, "read_header", read_changed_header)
+    train(Mesh(), run, published, {"train.max_steps": 8})
+    current = read_current(published)
+    assert (before.step, current.step, len(current.bases)) == (4, 8, 2)
+    assert current.bases[-1].number == current.number
+    assert not (published / delta_file_name(current.number)).exists()
+
+
 def test_two_models_are_not_mixed_up(tmp_path):
     published, other = tmp_path / "published", tmp_path / "other"
     train(Mesh(), tmp_path / "one", published, {"train.max_steps": 4})

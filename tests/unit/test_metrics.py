@@ -261,16 +261,18 @@ class Labelled:
         self.label = (chance < torch.sigmoid(self.logits)).float()
         self.label[::3, 1] = float("nan")
         self.group = torch.randint(0, 20, (num_samples,), generator=random)
+        self.weight: torch.Tensor | None = None
         self.schema = Schema(("a", "b"), (), labels=("click", "buy"))
         self.num_samples = num_samples
 
     def batches(self, batch_size, *, rank=0, num_ranks=1, start=START):
         for begin, end in iterate_rank_blocks(
-            500, batch_size, rank=rank, num_ranks=num_ranks, start=start
+            self.num_samples, batch_size, rank=rank, num_ranks=num_ranks, start=start
         ):
             yield Batch(
                 end - begin, self.logits[begin:end], {}, self.label[begin:end],
                 group=self.group[begin:end],
+                sample_weight=None if self.weight is None else self.weight[begin:end],
             )  # fmt: skip
 
 
@@ -288,3 +290,19 @@ def test_tasks_have_metrics_of_their_own_on_any_number_of_ranks():
     assert result["group_auc"] == group_auc(scores[:, 0], data.label[:, 0], data.group)
     for ranks in run_ranks(2, evaluate_two_tasks):
         assert ranks == result
+
+
+def test_a_weight_of_n_counts_a_sample_n_times_in_every_metric_of_every_task():
+    weighted, repeated = Labelled(), Labelled()
+    times = torch.randint(0, 4, (500,), generator=torch.Generator().manual_seed(5))
+    weighted.weight = times.float()
+    for name in ("logits", "label", "group"):
+        setattr(repeated, name, getattr(weighted, name).repeat_interleave(times, 0))
+    repeated.num_samples = int(times.sum())
+    result, wanted = (evaluate(TwoTasks(), source, 64, Mesh()) for source in (weighted, repeated))
+    plain = evaluate(TwoTasks(), Labelled(), 64, Mesh())
+    assert result.keys() == wanted.keys() == plain.keys()
+    for name, value in result.items():
+        if not name.startswith("num_samples"):
+            assert value == pytest.approx(wanted[name], rel=1e-12), name
+            assert abs(value - plain[name]) > 1e-4, name

@@ -10,6 +10,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from own_model import Net, assert_same, splits
 
 import colonnade
+from colonnade import SGD
 from colonnade.checkpoint.header import list_checkpoints
 from colonnade.errors import CheckpointError, ConfigError, StorageError
 from colonnade.publish.mirror import list_mirrored_steps, open_url
@@ -79,6 +80,20 @@ def test_what_is_kept_there_is_what_is_kept_here(url, tmp_path):
         colonnade.fetch_run(url, fetched)
     with pytest.raises(CheckpointError, match="holds no checkpoint of step 5"):
         colonnade.fetch_run(url, tmp_path / "other", at=5)
+
+
+def test_the_best_checkpoint_is_fetched_with_the_newest(url, tmp_path):
+    model = Net(optimizer=SGD(lr=40.0))  # which overfits from the second epoch on
+    settings = {"run": tmp_path / "run", "mirror": url, "keep_checkpoints": 1, **FAST}
+    colonnade.fit(model, splits(), epochs=5, **settings)
+    best, newest = list_checkpoints(tmp_path / "run")
+    fetched = tmp_path / "fetched"
+    assert colonnade.fetch_run(url, fetched) == newest
+    assert list_checkpoints(fetched) == [best, newest]
+    local, other = Net(optimizer=SGD(lr=40.0)), Net(optimizer=SGD(lr=40.0))
+    assert colonnade.load_checkpoint(local, tmp_path / "run", at="best") == best
+    assert colonnade.load_checkpoint(other, fetched, at="best") == best
+    assert_same(local, other)
 
 
 @pytest.fixture

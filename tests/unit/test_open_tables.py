@@ -237,6 +237,24 @@ def test_orders_of_eviction_are_those_of_a_slow_twin(steps, kind, seed):
         assert len(native) == len(twin.rows)
 
 
+@pytest.mark.parametrize("halvings", [*range(12), 20, 31, 32, 33, 40, 64])
+def test_counts_are_halved_however_long_a_row_was_not_updated(halvings):
+    """A row of many updates against rows of few: the count, and the order in which rows leave."""
+    twin, native = Twin("frequency", 4, 0, 2), _native.Retention("frequency", 4, 0, 2, 1)
+
+    def hear(ids: list[int], step: int) -> None:
+        remaining = torch.as_tensor(native.hear(torch.tensor(ids), None, step)).tolist()
+        assert remaining == twin.hear(ids, [0.0] * len(ids), step)
+        state = [torch.as_tensor(column).tolist() for column in native.state()]
+        assert state[0] == twin.order()
+        assert state[2] == [twin.rows[i].count for i in state[0]]
+
+    for _ in range(600):
+        hear([1], 1)
+    for ids in ([2, 3], [2], [1], [4, 5], [6], [7], [8]):
+        hear(ids, max(1, 2 * halvings))
+
+
 def test_many_rows_come_and_go_as_in_the_twin():
     """Through several growths of the index."""
     twin, native = Twin("frequency", 3000, 0, 7), _native.Retention("frequency", 3000, 0, 7, 1)

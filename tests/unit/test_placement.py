@@ -188,6 +188,19 @@ def sample(num_tables: int, rows: int, *, seed: int = 0) -> tuple[list[Table], P
     return tables, Profile(4000, 8, tuple(results))
 
 
+def test_an_open_table_that_fits_whole_has_room_to_grow():
+    """A fifth more than the predicted rows, on each owner, so that a table that grows as predicted never evicts."""
+    ids = np.arange(5000).repeat(8)  # every row is as popular as any
+    profile = Profile(40_000, 80, (profile_ids("t", ids, 499.0),))
+    (one,), (four,) = (
+        predict_demands([Table("t", 16)], profile, batch_size=500, window=1, last_batch=1000, num_ranks=n)
+        for n in (1, 4)
+    )  # fmt: skip
+    assert one.max_rows == pytest.approx(1.2 * 5000, rel=0.02)
+    assert four.max_rows == pytest.approx(1.2 * 5000 / 4, rel=0.02)
+    assert divide_memory([one], one.max_bytes)[0].reads == 0
+
+
 @pytest.mark.parametrize(
     ("num_tables", "seconds"), [(150, 6), pytest.param(550, 20, marks=pytest.mark.slow)]
 )

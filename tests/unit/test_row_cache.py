@@ -111,6 +111,27 @@ def test_a_cache_of_few_rows_evicts_and_one_of_all_reads_each_row_once(tmp_path)
     assert read_counts(small.rows)[1] > 1500
 
 
+def test_rows_that_were_used_again_outlast_rows_that_were_used_once(tmp_path):
+    """A cache of 16 rows: rows used twice stay, and as many new ones as rows that were used once."""
+    tables = [Table("t", 4, rows=97)]
+    files = write_rows(tmp_path, tables, 97)
+    cached = open_lookup(tmp_path, tables, files, 16 * (4 * 4 + 4))
+
+    def count_hits(first: int, last: int) -> int:
+        before = read_counts(cached.rows)[0]
+        ids = torch.arange(first, last)
+        read(cached, Batch(len(ids), torch.zeros(len(ids), 0), {"t": Ids(ids)}))
+        return read_counts(cached.rows)[0] - before
+
+    assert count_hits(0, 16) == 0
+    assert count_hits(0, 8) == 8
+    for first in range(16, 80, 8):
+        assert count_hits(first, first + 8) == 0
+        assert count_hits(0, 8) == 8
+    assert count_hits(80, 88) == 0
+    assert count_hits(80, 88) == 8
+
+
 def test_rows_that_change_are_not_those_of_the_cache(tmp_path):
     tables = [Table("t", 4, rows=97)]
     files = write_rows(tmp_path, tables, 97)

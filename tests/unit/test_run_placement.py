@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from bisect import bisect_left
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from colonnade.config.plan import MemoryConfig
 from colonnade.config.run import build_config, override_settings
 from colonnade.data import open_batches, open_tensors
 from colonnade.errors import BudgetExceeded, ConfigError
+from colonnade.plan.cost.memory import predict_demands
 from colonnade.plan.measure.profile import Profile, profile_ids
 from colonnade.plan.placement import is_memory_limited, place_rows
 from colonnade.run import placement, planning
@@ -184,6 +187,43 @@ def test_memory_goes_to_the_hot_table_in_main_and_device_memory():
     assert plan.tables[0].hbm_rows == hot.hbm_rows and not plan.needs_backing
     with pytest.raises(BudgetExceeded, match=r"plan.memory.hbm: got 2,000 bytes"):
         place(tables, profile, {"hbm": 2000})
+
+
+def least_bytes(tier: str, late: int) -> int:
+    """Return the smallest budget of a tier that holds the batches which must be in memory at once."""
+    tables, profile = hot_and_cold()
+    profile = replace(profile, tables=tuple(replace(t, most_unique=100) for t in profile.tables))
+
+    def fits(num_bytes: int) -> bool:
+        memory = {tier: num_bytes}
+        plan = build_plan(tables, 1, PlanConfig(memory=memory, staleness_steps=late))
+        try:
+            place(tables, profile, memory, plan)
+        except BudgetExceeded:
+            return False
+        return True
+
+    return bisect_left(range(1 << 20), True, key=fits)
+
+
+@pytest.mark.parametrize("tier", ["dram", "hbm"])
+def test_steps_that_reads_are_late_are_batches_in_memory(tier):
+    assert least_bytes(tier, 4) > 1.5 * least_bytes(tier, 0)
+
+
+@pytest.mark.parametrize("late", [0, 1, 4])
+def test_all_batches_in_flight_have_room_first(late):
+    """Those that are prefetched, the one that is trained, and one for each step that reads are late."""
+    tables, profile = hot_and_cold()
+    demands = predict_demands(
+        tables, profile, batch_size=100, window=3 + 1 + late, at_once=1 + late, last_batch=100_000
+    )
+    rows = [demand.window_rows for demand in demands]
+    dram = sum(count * slot_bytes(table) for count, table in zip(rows, tables, strict=True))
+    config = PlanConfig(memory={"dram": dram}, lookahead=3, staleness_steps=late)
+    plan = place(tables, profile, {"dram": dram}, build_plan(tables, 1, config))
+    assert [table.capacity_rows for table in plan.tables] == rows
+    assert rows[1] > demands[1].least_rows
 
 
 def test_slices_on_a_device_take_a_part_of_a_row():

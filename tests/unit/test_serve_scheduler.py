@@ -7,9 +7,19 @@ import threading
 import time
 
 import pytest
+import torch
 
+from colonnade import Batch, Ids
 from colonnade.serve.protocol import RequestError
-from colonnade.serve.scheduler import NUM_TRIALS, SHORT_SECONDS, Job, ScoringQueue
+from colonnade.serve.scheduler import (
+    NUM_TRIALS,
+    SHORT_SECONDS,
+    Job,
+    ScoreJob,
+    ScoringQueue,
+    group_batches,
+)
+from colonnade.serve.tensors import concatenate_batches
 
 
 @pytest.fixture
@@ -176,3 +186,23 @@ def test_a_job_that_waited_too_long_in_the_loop_fails(queue):
         assert isinstance(errors[0], RequestError) and errors[0].status == 504
 
     asyncio.run(main())
+
+
+def test_only_requests_of_one_step_with_weights_for_the_same_features_are_scored_together():
+    weights = torch.ones(2)
+    plain, weighted = Ids(torch.arange(2)), Ids(torch.arange(2), weights=weights)
+    none, first, second = (
+        Batch(2, torch.zeros(2, 0), {"a": a, "b": b})
+        for a, b in ((plain, plain), (weighted, plain), (plain, weighted))
+    )
+    jobs = [
+        (ScoreJob(lambda *_: None, 0.0, lambda: none, lambda scored: scored, step), batch)
+        for step, batch in [(None, none), (None, first), (None, none), (None, second), (3, none), (None, first)]
+    ]  # fmt: skip
+    groups = [[jobs.index(pair) for pair in group] for group in group_batches(jobs, 8)]
+    assert groups == [[0, 2], [1, 5], [3], [4]]
+    for group in group_batches(jobs, 8):
+        merged = concatenate_batches([batch for _, batch in group])
+        for name, ids in group[0][1].ids.items():
+            assert (merged.ids[name].weights is None) == (ids.weights is None)
+    assert [len(group) for group in group_batches(jobs, 1)] == [1] * len(jobs)

@@ -95,18 +95,32 @@ def test_sweeping_keeps_as_good_rows_as_the_exact_choice(monkeypatch):
     assert exact > 0.9 * best and swept > 0.98 * exact
 
 
-def test_what_was_used_most_long_ago_leaves(monkeypatch):
-    monkeypatch.setattr(
-        slot_directory, "MAX_HALF_LIVES", 7.0
-    )  # counts are scaled down several times
-    directory = SlotDirectory(100)
-    for _ in range(50):
-        directory.unpin_slots(use(directory, np.arange(100)), dirty=False)
-    for turn in range(2000):  # other rows, for 40 half-lives
-        directory.unpin_slots(
-            use(directory, 1000 + (np.arange(80) + 80 * (turn % 3)) % 160), dirty=False
+@pytest.mark.parametrize("half_lives", [0.5, 2.0, 60.0])
+def test_victims_have_the_lowest_decayed_counts(monkeypatch, half_lives):
+    """The clock begins anew after `half_lives`, with all counts scaled down: nothing of the order changes."""
+    monkeypatch.setattr(slot_directory, "MAX_HALF_LIVES", half_lives)
+    random, directory = np.random.default_rng(4), SlotDirectory(100)
+    now, uses = (
+        0.0,
+        dict[int, float](),
+    )  # log2 of each row's count, with the clock that never begins anew
+    chances = 1 / np.arange(1, 301)
+    for step in range(800):
+        if step == 400:  # what was popular is not any more
+            chances = chances[::-1]
+        ids = random.choice(300, 20, replace=False, p=chances / chances.sum())
+        before = set(directory.ids[directory.flags > 0].tolist())
+        directory.unpin_slots(use(directory, ids), dirty=False)
+        after = set(directory.ids[directory.flags > 0].tolist())
+        now += 20 / (slot_directory.HALF_LIFE * 100)
+        evicted = before - after
+        highest = max((uses[i] for i in evicted), default=-np.inf)
+        assert (
+            highest <= min(uses[i] for i in before & after - set(ids)) + 1e-3 if evicted else True
         )
-    assert (directory.find_slots(np.arange(100)) >= 0).sum() == 0
+        uses = {i: uses[i] for i in uses.keys() & before & after}
+        uses |= {i: np.logaddexp2(uses.get(i, -np.inf), now) for i in ids.tolist()}
+    assert now > 2 * half_lives or half_lives == 60.0
     assert np.isfinite(directory._scores).all()
 
 
