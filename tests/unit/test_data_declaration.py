@@ -22,6 +22,7 @@ from colonnade.data.tabular.fields import (
     Label,
     Number,
     Sequence,
+    Time,
     Weight,
 )
 from colonnade.errors import ConfigError
@@ -104,6 +105,7 @@ def test_yaml_has_one_line_per_field_and_only_what_was_said():
     ).to_yaml()
     assert text == (
         "hash_version: 1\n"
+        "encoding_version: 2\n"
         "fields:\n"
         "  click: {type: label}\n"
         "  price: {type: number, missing: 0.0}\n"
@@ -134,6 +136,33 @@ def test_the_schema_of_batches():
 def test_fields_may_share_a_table():
     shared = FileSchema([Category("seen", table="item"), Bag("bought", table="item")])
     assert [column.table for column in shared.schema.categorical] == ["item", "item"]
+
+
+def test_fields_that_share_no_value_may_share_a_table_and_encode_differently():
+    FileSchema(
+        [
+            Category("a", dtype="integer", table="t", rows=9, namespace=True),
+            Category("b", dtype="text", table="t", rows=9, namespace=True),
+            Category("c", dtype="integer", table="t", rows=9),
+            Cross("d", of=("a", "b"), table="t", rows=9),
+            Category("hour", cardinality=24, missing="error"),
+            Time("at", part="hour", missing="error", table="hour"),
+        ]
+    )
+
+
+def test_a_schema_of_before_opens_as_it_was_written_with_a_warning():
+    shared = {"film": {"type": "category", "dtype": "integer"},
+              "watched": {"type": "bag", "dtype": "text", "table": "film"}}  # fmt: skip
+    written = {"hash_version": 1, "fields": shared}
+    with pytest.warns(
+        RuntimeWarning, match="'film' and 'watched' share the table 'film': got dtype"
+    ):
+        assert FileSchema.from_dict(written).to_dict() == written
+    with pytest.raises(ConfigError, match="share the table"):
+        FileSchema.from_dict({"hash_version": 1, "encoding_version": 2, "fields": shared})
+    with pytest.raises(ConfigError, match="share the table"):
+        FileSchema.from_dict({"fields": shared})
 
 
 def test_a_schema_may_be_given_in_any_form(tmp_path):
@@ -193,6 +222,26 @@ REFUSED = {
     ),
     "got 3 rows and an open table": lambda: FileSchema(
         [Category("a", rows=3), Category("b", table="a")]
+    ),
+    "encoding_version=3, wanted 1 to 2": lambda: FileSchema([Number("a")], 1, 3),
+    "fields 'film' and 'watched' share the table 'film': got dtype=integer and dtype=text": lambda: FileSchema(
+        [Category("film", dtype="integer"), Bag("watched", dtype="text", table="film")]
+    ),
+    "got dtype=integer and dtype=text, wanted the same": lambda: FileSchema(
+        [Category("a", vocabulary=[1, 2]), Category("b", vocabulary=["1", "2"], table="a")]
+    ),
+    "got vocabulary=('new', 'sale') and vocabulary=('sale', 'new')": lambda: FileSchema(
+        [Category("a", vocabulary=["new", "sale"]), Bag("b", vocabulary=["sale", "new"], table="a")]
+    ),
+    "got rows=4 and rows=None, wanted the same": lambda: FileSchema(
+        [Category("a", rows=4, dtype="integer"), Sequence("b", cardinality=3, table="a")]
+    ),
+    "got unknown_rows=1 and unknown_rows=2": lambda: FileSchema(
+        [Category("a", vocabulary=["x"]),
+         Category("b", vocabulary=["x"], unknown_rows=2, missing="error", table="a")]
+    ),
+    "got boundaries=(1.0,) and boundaries=(2.0,)": lambda: FileSchema(
+        [Bucket("a", boundaries=[1]), Bucket("b", boundaries=[2], table="a")]
     ),
 }  # fmt: skip
 

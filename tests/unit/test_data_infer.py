@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from colonnade.data import infer_schema, open_source
 from colonnade.data.tabular.convert import open_csv_conversion, write_parquet_file
-from colonnade.data.tabular.fields import Category, Group, Key, Label, Number, Sequence, Time
+from colonnade.data.tabular.fields import Bag, Category, Group, Key, Label, Number, Sequence, Time
 from colonnade.data.tabular.tables import build_portable_options, read_first_rows_and_schema
 from colonnade.errors import ConfigError, DataError
 
@@ -101,6 +101,46 @@ def test_times_become_hour_weekday_and_age(name, tmp_path):
         assert batch.ids["when_weekday"].values.tolist() == [4, 6, 7, 3]
         expected = torch.log1p(torch.tensor([1.5, 0.0, 0.0, 2.5], dtype=torch.float64)).float()
         assert batch.dense.flatten().tolist() == expected.tolist()
+
+
+LISTS = {
+    "digits": (["1|2", "3", "", "12|7|9"], "|", "integer"),
+    "digits and gaps": (["1||2", "3|4", None, "5|6"], "|", "integer"),
+    "leading zeros": (["01|2", "3|4", "5|6", "7|8"], "|", "text"),
+    "a word": (["1|2", "3|x", "5|6", "7|8"], "|", "text"),
+    "words": (["new|sale", "new", "sale|new", "a|b"], "|", "text"),
+}
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_a_list_of_digits_is_one_of_integers_as_a_column_of_digits_is(name, tmp_path):
+    lists, separator, dtype = LISTS[name]
+    fields = assert_same(tmp_path, pa.table({"label": [0, 1, 1, 0], "a": lists}))
+    assert fields["a"] == Bag("a", dtype=dtype)
+    text = "a:token_seq\tlabel:label\n" + "".join(
+        f"{(value or '').replace(separator, ' ')}\t{i % 2}\n" for i, value in enumerate(lists)
+    )
+    (tmp_path / "a.inter").write_text(text)
+    source = open_source("csv", tmp_path / "a.inter").train
+    assert source.file_schema.fields[1] == Sequence("a", dtype=dtype, separator=" ")
+
+
+def test_an_item_and_its_history_have_one_row_by_value(tmp_path):
+    (tmp_path / "views.csv").write_text(
+        "film,watched,label\n" + "".join(f"{i},{i + 1}|{i + 2},{i % 2}\n" for i in range(50))
+    )
+    schema = infer_schema(tmp_path / "views.csv").to_dict()
+    schema["fields"]["watched"]["table"] = "film"
+    (batch,) = open_source("csv", tmp_path / "views.csv", schema=schema).train.batches(50)
+    films, watched = batch.ids["film"].values, batch.ids["watched"].values
+    assert films.tolist() == list(range(50)) and watched.tolist()[:4] == [1, 2, 2, 3]
+    schema["fields"]["watched"]["dtype"] = "text"
+    with pytest.raises(ConfigError, match="'film' and 'watched' share the table"):
+        open_source("csv", tmp_path / "views.csv", schema=schema)
+    # A dtype that only the file decides: text in a CSV file.
+    del schema["fields"]["watched"]["dtype"]
+    with pytest.raises(ConfigError, match="got dtype=integer and dtype=text"):
+        open_source("csv", tmp_path / "views.csv", schema=schema)
 
 
 def test_dates_have_no_hour(tmp_path):

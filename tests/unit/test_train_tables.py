@@ -92,6 +92,31 @@ def test_train_resume_and_evaluate(kind, colonnade, tmp_path, monkeypatch):
     assert (tmp_path / "run" / "config.yaml").read_bytes() == before
 
 
+def test_a_run_of_before_goes_on_under_its_schema(colonnade, tmp_path):
+    """A recorded schema without encoding_version is read by the rules of its time, however the run is resumed."""
+    path, run = write(tmp_path / "sales.csv", 400), tmp_path / "run"
+    schema = tmp_path / "schema.yaml"
+    schema.write_text(SCHEMA)
+    command = ["train", "--data", "csv", "--path", str(path), "--run", str(run), *SETTINGS]
+    declared = [*command, "--set", f"data.options.schema={schema}"]
+    assert colonnade(*declared)[0] == 0
+    config = run / "config.yaml"
+    settings = yaml.safe_load(config.read_text())
+    written = settings["data"]["options"]["schema"]
+    assert written.pop("encoding_version") == 2
+    config.write_text(yaml.safe_dump(settings))
+    for epochs, options in (
+        ("3", declared),
+        ("4", command),
+        ("5", [*command, "--set", "data.options.label=bought"]),
+    ):
+        status, output = colonnade(*options, "--set", f"train.epochs={epochs}")
+        assert status == 0, output
+        assert yaml.safe_load(config.read_text())["data"]["options"]["schema"] == written
+    status, output = colonnade(*command, "--set", "data.options.label=price")
+    assert status == 2, output
+
+
 def test_nothing_declared(colonnade, tmp_path):
     path = write(tmp_path / "sales.csv")
     run = tmp_path / "run"

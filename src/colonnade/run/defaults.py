@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
@@ -19,7 +20,7 @@ from rich.console import Console
 
 from colonnade.checkpoint.header import list_checkpoints
 from colonnade.config.run import RunConfig, build_config, load_config, override_settings
-from colonnade.data import SOURCES, Source, Splits, open_source
+from colonnade.data import SOURCES, Source, Splits, load_file_schema, open_source
 from colonnade.errors import ConfigError
 from colonnade.models.split import Scorer
 from colonnade.run.build import MODEL_SPECS
@@ -263,6 +264,9 @@ def _with_default_shuffling(config: RunConfig) -> RunConfig:
 def _fill_from_recorded(config: RunConfig, recorded: RunConfig) -> RunConfig:
     """Take the settings that `config` leaves open from a run's recorded configuration."""
     settings: dict[str, Any] = {}
+    if "schema" in recorded.data.options:
+        options, schema = config.data.options, recorded.data.options["schema"]
+        settings["data.options"] = _fill_schema_from_recorded(options, schema)
     for name in ("shuffle_window", "validation_fraction"):
         if name in recorded.data.options and name not in config.data.options:
             settings[f"data.options.{name}"] = recorded.data.options[name]
@@ -278,6 +282,20 @@ def _fill_from_recorded(config: RunConfig, recorded: RunConfig) -> RunConfig:
         if _get_setting(config, name) is None:
             settings[name] = _get_setting(recorded, name)
     return override_settings(config, settings)
+
+
+def _fill_schema_from_recorded(
+    options: Mapping[str, Any], recorded: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return `options` with the recorded schema, or with their own, read by the rules of the recorded one."""
+    schema = load_file_schema(recorded)
+    if options.get("schema") is not None:
+        declared = load_file_schema(options["schema"], schema.encoding_version)
+        return {**options, "schema": declared.to_dict()}
+    filled = {**options, "schema": recorded}
+    # Another label needs an inferred schema, which differs from the recorded one and is refused.
+    is_same_label = filled.pop("label", None) in (None, *(label.column for label in schema.labels))
+    return filled if is_same_label else dict(options)
 
 
 def _get_setting(config: RunConfig, name: str) -> Any:

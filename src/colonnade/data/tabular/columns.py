@@ -75,21 +75,10 @@ def resolve_dtypes(
     fields: list[DeclaredField] = []
     for field in file_schema.fields:
         if isinstance(field, IdentifierField) and field.dtype is None:
-            dtype = _choose_declared_dtype(field) or column_dtypes.get(field.column) or "text"
-            field = replace(field, dtype=dtype)
+            declared = None if isinstance(field, Group | Key) else field.declared_dtype
+            field = replace(field, dtype=declared or column_dtypes.get(field.column) or "text")
         fields.append(field)
     return replace(file_schema, fields=tuple(fields))
-
-
-def _choose_declared_dtype(field: IdentifierField) -> Dtype | None:
-    """Return the dtype that the field's cardinality or vocabulary implies, if any."""
-    if isinstance(field, Group | Key):
-        return None
-    if field.cardinality is not None:
-        return "integer"
-    if field.vocabulary is not None:
-        return "text" if isinstance(field.vocabulary[0], str) else "integer"
-    return None
 
 
 def check_column_types(

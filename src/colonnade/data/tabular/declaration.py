@@ -1,6 +1,7 @@
-"""Declared schema of files: the fields, and the version of the hash that turns texts into ids.
+"""Declared schema of files: the fields, and the versions of the hash and of the rules that turn values into ids.
 
     hash_version: 1
+    encoding_version: 2
     fields:
       click: {type: label}
       price: {type: number, missing: 0.0, transform: log1p}
@@ -8,10 +9,16 @@
       genres: {type: bag, separator: '|', rows: 100}
 
 A schema read from the output of `to_dict` or `to_yaml` equals the one that was written.
+
+encoding_version  in a schema that
+1                 states a hash_version alone, as all did that were written before encoding_version existed. Fields of
+                  one table may encode a value differently, with a warning
+2                 states it, or states no version, as schemas that people write
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -42,6 +49,9 @@ from colonnade.data.tabular.hashing import HASH_VERSION
 from colonnade.errors import ConfigError
 from colonnade.formats import parse_yaml, read_text_file
 
+ENCODING_VERSION = 2
+"""Version of the rules by which new schemas are read."""
+
 
 @dataclass(frozen=True, slots=True)
 class FileSchema:
@@ -49,6 +59,7 @@ class FileSchema:
 
     fields: tuple[DeclaredField, ...]
     hash_version: int = HASH_VERSION
+    encoding_version: int = ENCODING_VERSION
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "fields", tuple(self.fields))
@@ -56,6 +67,11 @@ class FileSchema:
             raise ConfigError(
                 f"got hash_version={self.hash_version!r}, wanted {HASH_VERSION}: this version of Colonnade hashes "
                 "texts no other way. Use the version that wrote the schema"
+            )
+        if self.encoding_version not in range(1, ENCODING_VERSION + 1):
+            raise ConfigError(
+                f"got encoding_version={self.encoding_version!r}, wanted 1 to {ENCODING_VERSION}. Use the version of "
+                "Colonnade that wrote the schema"
             )
         by_name: dict[str, DeclaredField] = {}
         for field in self.fields:
@@ -87,6 +103,24 @@ class FileSchema:
                     f"{_describe_rows(other)} and {_describe_rows(field)}, wanted the same. Declare their ids alike, "
                     "or give them tables of their own"
                 )
+        if self.encoding_version > 1 and (difference := self.find_encoding_difference()):
+            raise ConfigError(difference)
+
+    def find_encoding_difference(self) -> str:
+        """Describe two fields of one table in which a value has different rows; empty if there are none."""
+        first: dict[tuple[str, ...], Categorical] = {}
+        for field in self.categorical:
+            other = first.setdefault((field.table, *field.encoding), field)
+            for setting, value in field.encoding.items():
+                other_value = other.encoding[setting]
+                is_open = setting == "dtype" and None in (value, other_value)
+                if value != other_value and not is_open:
+                    return (
+                        f"fields {other.name!r} and {field.name!r} share the table {field.table!r}: got "
+                        f"{setting}={str(other_value)[:60]} and {setting}={str(value)[:60]}, wanted the same, so that "
+                        "a value has one row. Declare their ids alike, or give them tables of their own"
+                    )
+        return ""
 
     @property
     def numbers(self) -> tuple[Number, ...]:
@@ -132,29 +166,42 @@ class FileSchema:
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for YAML, JSON and the run folder's config."""
         fields = {field.name: field_to_dict(field) for field in self.fields}
-        return {"hash_version": self.hash_version, "fields": fields}
+        version = {"encoding_version": self.encoding_version} if self.encoding_version > 1 else {}
+        return {"hash_version": self.hash_version, **version, "fields": fields}
 
     @staticmethod
-    def from_dict(values: object) -> FileSchema:
-        """Build a schema from plain values. Raises ConfigError naming field and setting, and the nearest known name."""
+    def from_dict(values: object, default_version: int = ENCODING_VERSION) -> FileSchema:
+        """Build a schema from plain values. Raises ConfigError naming field and setting, and the nearest known name.
+
+        default_version: encoding version of values that state no version.
+        """
         if not isinstance(values, Mapping):
             raise ConfigError(
                 f"got {type(values).__name__} {str(values)[:60]!r} as a schema, wanted a mapping with `fields:`"
             )
         for key in values:
-            if key not in ("fields", "hash_version"):
+            if key not in (names := ("fields", "hash_version", "encoding_version")):
                 raise ConfigError(
-                    f"a schema has no setting {key!r}; {suggest_name(str(key), ['fields', 'hash_version'])}"
+                    f"a schema has no setting {key!r}; {suggest_name(str(key), names)}"
                 )
         fields = values.get("fields")
         if not isinstance(fields, Mapping) or not fields:
             raise ConfigError(
                 f"got fields: {str(fields)[:60]!r}, wanted one line per field, such as `price: {{type: number}}`"
             )
-        return FileSchema(
+        schema = FileSchema(
             tuple(field_from_dict(name, settings) for name, settings in fields.items()),
             values.get("hash_version", HASH_VERSION),
+            values.get("encoding_version", 1 if "hash_version" in values else default_version),
         )
+        if difference := schema.find_encoding_difference():
+            warnings.warn(
+                f"{difference}. This schema was written before such fields were refused; it is read as it stands. "
+                "Train a new run without hash_version in its schema",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return schema
 
     def to_yaml(self) -> str:
         """Return YAML with one line per field, which `from_yaml` and `load_file_schema` read."""
@@ -168,26 +215,27 @@ class FileSchema:
         return text
 
     @staticmethod
-    def from_yaml(text: str) -> FileSchema:
-        """Build a schema from YAML. Raises ConfigError, also for a repeated key."""
+    def from_yaml(text: str, default_version: int = ENCODING_VERSION) -> FileSchema:
+        """Build a schema from YAML, as from_dict. Raises ConfigError, also for a repeated key."""
         try:
             values = parse_yaml(text, _Loader)
         except ValueError as error:
             raise ConfigError(f"not YAML: {error}") from None
-        return FileSchema.from_dict(values)
+        return FileSchema.from_dict(values, default_version)
 
 
 def load_file_schema(
     schema: FileSchema | Mapping[str, Any] | Iterable[DeclaredField] | str | Path,
+    default_version: int = ENCODING_VERSION,
 ) -> FileSchema:
     """Return the file schema from any form a user may pass: itself, its fields, plain values, or a YAML file's path.
 
-    Raises ConfigError.
+    default_version: as in from_dict. Raises ConfigError.
     """
     if isinstance(schema, FileSchema):
         return schema
     if isinstance(schema, Mapping):
-        return FileSchema.from_dict(schema)
+        return FileSchema.from_dict(schema, default_version)
     if not isinstance(schema, str | Path):
         try:
             return FileSchema(tuple(schema))
@@ -197,7 +245,7 @@ def load_file_schema(
             ) from None
     path = Path(schema).expanduser()
     try:
-        return FileSchema.from_yaml(read_text_file(path))
+        return FileSchema.from_yaml(read_text_file(path), default_version)
     except OSError as error:
         raise ConfigError(
             f"schema {path}: {error.strerror}; give an existing YAML file, or leave schema out to infer one"

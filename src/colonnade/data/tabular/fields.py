@@ -76,6 +76,11 @@ class DeclaredField:
         """Names of the file's columns that the field reads."""
         return (self.column,)
 
+    @property
+    def encoding(self) -> dict[str, Any]:
+        """Settings that decide the row of a value, by name; fields that share a table have equal ones."""
+        return {}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _IdField(DeclaredField):
@@ -145,6 +150,22 @@ class _IdField(DeclaredField):
         values: set[Value] = set()
         repeated = next(v for v in self.vocabulary if v in values or values.add(v))  # type: ignore[func-returns-value]
         return f"{repeated!r} twice"
+
+    @property
+    def declared_dtype(self) -> Dtype | None:
+        """Dtype of the settings: `dtype`, or what cardinality or vocabulary imply; None: the file's type decides."""
+        if self.cardinality is not None:
+            return "integer"
+        if self.vocabulary is not None:
+            return "text" if isinstance(self.vocabulary[0], str) else "integer"
+        return self.dtype
+
+    @property
+    def encoding(self) -> dict[str, Any]:
+        if self.namespace:  # shares no id with other fields
+            return {}
+        settings = ("rows", "cardinality", "vocabulary", "unknown_rows")
+        return {"dtype": self.declared_dtype} | {name: getattr(self, name) for name in settings}
 
     @property
     def num_rows(self) -> int | None:
@@ -247,6 +268,10 @@ class Bucket(DeclaredField):
             raise self._build_setting_error(
                 "boundaries", "Wanted at least one number, in rising order"
             )
+
+    @property
+    def encoding(self) -> dict[str, Any]:
+        return {"boundaries": self.boundaries}
 
     @property
     def num_rows(self) -> int:

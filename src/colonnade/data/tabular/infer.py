@@ -87,7 +87,7 @@ def infer_fields(
     fractions            a number, through log1p if it is large and never negative, else (x - mean) / std
     times                hour and weekday as ids, and the age in days before the newest training sample: timestamps,
                          dates, ISO texts, and Unix seconds in columns named like `timestamp`, `created_at`
-    text                 an open category; if many values contain a |, a bag
+    text                 an open category; if many values contain a |, a bag, of integers if all its elements are
     integers, booleans   an open category; but a number if more than half of 1,000 or more rows are distinct
                          and the name does not contain id, key, code or hash
     unique in nearly     text, integers named as ids, row numbers: the key. One column at most, preferably one named
@@ -213,9 +213,10 @@ def _infer_fields_from_values(name: str, array: pa.Array) -> list[DeclaredField]
         return "different in nearly every row"
     if pa.types.is_boolean(kind):
         return [Category(field_name, column=name, dtype="integer")]
+    if kind == pa.string() and _has_separator(array):
+        return [Bag(field_name, column=name, dtype=_infer_list_dtype(array, "|"))]
     if kind == pa.string():
-        field = Bag if _has_separator(array) else Category
-        return [field(field_name, column=name, dtype="text")]
+        return [Category(field_name, column=name, dtype="text")]
     if is_integer(kind):
         if _is_unix_time(name, array):
             return _infer_time_fields(name, array)
@@ -245,10 +246,11 @@ def _build_fields_from_header(
     if kind == "time":
         return _infer_time_fields(name, array)
     if kind == "bag":
-        return [Bag(field_name, column=name, dtype="text")]
+        return [Bag(field_name, column=name, dtype=_infer_list_dtype(array, "|"))]
     if kind in ("sequence", "token_seq"):
         separator = "|" if kind == "sequence" else " "
-        return [Sequence(field_name, column=name, dtype="text", separator=separator)]
+        dtype = _infer_list_dtype(array, separator)
+        return [Sequence(field_name, column=name, dtype=dtype, separator=separator)]
     if kind == VALUES:
         return []
     if kind.startswith(WEIGHTS):
@@ -295,6 +297,13 @@ def _infer_number_field(name: str, array: pa.Array) -> Number:
 def _has_separator(texts: pa.Array) -> bool:
     num_separated = pc.sum(pc.match_substring(texts, "|")).as_py() or 0
     return num_separated > 0.1 * max(len(texts) - texts.null_count, 1)
+
+
+def _infer_list_dtype(array: pa.Array, separator: str) -> Dtype:
+    """Return the dtype of lists written as text: that of a column of their elements."""
+    if array.type == pa.string():
+        array = narrow_column(pc.split_pattern(array, separator).flatten())
+    return _key_dtype(array) or "text"
 
 
 def _is_unix_time(name: str, array: pa.Array) -> bool:
