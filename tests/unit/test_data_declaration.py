@@ -223,6 +223,8 @@ REFUSED = {
     "got 3 rows and an open table": lambda: FileSchema(
         [Category("a", rows=3), Category("b", table="a")]
     ),
+    "got unit='ms'; it is for times: give days_before": lambda: Number("a", unit="ms"),
+    "got unit='h'": lambda: Time("a", part="hour", unit="h"),
     "encoding_version=3, wanted 1 to 2": lambda: FileSchema([Number("a")], 1, 3),
     "fields 'film' and 'watched' share the table 'film': got dtype=integer and dtype=text": lambda: FileSchema(
         [Category("film", dtype="integer"), Bag("watched", dtype="text", table="film")]

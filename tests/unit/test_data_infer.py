@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import decimal
 
@@ -18,6 +19,7 @@ from colonnade.data import infer_schema, open_source
 from colonnade.data.tabular.convert import open_csv_conversion, write_parquet_file
 from colonnade.data.tabular.fields import Bag, Category, Group, Key, Label, Number, Sequence, Time
 from colonnade.data.tabular.tables import build_portable_options, read_first_rows_and_schema
+from colonnade.data.tabular.times import TICKS
 from colonnade.errors import ConfigError, DataError
 
 WHEN = datetime.datetime(2024, 3, 1, 22, 30)
@@ -154,16 +156,101 @@ def test_dates_have_no_hour(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["timestamp", "created_at", "event_time", "clickTime", "ts"])
-def test_unix_seconds_are_times_where_the_name_says_so(name, tmp_path):
-    seconds = [1_709_332_200, 1_709_332_200 + 7200]  # WHEN
-    fields = assert_same(tmp_path, pa.table({"label": [0, 1], name: seconds, "price": seconds}))
-    assert fields[f"{name}_hour"] == Time(f"{name}_hour", column=name, part="hour")
-    assert fields[f"{name}_age"].days_before == "2024-03-02T00:30:00"
-    assert isinstance(fields["price"], Category)
-    (batch,) = open_source("csv", tmp_path / "a.csv").train.batches(9)
-    assert batch.ids[f"{name}_hour"].values.tolist() == [22, 0]
+def test_unix_times_are_times_where_the_name_says_so(name, tmp_path):
+    seconds = np.array([1_709_332_200, 1_709_332_200 + 7200])  # WHEN
+    for unit, ticks in TICKS.items():
+        times = (seconds * ticks).tolist()
+        fields = assert_same(tmp_path, pa.table({"label": [0, 1], name: times, "price": times}))
+        assert fields[f"{name}_hour"] == Time(f"{name}_hour", column=name, part="hour", unit=unit)
+        assert fields[f"{name}_age"].days_before == "2024-03-02T00:30:00"
+        assert fields[f"{name}_age"].unit == unit
+        assert isinstance(fields["price"], Category)
+        (batch,) = open_source("csv", tmp_path / "a.csv").train.batches(9)
+        assert batch.ids[f"{name}_hour"].values.tolist() == [22, 0]
     durations = pa.table({"label": [0, 1], name: [30, 90]})
     assert list(assert_same(tmp_path, durations)) == ["label", name]
+
+
+def test_calendar_dates_are_times_where_the_name_says_so(tmp_path):
+    table = pa.table({"label": [0, 1, 1], "date": [20240301, None, 20240303], "n": [20240301] * 3})
+    fields = assert_same(tmp_path, table)
+    assert list(fields) == ["label", "date_weekday", "date_age", "n"]
+    assert fields["date_weekday"].unit == "yyyymmdd" and isinstance(fields["n"], Category)
+    (batch,) = open_source("csv", tmp_path / "a.csv").train.batches(9)
+    assert batch.ids["date_weekday"].values.tolist() == [4, 7, 6]
+
+
+WEEKDAY = {"type": "time", "part": "weekday"}
+UNITS = {
+    "seconds": ([86400 * 20000], "s", 6),
+    "milliseconds": ([0, 86400 * 20000_000, 86400 * 20000_000], "ms", 3),  # 0 is 1970 in any unit
+    "microseconds": ([86400 * 20000 * 10**6], "us", 6),
+    "nanoseconds": ([86400 * 20000 * 10**9 - 1], "ns", 5),
+    "dates": ([20240604], "yyyymmdd", 1),
+    "dates beside gaps": ([20240604.0, float("nan")], "yyyymmdd", 1),
+    "small numbers": ([3600, 7200], "s", 3),
+    "texts": (["2024-06-04"], "s", 1),
+}
+
+
+@pytest.mark.parametrize("name", UNITS)
+def test_the_unit_of_a_declared_time_is_found_once_and_recorded(name, tmp_path):
+    values, unit, weekday = UNITS[name]
+    paths = write_both(tmp_path, pa.table({"at": values}))
+    for path in paths:
+        source = open_source(path.suffix[1:], path, schema={"fields": {"at": WEEKDAY}}).train
+        recorded = source.file_schema.to_dict()
+        assert recorded["fields"]["at"] == {**WEEKDAY, "unit": unit}
+        assert next(iter(source.batches(9))).ids["at"].values[0] == weekday
+        # Under the recorded schema the unit stays, whatever other files hold.
+        pq.write_table(pa.table({"at": [86400 * 10**9]}), tmp_path / "b.parquet")
+        again = open_source("parquet", tmp_path / "b.parquet", schema=recorded).train
+        assert again.file_schema.to_dict() == recorded
+    # A schema of an earlier version means Unix seconds, and opens as it was written.
+    before = {"hash_version": 1, "fields": {"at": WEEKDAY}}
+    source = open_source("csv", paths[0], schema=before).train
+    assert source.file_schema.to_dict() == before
+
+
+OUTSIDE = {
+    "milliseconds as seconds": (pa.array([1717156800000]), "s", "1717156800000"),
+    "year 10000": (pa.array([253_402_300_800]), "s", "253402300800"),
+    "no date": (pa.array([20240231]), "yyyymmdd", "20240231"),
+    "zero as a date": (pa.array([0]), "yyyymmdd", "0"),
+    "infinite": (pa.array([float("inf")]), "s", "inf"),
+    "date32 overflow": (pa.array([2**31 - 1], pa.int32()).cast(pa.date32()), None, "<value out"),
+    "a timestamp in 11476": (pa.array([3 * 10**17], pa.timestamp("us")), None, "11476-08-15"),
+    "timestamp overflow": (pa.array([10**15], pa.timestamp("s")), None, "<value out of range"),
+}
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_a_time_outside_the_years_of_its_unit_is_refused_by_name(name, tmp_path):
+    values, unit, got = OUTSIDE[name]
+    pq.write_table(pa.table({"at": values}), tmp_path / "a.parquet")
+    field = Time("at", part="hour", unit=unit)
+    message = f"row 0, column at: got '{got}.*, wanted a time such as .* of the years 1 to 9999"
+    with pytest.raises(DataError, match=message):
+        list(open_source("parquet", tmp_path / "a.parquet", schema=[field]).train.batches(9))
+    table = read_first_rows_and_schema(tmp_path / "a.parquet")
+    assert "no column named label" in table.problem  # instead of a crash
+
+
+def test_fields_of_one_column_have_one_unit(tmp_path):
+    pq.write_table(pa.table({"at": [20240604]}), tmp_path / "a.parquet")
+    hour, age = (
+        Time("hour", column="at", part="hour"),
+        Number("age", column="at", days_before="2024-06-05"),
+    )
+    for unit in ("yyyymmdd", "ms"):
+        fields = [hour, dataclasses.replace(age, unit=unit)]
+        source = open_source("parquet", tmp_path / "a.parquet", schema=fields).train
+        assert [field.unit for field in source.file_schema.fields] == [unit] * 2
+    with pytest.raises(
+        ConfigError, match="got unit=s, wanted ms as another field of the column 'at'"
+    ):
+        fields = [dataclasses.replace(age, unit="ms"), dataclasses.replace(hour, unit="s")]
+        open_source("parquet", tmp_path / "a.parquet", schema=fields)
 
 
 @settings(max_examples=15, deadline=None)

@@ -409,7 +409,9 @@ FIELDS = [
     Category("x", dtype="integer"), Category("x", cardinality=40), Category("x", vocabulary=(1, 12)),
     Category("x", vocabulary=("true", "12", "a", "0.5")), Bag("x"), Bag("x", dtype="integer"),
     Sequence("x", cardinality=40, max_length=2), Bucket("x", boundaries=(0.5, 12)),
-    Time("x", part="hour"), Number("x", days_before="2024-06-01", missing=0.0), Category("x", missing="error"),
+    Time("x", part="hour", unit="s"), Number("x", days_before="2024-06-01", missing=0.0, unit="s"),
+    Time("x", part="weekday", unit="ms"), Time("x", part="weekday", unit="ns"),
+    Time("x", part="weekday", unit="yyyymmdd"), Category("x", missing="error"),
 ]  # fmt: skip
 TIMES = st.datetimes(datetime(1800, 1, 1), datetime(2200, 1, 1)).map(
     datetime.isoformat
@@ -422,7 +424,7 @@ SCALARS = (
     | st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\r\0"), max_size=12)
     | st.sampled_from(["12", " 12", "12 ", "1e3", "1.5", "31.0", "0x10", "+5", "-0", "nan", "NaN", "inf", "TRUE", "NA",
                        "", " ", "\t", "\u00a05", "a|b", "3||4", "|", "1e400", "1_000", "007", ".5", "5.", "2024-01-02",
-                       "2024-13-02", "2024-01-02T25:00"])
+                       "2024-13-02", "2024-01-02T25:00", "20240531", "1717156800000"])
     | TIMES
 )  # fmt: skip
 ELEMENTS = st.lists(
@@ -438,7 +440,10 @@ ELEMENTS = st.lists(
 @example(Bucket("x", boundaries=(0.5,)), float("inf"), ())
 @example(Category("x", dtype="integer"), 2**63, ())
 @example(Number("x", missing=0.0), True, ())
-@example(Time("x", part="hour"), 1e-5, ())
+@example(Time("x", part="hour", unit="s"), 1e-5, ())
+@example(Time("x", part="hour", unit="ns"), 1717156800000000001, ())
+@example(Time("x", part="weekday", unit="yyyymmdd"), 20240531, ())
+@example(Time("x", part="weekday", unit="yyyymmdd"), 20240231, ())
 def test_a_value_is_what_a_csv_file_with_its_characters_gives(
     tmp_path_factory, field, value, null_values
 ):
@@ -542,6 +547,7 @@ GOOD = {"price": 1, "user": 3}
         ([GOOD, {"history": [1, 2, 100]}], "record 1, column history: got 100, wanted an id 0 .. 99. Send"),
         ([GOOD, {"weighted": [1, 2], "amounts": [1]}], "1, column amounts: got 1 weights, wanted one for each of 2"),
         ([{"time": "yesterday"}], "record 0, column time: got 'yesterday', wanted a time such as"),
+        ([{"time": 1717156800000}], "column time: got '1717156800000', wanted a time .* of the years 1 to 9999"),
         ([{"price": 10**400}], "record 0, column price: got an integer of 1329 bits, wanted a number"),
     ],
 )  # fmt: skip

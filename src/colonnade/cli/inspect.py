@@ -241,6 +241,8 @@ def _count_distinct(array: Any) -> str:
 
 def _format_value(value: Any, max_length: int = 40) -> str:
     """Return a value as text on one line, without control characters."""
+    if "date" in str(type_ := getattr(value, "type", "")) or "timestamp" in str(type_):
+        value = value.cast("string")  # Python's datetime cannot hold them all
     value = value.as_py() if hasattr(value, "as_py") else value
     text = "" if value is None else str(value)
     text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text[: max_length + 1])

@@ -45,7 +45,7 @@ from colonnade.data.tabular.fields import (
     Group,
     Key,
     Number,
-    Time,
+    reads_times,
     suggest_name,
 )
 from colonnade.data.tabular.fields import Sequence as SequenceField
@@ -242,7 +242,7 @@ class RawColumn:
             "number": "a number",
             "integer": "an integer",
             "text": "one text or number",
-            "time": "a time such as 2024-05-31T12:00:00, or Unix seconds",
+            "time": "a time such as 2024-05-31T12:00:00, or a number",
             "hex": "8 hexadecimal digits or null",
         }[self.kind]
         if self.is_list:
@@ -303,12 +303,10 @@ def plan_columns(file_schema: FileSchema, *, is_hex: bool, is_required: bool) ->
 
 def _kind_of(field: DeclaredField, is_weights: bool, is_hex: bool) -> ScalarKind:
     """Return the type that a field reads from a column."""
-    if is_weights or isinstance(field, Bucket):
-        return "number"
-    if isinstance(field, Number):
-        return "number" if field.days_before is None else "time"
-    if isinstance(field, Time):
+    if reads_times(field):
         return "time"
+    if is_weights or isinstance(field, Bucket | Number):
+        return "number"
     assert isinstance(field, Category | Bag | SequenceField)
     if is_hex:
         return "hex"

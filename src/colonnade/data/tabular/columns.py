@@ -27,8 +27,8 @@ from colonnade.data.tabular.fields import (
     Key,
     Label,
     Number,
-    Time,
     Weight,
+    reads_times,
     suggest_name,
 )
 from colonnade.data.tabular.fields import Sequence as SequenceField
@@ -111,7 +111,7 @@ def _find_type_problem(field: DeclaredField, arrow_type: pa.DataType) -> tuple[s
     if isinstance(field, Label) and field.positive is not None:
         suits = is_text_type(arrow_type) or is_integer(arrow_type)
         return ("", "") if suits else ("texts or integers", "Leave positive out")
-    if isinstance(field, Time) or (isinstance(field, Number) and field.days_before is not None):
+    if reads_times(field):
         suits = is_time(arrow_type) or is_text_type(arrow_type) or is_number_type(arrow_type)
         return ("", "") if suits else ("times", "Read another column")
     if isinstance(field, Number | Bucket | Label | Weight):

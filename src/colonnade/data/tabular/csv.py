@@ -30,8 +30,8 @@ from colonnade.data.tabular.fields import (
     Key,
     Label,
     Number,
-    Time,
     Weight,
+    reads_times,
 )
 from colonnade.data.tabular.fields import Sequence as SequenceField
 from colonnade.data.tabular.files import read_first_rows
@@ -350,7 +350,7 @@ def choose_parse_types(file_schema: FileSchema) -> dict[str, pa.DataType]:
     for field in file_schema.fields:
         for column in field.columns:
             kinds = wanted.setdefault(column, set())
-            if isinstance(field, Time) or (isinstance(field, Number) and field.days_before):
+            if reads_times(field):
                 kinds.add("text")
             elif isinstance(field, Number | Bucket | Weight):
                 kinds.add("number")

@@ -12,7 +12,7 @@ A schema read from the output of `to_dict` or `to_yaml` equals the one that was 
 
 encoding_version  in a schema that
 1                 states a hash_version alone, as all did that were written before encoding_version existed. Fields of
-                  one table may encode a value differently, with a warning
+                  one table may encode a value differently, with a warning; times without a unit are Unix seconds
 2                 states it, or states no version, as schemas that people write
 """
 

@@ -38,7 +38,7 @@ from colonnade.data.tabular.hashing import (
     hash_to_rows,
     view_text_buffers,
 )
-from colonnade.data.tabular.times import DAY, MICROS, convert_to_microseconds, parse_time
+from colonnade.data.tabular.times import DAY, MICROS, UNITS, convert_to_microseconds, parse_time
 
 FIX = "Repair or remove the row"
 
@@ -163,18 +163,20 @@ def parse_times(
     field: Number | Time, array: pa.Array
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     """Return microseconds since 1970 (S,) and a missing mask (S,). Raises InvalidValue for the first invalid time."""
+    unit = field.unit or "s"
     try:
-        return convert_to_microseconds(array)
+        return convert_to_microseconds(array, unit)
     except pa.ArrowInvalid:
         for row in range(len(array)):
             try:
-                convert_to_microseconds(array.slice(row, 1))
+                convert_to_microseconds(array.slice(row, 1), unit)
             except pa.ArrowInvalid:
                 raise InvalidValue(
                     row,
                     field.column,
-                    repr(str(array[row]))[:60],
-                    "a time such as 2024-05-31T12:00:00, or Unix seconds",
+                    repr(array.slice(row, 1).cast(pa.string())[0].as_py())[:60],
+                    f"a time such as 2024-05-31T12:00:00 of the years 1 to 9999, or {UNITS[unit]}",
+                    f"{FIX}, or declare the column's unit: {', '.join(UNITS)}",
                 ) from None
         raise
 

@@ -20,14 +20,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import date
 from difflib import get_close_matches
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeGuard
 
 from pydantic import AllowInfNan, BeforeValidator, Strict
 from pydantic import Field as Limits
 
 from colonnade.config.validation import validate_dataclass_fields
 from colonnade.data.tabular.arrow import Dtype
-from colonnade.data.tabular.times import parse_time
+from colonnade.data.tabular.times import Unit, parse_time
 from colonnade.errors import ConfigError
 
 Count = Annotated[int, Strict(), Limits(ge=1, lt=2**62)]
@@ -198,8 +198,12 @@ class Number(DeclaredField):
     days_before: Moment | None = None
     """ISO time (UTC) to which the column's times are converted as days before it. `newest`: the newest time of the
     training samples, which replaces this setting when the files are opened."""
+    unit: Unit | None = None
+    """With days_before: unit of the column's numbers, as of a time."""
 
     def _check_settings(self) -> None:
+        if self.unit is not None and self.days_before is None:
+            raise self._build_setting_error("unit", "It is for times: give days_before too")
         if self.days_before not in (None, NEWEST):
             try:
                 parse_time(self.days_before)
@@ -282,11 +286,13 @@ class Bucket(DeclaredField):
 class Time(DeclaredField):
     """Hour (0 .. 23) or weekday (0: Monday .. 6) of a time, in UTC, as an id.
 
-    The column holds timestamps, dates, ISO texts or Unix seconds. A time without a zone is UTC.
+    The column holds timestamps, dates, ISO texts or numbers of `unit`. A time without a zone is UTC.
     """
 
     name: str = dataclasses.field(kw_only=False)
     part: Literal["hour", "weekday"]
+    unit: Unit | None = None
+    """Unit of the column's numbers. Default: the unit of the first ones, when the files are opened for training."""
     missing: Missing = "row"
     """Treatment of missing values: a separate row (the last id), or an error."""
     table: Name = ""
@@ -380,6 +386,10 @@ FIELDS: dict[str, type[DeclaredField]] = {
 
 Categorical = Category | Bag | Sequence | Bucket | Time | Cross
 """Fields encoded as ids of a table."""
+
+
+def reads_times(field: DeclaredField) -> TypeGuard[Time | Number]:
+    return isinstance(field, Time) or (isinstance(field, Number) and field.days_before is not None)
 
 
 def field_from_dict(name: object, values: object) -> DeclaredField:

@@ -23,6 +23,7 @@ from colonnade.data.tabular.chunk import Chunk, Longs
 from colonnade.data.tabular.declaration import FileSchema
 from colonnade.data.tabular.encode import InvalidValue, encode_block, encode_split_keys, parse_times
 from colonnade.data.tabular.fields import Dtype, Number
+from colonnade.data.tabular.times import Unit, find_time_unit
 from colonnade.errors import ConfigError, DataError
 
 T = TypeVar("T")
@@ -99,6 +100,12 @@ class TableFiles:
         name = self.split_by
         return self._read_and_encode_columns(
             block, (name,), lambda columns, _: encode_split_keys(name, columns[name])
+        )
+
+    def find_time_unit(self, block: int, column: str) -> tuple[Unit, float] | None:
+        """Return what `times.find_time_unit` finds in a column of a block."""
+        return self._read_and_encode_columns(
+            block, (column,), lambda columns, _: find_time_unit(columns[column])
         )
 
     def read_time_column(

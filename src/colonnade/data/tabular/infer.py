@@ -37,7 +37,7 @@ from colonnade.data.tabular.fields import (
     suggest_name,
 )
 from colonnade.data.tabular.narrow import narrow_column
-from colonnade.data.tabular.times import DAY
+from colonnade.data.tabular.times import DAY, Unit, find_time_unit
 from colonnade.errors import ConfigError
 
 INFER_ROWS = 1 << 15
@@ -45,9 +45,7 @@ INFER_ROWS = 1 << 15
 LABELS = ("label", "click", "clicked", "target", "y")
 ID_WORDS = ("id", "key", "code", "hash", "uuid")
 TIME_WORDS = ("timestamp", "time", "at", "ts", "date", "datetime", "epoch")
-"""Last words of the names of columns in which integers may be Unix seconds."""
-SECONDS = (1e8, 1e10)
-"""Unix seconds of 1973 to 2286."""
+"""Last words of the names of columns in which integers may be times."""
 LOG_ABOVE = 20.0
 """Maximum above which numbers that are never negative are transformed by log1p."""
 UNIQUE_ROWS = 100
@@ -86,7 +84,8 @@ def infer_fields(
 
     fractions            a number, through log1p if it is large and never negative, else (x - mean) / std
     times                hour and weekday as ids, and the age in days before the newest training sample: timestamps,
-                         dates, ISO texts, and Unix seconds in columns named like `timestamp`, `created_at`
+                         dates, ISO texts, and integers (seconds to nanoseconds since 1970, or 20240531) in columns
+                         named like `timestamp`, `created_at`
     text                 an open category; if many values contain a |, a bag, of integers if all its elements are
     integers, booleans   an open category; but a number if more than half of 1,000 or more rows are distinct
                          and the name does not contain id, key, code or hash
@@ -175,7 +174,7 @@ def _choose_key_column(columns: Mapping[str, pa.Array], types: Mapping[str, str]
 
 def _is_key_column(name: str, array: pa.Array) -> bool:
     """Return whether a column identifies rows: unique text, ids or row numbers."""
-    if not _is_unique(array) or _is_unix_time(name, array):
+    if not _is_unique(array) or _find_integer_time_unit(name, array):
         return False
     if is_text_type(array.type):
         return not _has_separator(array)
@@ -218,7 +217,7 @@ def _infer_fields_from_values(name: str, array: pa.Array) -> list[DeclaredField]
     if kind == pa.string():
         return [Category(field_name, column=name, dtype="text")]
     if is_integer(kind):
-        if _is_unix_time(name, array):
+        if _find_integer_time_unit(name, array):
             return _infer_time_fields(name, array)
         is_few = len(array) < 1000 or pc.count_distinct(array).as_py() <= len(array) / 2
         if _is_id(name) or (is_few and not _is_unique(array)):
@@ -273,8 +272,8 @@ def _infer_time_fields(name: str, array: pa.Array) -> list[DeclaredField]:
             f"{field_name}_age", column=name, missing=0.0, transform="log1p", days_before=NEWEST
         ),
     ]
-    is_dates = (
-        is_time(array.type)
+    is_dates = _find_integer_time_unit(name, array) == "yyyymmdd" or (
+        pa.types.is_timestamp(array.type)
         and not (array.drop_null().cast(pa.int64()).to_numpy(zero_copy_only=False) % DAY).any()
     )
     return fields if is_dates else [Time(f"{field_name}_hour", column=name, part="hour"), *fields]
@@ -306,11 +305,12 @@ def _infer_list_dtype(array: pa.Array, separator: str) -> Dtype:
     return _key_dtype(array) or "text"
 
 
-def _is_unix_time(name: str, array: pa.Array) -> bool:
+def _find_integer_time_unit(name: str, array: pa.Array) -> Unit | None:
+    """Return the unit in which all integers of a column with the name of a time are times; None if there is none."""
     if not pa.types.is_integer(array.type) or _split_name(name)[-1] not in TIME_WORDS:
-        return False
-    low, high = (value.as_py() for value in pc.min_max(array).values())
-    return low is not None and SECONDS[0] <= low and high < SECONDS[1]
+        return None
+    unit, share = find_time_unit(array) or ("s", 0.0)
+    return unit if share == 1 else None
 
 
 def _is_id(name: str) -> bool:

@@ -34,7 +34,10 @@ def narrow_column(array: pa.Array) -> pa.Array:
         except pa.ArrowInvalid:  # not UTF-8
             return array
     elif is_time(array.type):
-        array = _to_timestamps(array)
+        try:
+            array = _to_timestamps(array)
+        except pa.ArrowInvalid:  # not of the years 1 to 9999
+            return array
     elif pa.types.is_integer(array.type):
         try:
             array = array.cast(pa.int64())

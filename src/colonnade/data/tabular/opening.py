@@ -10,7 +10,7 @@ from typing import Any
 from colonnade.data.contract import Splits
 from colonnade.data.tabular.columns import check_unique_column_names, resolve_dtypes
 from colonnade.data.tabular.declaration import FileSchema, load_file_schema
-from colonnade.data.tabular.fields import NEWEST, Dtype, Number
+from colonnade.data.tabular.fields import NEWEST, Dtype, Number, reads_times
 from colonnade.data.tabular.files import (
     TableFile,
     TableFiles,
@@ -20,7 +20,7 @@ from colonnade.data.tabular.files import (
 )
 from colonnade.data.tabular.infer import INFER_ROWS, InferredSchema, infer_fields
 from colonnade.data.tabular.source import SplitOptions
-from colonnade.data.tabular.times import format_time
+from colonnade.data.tabular.times import Unit, format_time
 from colonnade.errors import ConfigError, DataError
 
 
@@ -80,8 +80,10 @@ def infer_schema_from_files(files: Sequence[TableFile], label: str | None) -> In
 def resolve_schema(
     files: Sequence[TableFile], file_schema: FileSchema, splitting: SplitOptions
 ) -> TableFiles:
-    """Bind files to the schema with every dtype and time set, so that it reads the same after the files change."""
+    """Bind files to the schema with every dtype, unit and time set, so that it reads changed files the same."""
     bound = bind_files_to_schema(files, file_schema, splitting.split_by)
+    if file_schema.encoding_version > 1:
+        bound = replace(bound, file_schema=_resolve_time_units(bound))
     return replace(bound, file_schema=_resolve_newest_times(bound, splitting))
 
 
@@ -98,6 +100,27 @@ def bind_files_to_schema(
     if not any(len(file.lengths) for file in files):
         raise DataError(f"{files[0].path}: got no row, wanted at least one. Was it fully written?")
     return combine_table_files(file_schema, bound, split_by)
+
+
+def _resolve_time_units(files: TableFiles) -> FileSchema:
+    """Set the unit of every column of times: what its fields declare, else what suits most of the first numbers."""
+    units: dict[str, Unit] = {}
+    times = [field for field in files.file_schema.fields if reads_times(field)]
+    for field in sorted(times, key=lambda field: field.unit is None):
+        if field.column not in units and field.unit is None:
+            blocks = range(len(files.lengths))
+            first = (files.find_time_unit(block, field.column) for block in blocks)
+            unit, share = next(filter(None, first), ("s", 0.0))
+            units[field.column] = unit if share > 0.5 else "s"
+        if units.setdefault(field.column, field.unit or "s") != (field.unit or units[field.column]):
+            raise ConfigError(
+                f"field {field.name!r}: got unit={field.unit}, wanted {units[field.column]} as another field of the "
+                f"column {field.column!r} declares it"
+            )
+    fields = (
+        replace(f, unit=units[f.column]) if reads_times(f) else f for f in files.file_schema.fields
+    )
+    return replace(files.file_schema, fields=tuple(fields))
 
 
 def _resolve_newest_times(files: TableFiles, splitting: SplitOptions) -> FileSchema:
