@@ -9,11 +9,12 @@ from contextlib import suppress
 
 import pytest
 
-from colonnade.checkpoint.header import state_folder
+from colonnade.checkpoint.header import list_checkpoints, state_folder
 from colonnade.checkpoint.states import load_state
 from colonnade.cli import main
 from colonnade.errors import CorruptionError
 from colonnade.store.durable import append_checksum
+from colonnade.store.manifest import read_manifest_fields
 
 SETTINGS = (
     "train.batch_size=150", "train.checkpoint_steps=1", "embedding.eviction.max_rows=50", "model.name=lr",
@@ -126,3 +127,37 @@ def test_a_pickle_in_a_state_file_is_refused_and_not_run(trained, tmp_path, caps
     with pytest.raises(CorruptionError, match="holds more than tensors") as caught:
         load_state(state, "any run")
     assert "weights_only" not in str(caught.value) and not (tmp_path / "evil").exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["rows/0-of-1/000/manifest-1.json", "checkpoints/000000000001.json"]
+)
+def test_a_damaged_older_checkpoint_is_named_and_training_goes_on(name, trained, tmp_path, capsys):
+    folder = tmp_path / "run"
+    shutil.copytree(trained / "run", folder)
+    content = (folder / name).read_bytes()
+    (folder / name).write_bytes(content[:40] + bytes([content[40] ^ 1]) + content[41:])
+    assert run("verify", folder) == 2
+    out, error = capsys.readouterr()
+    assert "step 2: intact" in out and name in out and "damaged are 1." in error
+    assert run("verify", folder, "--at", 2) == 0
+    capsys.readouterr()
+    keep = "train.keep_checkpoints=9"
+    for epochs, steps in ((3, [2, 3]), (4, [2, 3, 4])):  # of commits in the same store
+        assert run(*train(trained, folder, f"train.epochs={epochs}", keep)) == 0
+        out = " ".join(capsys.readouterr().out.split())
+        assert "checkpoint of step 1 can no longer be opened" in out and name in out.replace(
+            " ", ""
+        )
+        for step in steps:
+            assert run("verify", folder, "--at", step) == 0
+    (folder / name).write_bytes(content)  # restored from a copy: its rows were kept
+    assert run("verify", folder, "--at", 1) == 0 and run("verify", folder) == 0
+    assert run("evaluate", folder, "--at", 1, "--part", "train") == 0
+    assert run(*train(trained, folder, "train.epochs=5", "train.keep_checkpoints=1")) == 0
+    capsys.readouterr()
+    assert run("verify", folder) == 0
+    store = folder / "rows/0-of-1/000"
+    newest = list_checkpoints(folder)[-1]
+    listed = {part["file"] for part in read_manifest_fields(store, newest)["segments"]}
+    assert {path.name for path in store.glob("segment-*.rows")} == listed  # nothing is left over

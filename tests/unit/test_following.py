@@ -33,7 +33,13 @@ from colonnade.errors import (
 from colonnade.publish import delivery as carriage
 from colonnade.publish import delivery as following
 from colonnade.publish import deltas as publication
-from colonnade.publish.deltas import CURRENT, delta_file_name, read_current, read_delta
+from colonnade.publish.deltas import (
+    CURRENT,
+    delta_file_name,
+    read_current,
+    read_delta,
+    verify_publication,
+)
 from colonnade.publish.export import export_run
 from colonnade.run.run import open_run
 from colonnade.store.checksums import CheckedFile
@@ -529,6 +535,143 @@ def test_no_damage_ends_a_follower(snapshots, tmp_path, monkeypatch):
         wait_until(lambda: predictor.step == steps[-1])
         expected = wanted(folder, steps[-1], batches({})[:2], tmp_path / "out")
         assert equal(scores(predictor, batches({})[:2]), expected)
+
+
+def flip(path: Path) -> bytes:
+    """Flip a bit in the middle of a file; return what it was."""
+    content = path.read_bytes()
+    middle = len(content) // 2
+    path.write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
+    return content
+
+
+def damaged_files(published: Path) -> set[Path]:
+    return {file.path for file in verify_publication(published) if file.problem}
+
+
+def rewrite(published: Path, change) -> None:
+    """Change the fields of the pointer, with a checksum that fits."""
+    word = json.loads(read_verified(published / CURRENT))
+    change(word)
+    write_durably(Disk(), published / CURRENT, json.dumps(word).encode())
+
+
+@pytest.fixture(scope="module")
+def two_bases(tmp_path_factory):
+    """A publication with changes after each of two bases."""
+    place = tmp_path_factory.mktemp("two")
+    with pytest.MonkeyPatch.context() as patch:
+        send, steps = publication.DeltaPublisher.send, []
+
+        def send_with_bases(self, step, retained, say):
+            steps.append(step)
+            patch.setattr(publication, "MIN_BYTES_FOR_BASE", 1 if len(steps) == 3 else 1 << 40)
+            send(self, step, retained, say)
+
+        patch.setattr(publication.DeltaPublisher, "send", send_with_bases)
+        settings = {"train.max_steps": 24, "train.publish_at": "last"}
+        train(Mesh(), place / "run", place / "published", settings)
+    current = read_current(place / "published")
+    assert (
+        len(current.bases) == 2
+        and current.bases[0].number < current.bases[1].number < current.number
+    )
+    return place / "published"
+
+
+def test_verify_reads_each_step_that_is_published(two_bases, tmp_path):
+    published = tmp_path / "published"
+    shutil.copytree(two_bases, published)
+    current = read_current(published)
+    files = {path for path in published.rglob("*") if path.is_file()}
+    assert {file.path for file in verify_publication(published)} == files
+    assert not damaged_files(published)
+    for path in files - {published / CURRENT}:
+        content = flip(path)
+        assert path in damaged_files(published), path
+        path.unlink()
+        assert path in damaged_files(published), path
+        path.write_bytes(content)
+    assert not damaged_files(published)
+    # A follower's copy may lack an older base, and what leads from there to the newest.
+    shutil.rmtree(published / current.bases[0].folder)
+    assert not damaged_files(published)
+    assert (
+        min(carriage.list_published_steps(published, current).values()) == current.bases[1].number
+    )
+
+
+def test_a_step_behind_a_missing_change_is_not_offered(two_bases, tmp_path):
+    published = tmp_path / "published"
+    shutil.copytree(two_bases, published)
+    current = read_current(published)
+    numbers = set(carriage.list_published_steps(published, current).values())
+    missing = current.bases[1].number + 1
+    (published / delta_file_name(missing)).unlink()
+    offered = carriage.list_published_steps(published, current)
+    assert set(offered.values()) == {number for number in numbers if number < missing}
+    assert published / delta_file_name(missing) in damaged_files(published)
+
+
+def swap_tag(word: dict) -> None:
+    word["tag"] = "0123456789abcdef"
+
+
+def at_the_base(word: dict) -> None:
+    word["number"] = word["bases"][-1]["number"]
+
+
+def behind_the_base(word: dict) -> None:
+    word["number"] = word["bases"][-1]["number"] - 1
+
+
+def far_ahead(word: dict) -> None:
+    word["number"] = 10**15
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("forge", [swap_tag, at_the_base, behind_the_base, far_ahead])
+def test_forged_pointers_end_in_an_error(forge, two_bases, tmp_path):
+    """Followers stay at their checkpoint, and go on when the pointer is right again."""
+    published = tmp_path / "published"
+    shutil.copytree(two_bases, published)
+    content, current = (published / CURRENT).read_bytes(), read_current(published)
+    with Predictor.open(published) as predictor:
+        step = predictor.step
+        rewrite(published, forge)
+        for _ in range(2):
+            with pytest.raises((CorruptionError, CheckpointError, StorageError)):
+                predictor.refresh()
+        with pytest.raises((CorruptionError, CheckpointError, StorageError)):
+            refuse(published)
+        with pytest.raises((CorruptionError, CheckpointError, StorageError)):
+            Predictor.open(published)
+        os.replace(write_beside(published / CURRENT, content), published / CURRENT)
+        predictor.refresh()
+        assert predictor.step == step == current.step
+
+
+def refuse(published: Path) -> None:
+    if damaged_files(published):
+        raise CorruptionError("damaged")
+
+
+def write_beside(path: Path, content: bytes) -> Path:
+    beside = path.with_name(f"{path.name}.beside")
+    beside.write_bytes(content)
+    return beside
+
+
+def test_a_change_of_another_checkpoint_is_named(two_bases, tmp_path):
+    published = tmp_path / "published"
+    shutil.copytree(two_bases, published)
+    current = read_current(published)
+    first, last = current.bases[1].number + 1, current.number
+    assert first < last
+    (published / delta_file_name(first)).write_bytes(
+        (published / delta_file_name(last)).read_bytes()
+    )
+    assert published / delta_file_name(first) in damaged_files(published)
 
 
 @pytest.mark.parametrize(

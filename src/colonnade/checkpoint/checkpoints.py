@@ -269,7 +269,8 @@ class Checkpoints:
         self.mesh.barrier("checkpoint")
         for backing in self.backings:
             if isinstance(backing, LogBacking):
-                backing.prune([step for step in retained if step in backing.commits()])
+                known = {*backing.commits(), *backing.lost_commits()}
+                backing.prune([step for step in retained if step in known])
         if self.mesh.rank == 0:
             remove_unused_stores(
                 [self.folder / "rows", *self.outside_folders],
@@ -301,11 +302,20 @@ def describe_slow_checkpoint(log_writers: Sequence[LogWriter]) -> str:
     )
 
 
+def _read_intact_headers(folder: Path, steps: Sequence[int]) -> dict[int, dict[str, Any]]:
+    """Read the headers of these checkpoints by step, less damaged ones, which `describe_lost_checkpoints` names."""
+    headers = {}
+    for step in steps:
+        with suppress(StorageError):
+            headers[step] = read_header(folder, step)
+    return headers
+
+
 def steps_to_keep(folder: Path, keep: int) -> list[int]:
     """Return the saved steps to keep: the newest `keep`, and the best step that each of their headers names."""
     steps = list_checkpoints(folder)
     newest = steps[-keep:]
-    best = {read_header(folder, step).get("best_step") for step in newest}
+    best = {header.get("best_step") for header in _read_intact_headers(folder, newest).values()}
     return [step for step in steps if step in newest or step in best]
 
 
@@ -417,9 +427,8 @@ def _delete_overwritten_checkpoints(
 
 def used_store_folders(folder: Path, steps: Sequence[int]) -> set[str]:
     """Return the store folders inside `rows` that these checkpoints use."""
-    return {
-        str(store.path) for step in steps for store in list_store_folders(read_header(folder, step))
-    }
+    headers = _read_intact_headers(folder, steps).values()
+    return {str(store.path) for header in headers for store in list_store_folders(header)}
 
 
 def remove_unused_stores(store_folders: Sequence[Path], used_folders: Collection[str]) -> None:
@@ -553,18 +562,24 @@ def _restore_cached_rows(
 
 
 def describe_lost_checkpoints(checkpoints: Checkpoints) -> list[str]:
-    """Describe older checkpoints that cannot be opened because a directory with their rows is missing. Collective."""
+    """Describe older checkpoints that cannot be opened because files are missing or damaged. Collective."""
+    folder = checkpoints.folder
+    steps = list_checkpoints(folder)
     own_lost = {
-        str(step): path
+        str(step): f"{header_path(folder, step)} is damaged"
+        for step in {*steps} - {*_read_intact_headers(folder, steps)}
+    }
+    own_lost |= {
+        str(step): problem
         for backing in checkpoints.backings
         if isinstance(backing, LogBacking)
-        for step, path in backing.lost_commits().items()
+        for step, problem in backing.lost_commits().items()
     }
     lost: dict[str, str] = {}
     for lost_of_rank in checkpoints.mesh.all_gather_bytes("control", json.dumps(own_lost).encode()):
         lost |= json.loads(lost_of_rank)
     return [
-        f"The checkpoint of step {step} can no longer be opened: {path}, which has rows of it, is missing. "
-        "The newest checkpoint is intact; to keep the older one too, bring the directory back"
-        for step, path in sorted(lost.items(), key=lambda item: int(item[0]))
+        f"The checkpoint of step {step} can no longer be opened: {problem}. The newest checkpoint is intact; to keep "
+        "the older one too, bring that back"
+        for step, problem in sorted(lost.items(), key=lambda item: int(item[0]))
     ]

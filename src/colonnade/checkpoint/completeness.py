@@ -20,7 +20,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from colonnade.checkpoint.header import REMEDY, header_path, read_header, state_folder
+from colonnade.checkpoint.header import (
+    REMEDY,
+    header_path,
+    list_checkpoints,
+    read_header,
+    state_folder,
+)
 from colonnade.comm.differences import MAX_SHOWN, format_ranks
 from colonnade.errors import CheckpointError, ColonnadeError, WorldError
 from colonnade.store.durable import read_checksum, read_verified
@@ -133,6 +139,20 @@ def find_file_problems(
             yield rows, _find_damaged_manifest(rows, tables, step) or (
                 f"rows/{name} is not what this run saved there: of another run or rank, or cut short"
             )  # fmt: skip
+
+
+def find_damaged_checkpoints(folder: Path, step: int) -> dict[int, str]:
+    """Map the other checkpoints of a run that are not whole to their first problem. Reads headers and manifests."""
+    problems: dict[int, str] = {}
+    for other in list_checkpoints(folder):
+        try:
+            if other != step and (
+                problem := next(find_file_problems(folder, read_header(folder, other)), None)
+            ):
+                problems[other] = problem[1]
+        except (ColonnadeError, OSError) as error:
+            problems[other] = str(error)
+    return problems
 
 
 def _raise_checkpoint_problems(folder: Path, step: int | None, problems: Iterable[str]) -> None:

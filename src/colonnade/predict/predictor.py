@@ -168,7 +168,7 @@ class Predictor:
             predictor._subscriber = subscriber
             predictor.refresh()
         while subscriber is not None and subscriber.number < last_number:
-            predictor._apply_next_delta(subscriber)
+            predictor._apply_next_delta(subscriber, current)
         return predictor
 
     @property
@@ -247,7 +247,7 @@ class Predictor:
                 base, current = self._find_updates(subscriber)
                 while subscriber.tag != current.tag:
                     if base is None:
-                        self._apply_next_delta(subscriber)
+                        self._apply_next_delta(subscriber, current)
                     else:
                         self._open_base(subscriber, base)
                     base, current = subscriber.find_updates()
@@ -316,10 +316,10 @@ class Predictor:
             subscriber.mark_base_damaged()
         return subscriber.find_updates()
 
-    def _apply_next_delta(self, subscriber: Subscriber) -> None:
+    def _apply_next_delta(self, subscriber: Subscriber, current: CurrentPointer) -> None:
         """Apply the next published change to rows and weights, between two batches."""
         delta = subscriber.read_next_delta(
-            find_collection(self.model).tables, dense_weights(self.model)
+            find_collection(self.model).tables, dense_weights(self.model), current
         )
         with self._lock, torch.inference_mode():
             try:

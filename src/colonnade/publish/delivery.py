@@ -32,8 +32,10 @@ from colonnade.publish.deltas import (
     Delta,
     DeltaPublisher,
     TableDelta,
+    check_delta_link,
     check_publication_owner,
     delta_file_name,
+    list_changes_by_base,
     parse_current,
     read_current,
     read_delta,
@@ -336,20 +338,15 @@ class Subscriber:
         is_restarted = current.number <= self.number and current.tag != self.tag
         return (newest if newest.folder != self.base or is_restarted else None), current
 
-    def read_next_delta(self, tables: Sequence[Table], dense: dict[str, Tensor]) -> Delta:
+    def read_next_delta(
+        self, tables: Sequence[Table], dense: dict[str, Tensor], current: CurrentPointer
+    ) -> Delta:
         """Read the next delta and check it against the predictor's network, without applying it.
 
         Raises StorageError, CorruptionError, CheckpointError that names the problem.
         """
         delta = read_delta(self.folder, self.number + 1)
-        header = delta.header
-        path = f"{self.folder}: change {self.number + 1}"
-        if (header.run, header.number, header.before) != (self.run, self.number + 1, self.tag):
-            raise CheckpointError(
-                f"{path}: got one of run {header.run} that applies to checkpoint {header.before}, wanted run "
-                f"{self.run} "
-                f"and checkpoint {self.tag}: it is another publication's. Publish to a folder of its own"
-            )
+        check_delta_link(self.folder, delta.header, self.number + 1, self.tag, current)
         shapes = [(len(c.ids), tuple(c.weights.shape), str(c.weights.dtype)) for c in delta.tables]
         wanted_shapes = [
             (count, (count, table.width), f"torch.{table.dtype}")
@@ -362,7 +359,8 @@ class Subscriber:
             or _shapes(delta.dense) != _shapes(dense)
         ):
             raise CheckpointError(
-                f"{path}: got rows or weights of other shapes than this network's; it is another model's"
+                f"{self.folder}: change {self.number + 1}: got rows or weights of other shapes than this network's; it "
+                "is another model's"
             )
         return delta
 
@@ -444,11 +442,11 @@ def find_published_step(folder: Path, step: int) -> tuple[CurrentPointer, BaseEx
 def list_published_steps(folder: Path, current: CurrentPointer) -> dict[int, int]:
     """Return the number of each published step with a base and all deltas on disk, by step, ascending."""
     steps: dict[int, int] = {}
-    for base in current.bases:
-        with suppress(StorageError, CheckpointError):
+    for base, numbers in list_changes_by_base(folder, current):
+        with suppress(
+            StorageError, CheckpointError
+        ):  # what follows a missing file cannot be reached
             steps[read_export(folder_inside(folder, base.folder)).step] = base.number
-    first = min(steps.values(), default=current.number)
-    for number in range(first + 1, current.number + 1):
-        with suppress(StorageError):
-            steps[read_delta_header(folder, number).step] = number
+            for number in numbers:
+                steps[read_delta_header(folder, number).step] = number
     return dict(sorted(steps.items()))

@@ -36,10 +36,11 @@ from colonnade.errors import (
     ColonnadeError,
     ConfigError,
     CorruptionError,
+    StorageError,
 )
 from colonnade.formats import make_format_stamp
 from colonnade.publish.export import check_dense_finite, check_rows_finite, export_run
-from colonnade.publish.exported import Count, verify_each_file
+from colonnade.publish.exported import MODEL, Count, verify_each_file
 from colonnade.store.difference import CommitDifference, IncomparableCommits, diff_commits
 from colonnade.store.disk import Disk
 from colonnade.store.durable import read_verified, write_durably
@@ -173,8 +174,8 @@ class DeltaPublisher:
         next_number = current.number + 1
         try:
             delta = build_delta(self.run_folder, current, step, header, next_number, tag)
-        except (IncomparableCommits, CheckpointError):
-            # The previous checkpoint is deleted or has other shardings, so the difference is unknown.
+        except (IncomparableCommits, CheckpointError, CorruptionError):
+            # The previous checkpoint is deleted, damaged or has other shardings, so the difference is unknown.
             self._write_current(
                 self._with_base(
                     CurrentPointer(current.run, next_number, step, tag, current.bases, 0)
@@ -324,7 +325,39 @@ def parse_current(content: bytes, path: Path) -> CurrentPointer:
     current = parse_stamped(CurrentPointer, content, path, FORMAT, REMEDY)
     if not current.bases:
         raise CorruptionError(f"{path}: got a publication without a base; {REMEDY}")
+    numbers, newest = [base.number for base in current.bases], current.bases[-1]
+    if numbers != sorted(set(numbers)) or newest.number > current.number:
+        raise CorruptionError(
+            f"{path}: got bases {numbers} and newest change {current.number}, wanted numbers that ascend; {REMEDY}"
+        )
+    if newest.number == current.number and newest.tag != current.tag:
+        raise CorruptionError(
+            f"{path}: got tag {current.tag} of the newest checkpoint, wanted {newest.tag}, that of its base "
+            f"{newest.folder}; {REMEDY}"
+        )
     return current
+
+
+def list_changes_by_base(
+    folder: Path, current: CurrentPointer
+) -> Iterator[tuple[BaseExport, list[int]]]:
+    """Yield each base on disk, and the numbers of the changes that lead from it to later checkpoints, ascending.
+
+    They end at the next base. The number of a missing change is listed if a later one is on disk, or if it leads to the
+    newest checkpoint. A copy of a publication has only what its followers needed.
+    """
+    stored = {
+        int(path.name.partition("-")[2])
+        for path in folder.glob("change-*")
+        if path.name.partition("-")[2].isdecimal()
+    }
+    ends = [*(base.number for base in current.bases[1:]), current.number]
+    for base, end in zip(current.bases, ends, strict=True):
+        is_newest = base is current.bases[-1]
+        if is_newest or folder_inside(folder, base.folder).exists():
+            wanted = {number for number in stored | {current.number} if base.number < number <= end}
+            wanted |= {number - 1 for number in wanted if number - 1 > base.number}
+            yield base, sorted(wanted)
 
 
 def check_publication_owner(folder: Path, current: CurrentPointer, run: str) -> None:
@@ -397,18 +430,54 @@ def _check_ids(ids: Tensor) -> None:
         raise ValueError("ids that are not int64 (N,), ascending")
 
 
-def verify_publication(folder: Path) -> Iterator[VerifiedFile]:
-    """Read every byte that subscribers of the newest base need, and yield each file.
+def check_delta_link(
+    folder: Path, header: DeltaHeader, number: int, before: str, current: CurrentPointer
+) -> None:
+    """Raise CheckpointError unless a delta is change `number` of this publication and applies to checkpoint `before`;
+    CorruptionError if it leads to another checkpoint than the pointer states, where followers would start over forever.
+    """
+    path = f"{folder}: change {number}"
+    if (header.run, header.number, header.before) != (current.run, number, before):
+        raise CheckpointError(
+            f"{path}: got one of run {header.run} that applies to checkpoint {header.before}, wanted run {current.run} "
+            f"and checkpoint {before}: it is another publication's. Publish to a folder of its own"
+        )
+    ends = {base.number: base.tag for base in current.bases} | {current.number: current.tag}
+    if header.tag != ends.get(number, header.tag):
+        raise CorruptionError(
+            f"{path}: got one that leads to checkpoint {header.tag}, wanted {ends[number]} by {CURRENT}; {REMEDY}"
+        )
 
-    Raises CheckpointError, CorruptionError, StorageError if published.json or a base's model.json cannot be read.
+
+def verify_publication(folder: Path) -> Iterator[VerifiedFile]:
+    """Read every byte of every step that is still published, check that its tags connect them, and yield each file.
+
+    Raises CheckpointError, CorruptionError, StorageError if published.json cannot be read.
     """
     current = read_current(folder)
     if current is None:
         raise CheckpointError(f"{folder} holds no publication")
     yield verify_file(folder / CURRENT, lambda: None)
-    yield from verify_each_file(folder_inside(folder, current.bases[-1].folder))
-    for number in range(current.bases[-1].number + 1, current.number + 1):
-        yield verify_file(folder / delta_file_name(number), partial(read_delta, folder, number))
+    for base, numbers in list_changes_by_base(folder, current):
+        base_folder, tag = folder_inside(folder, base.folder), base.tag
+        try:
+            yield from verify_each_file(base_folder)
+        except (CheckpointError, StorageError) as error:
+            yield VerifiedFile(base_folder / MODEL, 0, str(error))
+        for number in numbers:
+            headers: list[DeltaHeader] = []
+            read = partial(_read_linked_delta, folder, number, tag, current, headers)
+            yield verify_file(folder / delta_file_name(number), read)
+            tag = headers[0].tag if headers else ""
+
+
+def _read_linked_delta(
+    folder: Path, number: int, before: str, current: CurrentPointer, headers: list[DeltaHeader]
+) -> None:
+    """Read a delta, append its header to `headers`, and check its link. before: "" if that delta is damaged."""
+    header = read_delta(folder, number).header
+    headers.append(header)
+    check_delta_link(folder, header, number, before or header.before, current)
 
 
 def _read_checked(path: Path) -> bytes:

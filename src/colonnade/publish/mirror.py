@@ -23,7 +23,13 @@ import fsspec
 
 from colonnade.checkpoint.header import parse_header, read_header
 from colonnade.checkpoint.stores import list_store_folders
-from colonnade.errors import CheckpointError, ColonnadeError, ConfigError, StorageError
+from colonnade.errors import (
+    CheckpointError,
+    ColonnadeError,
+    ConfigError,
+    CorruptionError,
+    StorageError,
+)
 from colonnade.store.disk import Disk
 from colonnade.store.durable import read_verified, write_durably
 from colonnade.store.manifest import (
@@ -64,13 +70,16 @@ class Mirror:
                 mirrored = list_mirrored_steps(files, root)
                 sizes = _file_sizes(files, f"{root}/rows")
                 for retained_step in retained:
-                    self._copy(
-                        files,
-                        root,
-                        retained_step,
-                        retained_step not in mirrored or retained_step == step,
-                        sizes,
-                    )
+                    is_new = retained_step not in mirrored or retained_step == step
+                    try:
+                        self._copy(files, root, retained_step, is_new, sizes)
+                    except (CheckpointError, CorruptionError) as error:
+                        if retained_step == step:
+                            raise
+                        # An older checkpoint that is damaged must not keep the newest from the mirror.
+                        print_line(
+                            f"{self.url}: left out the checkpoint of step {retained_step}: {error}"
+                        )
                 _delete_unretained(files, root, retained)
             self.problem = None
         except StorageError as error:

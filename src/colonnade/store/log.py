@@ -35,7 +35,12 @@ from colonnade.store.contract import Manifest, RowBatch, SegmentEntry
 from colonnade.store.disk import Disk, DiskFile
 from colonnade.store.durable import TEMPORARY_SUFFIX, write_durably
 from colonnade.store.live import LiveRecords
-from colonnade.store.log_files import LogFiles, SegmentFile, allow_many_files
+from colonnade.store.log_files import (
+    LogFiles,
+    SegmentFile,
+    allow_many_files,
+    list_segment_files,
+)
 from colonnade.store.log_rows import (
     PendingRead,
     Written,
@@ -90,6 +95,7 @@ class LogBacking:
         full_records = max(1, (segment_bytes - HEADER.size) // shape.stride)
         self._rewriter = SegmentRewriter(log, files, full_records, MOVED, MOVED_HOT)
         self._manifests: dict[int, Manifest] = {}  # of the retained commits, by step
+        self._damaged: frozenset[int] = frozenset()  # retained commits with an unreadable manifest
         # Of failed commits with a manifest that may be on the disk: their files may not be removed before it.
         self._doubtful: list[Manifest] = []
         self._committing = threading.RLock()  # one commit, prune or removal at a time
@@ -207,8 +213,13 @@ class LogBacking:
         return sorted(self._manifests)
 
     def lost_commits(self) -> dict[int, str]:
-        """Map each retained commit that cannot be opened now to the last known directory of its missing files."""
-        return manifests.find_lost_commits(self._manifests.values(), self._stripes)
+        """Map each retained commit that cannot be opened now to what is missing or damaged."""
+        lost = manifests.find_lost_commits(self._manifests.values(), self._stripes)
+        missing = {step: f"{path}, which has rows of it, is missing" for step, path in lost.items()}
+        return missing | {
+            step: f"{self.directory / manifests.file_name(step)} is damaged"
+            for step in self._damaged
+        }
 
     def freeze(self) -> None:
         """Fix the content of the next commit as `Backing.freeze`. Garbage collection pauses until `commit` or `thaw`.
@@ -274,13 +285,16 @@ class LogBacking:
         """
         with self._committing:
             self._check_writable()
-            unknown = sorted(set(keep_steps) - set(self._manifests))
+            unknown = sorted(set(keep_steps) - set(self._manifests) - self._damaged)
             if unknown:
                 raise CheckpointError(
                     f"{self.directory}: got keep_steps with {unknown}, wanted some of {self.commits()}. "
                     "Keep only steps that `commits()` lists"
                 )
-            self._manifests = {step: self._manifests[step] for step in sorted(keep_steps)}
+            self._damaged &= set(keep_steps)
+            self._manifests = {
+                step: self._manifests[step] for step in sorted(set(keep_steps) - self._damaged)
+            }
             self._remove_manifests()
             self.files.remove_forgotten_files(self._referenced_segments())
 
@@ -393,13 +407,12 @@ class LogBacking:
 
     def _remove_manifests(self) -> None:
         """Delete manifests of commits that are not retained; then their bitmaps."""
-        self._remove_files(
-            manifests.FILE_NAME, {manifests.file_name(step) for step in self._manifests}
-        )
+        steps = {*self._manifests, *self._damaged}
+        self._remove_files(manifests.FILE_NAME, {manifests.file_name(step) for step in steps})
         # A manifest must be gone for good before a file that only it lists is removed.
         self._disk.sync_dir(self.directory)
         self._doubtful.clear()
-        self._remove_files(lives.FILE_NAME, {lives.file_name(step) for step in self._manifests})
+        self._remove_files(lives.FILE_NAME, {lives.file_name(step) for step in steps})
 
     def _remove_files(self, pattern: re.Pattern[str], retained: Collection[str]) -> None:
         for name in sorted(os.listdir(self.directory)):
@@ -420,11 +433,16 @@ class LogBacking:
         self._other_bytes = manifest.lifetime_bytes
         self._manifests[manifest.step] = manifest
 
-    def _start_writing(self, retained: dict[int, Manifest]) -> None:
-        """Start writing: remove every commit that is not in `retained`, and files that no commit lists."""
-        self._manifests = dict(retained)
+    def _start_writing(self, retained: dict[int, Manifest], damaged: Collection[int]) -> None:
+        """Start writing: remove every commit that is not in `retained`, and files that no commit lists.
+
+        damaged: steps of older commits with unreadable manifests. What they list is unknown, so all files stay until
+        such a commit is pruned: its manifest may be restored from a copy.
+        """
+        self._manifests, self._damaged = dict(retained), frozenset(damaged)
         self._remove_manifests()
-        self.files.remove_leftover_files(self._referenced_segments())
+        if not damaged:
+            self.files.remove_leftover_files(self._referenced_segments())
         for manifest in retained.values():
             for entry in manifest.segments:
                 self.files.track_removable(entry)
@@ -481,8 +499,9 @@ def open_log(
     nothing on the disk has changed. Records themselves are checked when they are read.
 
     For writing: commits newer than `step` (with None: all) are deleted, because the run has already decided which step
-    is complete; files that no retained commit lists are deleted, too. Raises StoreLocked if the store is open for
-    writing elsewhere. `read_only` changes nothing and needs no lock.
+    is complete; files that no retained commit lists are deleted, too. Older commits with an unreadable manifest are
+    left out (`lost_commits`). Raises StoreLocked if the store is open for writing elsewhere. `read_only` changes
+    nothing and needs no lock.
 
     rows, num_owners, owner_index: of a vocabulary table, with ids of owner `owner_index` only; None: any id.
     reader, writer, collector: share one of each among the stores of a rank. stripes: directories of this store's own
@@ -503,7 +522,7 @@ def open_log(
             record_bytes=record_bytes,
         )  # fmt: skip
         older = () if read_only else manifests.committed_steps(directory)
-        by_step, store_id, known = _read_manifests(read, step, older)
+        by_step, damaged, store_id, known = _read_manifests(read, step, older)
         opened = open_stripes(
             directory, stripes, disk=None if read_only else disk, home_lock=home_lock, known=known,
             store_id=store_id,
@@ -511,6 +530,8 @@ def open_log(
         shape = SegmentShape(record_bytes, owner_digest(table_name, identity))
         longest = max(segment_bytes, HEADER.size + shape.stride)
         numbers = [entry.number for manifest in by_step.values() for entry in manifest.segments]
+        if damaged:
+            numbers += [number for number, _ in list_segment_files(opened)]
         log = _native.RowLog(
             record_bytes, rows or 0, num_owners, owner_index, longest, shape.chunk_bytes(chunk_bytes), 3,
             1 + max(numbers, default=0),
@@ -528,7 +549,7 @@ def open_log(
         if step is not None:
             store._load_commit(by_step[step])
         if not read_only:
-            store._start_writing(by_step)
+            store._start_writing(by_step, damaged)
     except BaseException:
         _close_partially_opened(store, opened, home_lock)
         raise
@@ -539,16 +560,22 @@ def _read_manifests(
     read: Callable[[int], tuple[Manifest, str, dict[int, str]]],
     step: int | None,
     steps: Iterable[int],
-) -> tuple[dict[int, Manifest], str, dict[int, str]]:
+) -> tuple[dict[int, Manifest], list[int], str, dict[int, str]]:
     """Read the manifest of `step` and, of `steps`, the earlier ones.
 
-    Returns them by step, and the store's id and directories from the manifest of `step`; all empty for a new store.
+    Returns them by step, the steps of earlier ones that cannot be read, and the store's id and directories from the
+    manifest of `step`; all empty for a new store.
     """
     if step is None:
-        return {}, "", {}
+        return {}, [], "", {}
     manifest, store_id, known = read(step)
-    older = {other: read(other)[0] for other in steps if other < step}
-    return {**older, step: manifest}, store_id, known
+    by_step, damaged = {}, []
+    for other in (other for other in steps if other < step):
+        try:
+            by_step[other] = read(other)[0]
+        except StorageError:
+            damaged.append(other)
+    return {**by_step, step: manifest}, damaged, store_id, known
 
 
 def _lock_store_directory(directory: Path, disk: Disk, step: int | None) -> DiskFile:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import resource
 import secrets
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -297,11 +297,9 @@ class LogFiles:
 
     def remove_leftover_files(self, referenced: Collection[int]) -> None:
         """Remove files that no retained commit lists, from every directory of the store, when it opens."""
-        for directory in self.stripes.directories.values():
-            for path in sorted(directory.iterdir()):
-                match = segments.FILE_NAME.fullmatch(path.name.removesuffix(TEMPORARY_SUFFIX))
-                if match and int(match[1]) not in referenced:
-                    self.disk.unlink(path)
+        for number, path in list_segment_files(self.stripes):
+            if number not in referenced:
+                self.disk.unlink(path)
 
     def close(self) -> None:
         """Close mappings; files close when their last read ends."""
@@ -318,6 +316,15 @@ class LogFiles:
             part.mapping = FileMapping(part.file, num_bytes)
             address = part.mapping.address
         self.log.attach(part.number, part.file.fd, address)
+
+
+def list_segment_files(stripes: Stripes) -> Iterator[tuple[int, Path]]:
+    """Yield the files of segments in every directory of a store, each with its segment's number."""
+    for directory in stripes.directories.values():
+        for path in sorted(directory.iterdir()):
+            match = segments.FILE_NAME.fullmatch(path.name.removesuffix(TEMPORARY_SUFFIX))
+            if match:
+                yield int(match[1]), path
 
 
 def _total_bytes(entry: SegmentEntry) -> int:
