@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -192,11 +193,59 @@ def test_slow_and_broken_clients_are_ended(trained):
         assert read_all(silent) == b""
         assert b"408" in (answer := read_all(header)) and b"no complete header" in answer
         assert b"408" in (answer := read_all(body)) and b"got 1 bytes of the body" in answer
-        assert b"431" in (answer := read_all(large)) and b"wanted less" in answer
+        assert b"431" in (answer := read_all(large)) and b"65,536 bytes; send less" in answer
         assert b" 400 " in (answer := read_all(noise)) and b"not HTTP/1.1" in answer
         assert time.monotonic() - began < 10
         with server.client() as client:
             assert client.get("/v2/health/ready").status_code == 200
+
+
+@pytest.mark.parametrize("host", ["localhost", "evil.example"])
+@pytest.mark.parametrize(
+    "start, field",
+    [
+        ("1\r\n[\r\n0\r\n", "X-T: " + "y" * 90 + "\r\n"),
+        ("1\r\n[\r\n0\r\nX-T: ", "y" * 97),
+        ("1;e=", "y" * 97),
+    ],
+)
+def test_endless_trailers_and_chunk_extensions_are_refused(server, host, start, field):
+    """Many trailers, one that does not end, an extension of a chunk; the server keeps a limited part of each."""
+    link = connect(
+        server,
+        f"POST /score HTTP/1.1\r\nHost: {host}\r\nTransfer-Encoding: chunked\r\n\r\n{start}".encode(),
+    )
+    sent, piece = 0, field.encode() * 300
+    began = time.monotonic()
+    with contextlib.suppress(ConnectionError):
+        while sent < 100 << 20 and time.monotonic() - began < 5:
+            link.sendall(piece)
+            sent += len(piece)
+    assert sent < 20 << 20, f"the server took {sent:,} bytes"
+    with contextlib.suppress(ConnectionError):
+        answer = read_all(link)
+        wanted = b" 431 " if host == "localhost" else b" 403 "
+        assert not answer or wanted in answer
+
+
+def test_trailers_are_no_headers(server):
+    """A Host or a token behind the body would get round what was checked before it."""
+    head = f"POST /score HTTP/1.1\r\nHost: localhost:{server.port}\r\nConnection: close\r\n"
+    chunks = "Transfer-Encoding: chunked\r\n\r\n2\r\n[]\r\n0\r\nHost: evil.example\r\n\r\n"
+    answer = read_all(connect(server, (head + chunks).encode()))
+    assert b" 400 " in answer and b"got 0 records" in answer
+
+
+def test_many_pipelined_requests_are_all_answered(server):
+    """More than the limit of one header, sent at once."""
+    request = f"GET /v2/health/live HTTP/1.1\r\nHost: localhost:{server.port}\r\nX: {'y' * 100}\r\n"
+    count = 1000
+    content = (request + "\r\n") * (count - 1) + request + "Connection: close\r\n\r\n"
+    link = connect(server, b"")
+    sender = threading.Thread(target=link.sendall, args=(content.encode(),), daemon=True)
+    sender.start()
+    assert read_all(link).count(b"HTTP/1.1 200 OK") == count
+    sender.join(5)
 
 
 def test_clients_that_do_not_read_are_ended(trained):

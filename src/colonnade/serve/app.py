@@ -37,6 +37,8 @@ KEEP_ALIVE_SECONDS = 30
 LINGER_SECONDS = 2.0
 """Wait for the rest of a body that was refused, so that its sender can read the answer first."""
 MAX_HEADER_BYTES = 65536
+"""Limit on a request's header, and on bytes of a body that carry none of it: chunk extensions and trailers."""
+HEADER_TOO_LARGE = f"got a header or trailers of more than {MAX_HEADER_BYTES:,} bytes; send less"
 SHORT_BODY_BYTES = 65536
 """Limit on the body of a request that is scored in the event loop."""
 READ, WRITE = ("GET", "HEAD"), ("POST",)
@@ -115,6 +117,9 @@ class Gate:
         }
         if sum(name == b"host" for name, _ in scope["headers"]) > 1:
             raise RequestError(400, "Host: got it twice, wanted it once")
+        num_bytes = sum(len(name) + len(value) for name, value in scope["headers"])
+        if num_bytes + len(scope["raw_path"]) > MAX_HEADER_BYTES:
+            raise RequestError(431, HEADER_TOO_LARGE)
         self.service.policy.check(scope["method"], scope["path"], headers)
         limit = self.service.options.max_requests
         if self.num_in_progress > limit and not scope["path"].startswith("/v2/health"):
@@ -400,7 +405,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self.options = options
         self.limit_timer: asyncio.TimerHandle | None = None
         self.read_timer: asyncio.TimerHandle | None = None
-        self.is_in_header = self.is_in_body = False
+        self.is_in_header = self.is_in_body = self.has_progress = False
         self.header_bytes = self.num_unread = 0
 
     def connection_made(self, transport: Any) -> None:
@@ -421,37 +426,56 @@ class LimitedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        if self.transport.is_closing():
-            return
+        # Pieces of the limit's size: what belongs to the header that ends inside a piece is not known.
+        for first in range(0, len(data), MAX_HEADER_BYTES):
+            piece = data[first : first + MAX_HEADER_BYTES]
+            self.has_progress = False
+            super().data_received(piece)
+            if self.transport.is_closing():
+                return
+            self.header_bytes = 0 if self.has_progress else self.header_bytes + len(piece)
+            if self.header_bytes > MAX_HEADER_BYTES:
+                self.refuse_header()
+                return
         is_idle = self.cycle is None or self.cycle.response_complete
         if self.is_in_header or (is_idle and not self.is_in_body):
-            self.header_bytes += len(data)
-            if self.header_bytes > MAX_HEADER_BYTES:
-                self.refuse(
-                    "431 Request Header Fields Too Large",
-                    f"got a header of more than {MAX_HEADER_BYTES:,} bytes, wanted less",
-                )
-                return
             self.arm(self.options.body_seconds)
         elif not is_idle:
             self.disarm()
+
+    def refuse_header(self) -> None:
+        """End a connection with a header, or trailers, beyond the limit; an answer that has begun is the last one."""
+        if self.is_in_body and self.cycle.response_started:
+            self.transport.close()
+            return
+        self.refuse("431 Request Header Fields Too Large", HEADER_TOO_LARGE)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self.is_in_header = True
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self.is_in_header:  # trailers are no headers of the request
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
-        self.is_in_header, self.is_in_body, self.header_bytes = False, True, 0
+        self.is_in_header, self.is_in_body, self.has_progress = False, True, True
         super().on_headers_complete()
 
+    def on_chunk_header(self) -> None:
+        self.has_progress = True
+
+    def on_body(self, body: bytes) -> None:
+        self.has_progress = True
+        super().on_body(body)
+
     def on_message_complete(self) -> None:
-        self.is_in_body = False
+        self.is_in_body, self.has_progress = False, True
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self.is_in_body:
+        if self.is_in_body and self.cycle.response_complete:
             self.arm(LINGER_SECONDS)
         if self.transport.get_write_buffer_size():
             self.limit_reading()
