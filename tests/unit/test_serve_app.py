@@ -30,7 +30,7 @@ from served import bearer, to_binary, to_json, to_tensors
 
 from colonnade import Predictor, Recommender
 from colonnade.checkpoint.header import list_checkpoints
-from colonnade.errors import CheckpointError, ConfigError
+from colonnade.errors import CheckpointError, ConfigError, StorageError
 from colonnade.predict import approximate
 from colonnade.publish import deltas
 from colonnade.publish.delivery import list_published_steps
@@ -82,6 +82,58 @@ def test_each_published_step_answers_by_its_number(client, trained, batch, steps
     assert client.service.model.num_open_versions == client.service.options.max_versions
     missing = infer(client, batch, "/v2/models/model/versions/5/infer")
     assert missing.status_code == 404 and ", ".join(map(str, steps)) in missing.json()["error"]
+
+
+def count_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.fixture
+def no_gc():
+    """Let reference counts alone free memory, as between two collections of the oldest generation."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def test_closed_versions_leave_no_descriptors(trained, tmp_path, batch, steps, no_gc):
+    with opened(trained / "published", tmp_path / "state", max_versions=1) as client:
+        infer(client, batch, f"/v2/models/model/versions/{steps[0]}/infer")
+        before = count_descriptors()
+        for step in steps[:-1] * 4:
+            answer = infer(client, batch, f"/v2/models/model/versions/{step}/infer")
+            assert answer.status_code == 200
+        assert count_descriptors() <= before + 2
+
+
+def test_a_publication_that_cannot_be_opened_leaves_no_descriptors(trained, tmp_path, steps, no_gc):
+    """A server tries it again at each look."""
+    copy_published_step(trained / "published", tmp_path / "part", steps[2])
+    path = tmp_path / "part" / delta_file_name(2)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.unlink()  # it is a link to a file of another publication
+    path.write_bytes(content)
+    before, threads = count_descriptors(), threading.active_count()
+    for at in (None, None, steps[2], steps[2]):
+        with pytest.raises(StorageError):
+            Predictor.open(tmp_path / "part", at=at)
+    assert (count_descriptors(), threading.active_count()) == (before, threads)
+
+
+def test_a_closed_fork_leaves_the_other_open(trained, batch, no_gc):
+    """They share files, each by a descriptor of its own."""
+    before = count_descriptors()
+    with Predictor.open(trained / "published") as predictor:
+        expected = predictor(batch)
+        predictor.rows.tables[0].file.file.checked[:] = 0  # reads its file again
+        predictor.rows.tables[0].file.file.is_checked = False
+        other = predictor.fork()
+        predictor.close()
+        assert torch.equal(other(batch), expected)
+        other.close()
+    assert count_descriptors() == before
 
 
 def test_an_older_step_has_the_bits_of_its_export(trained, batch, steps):

@@ -164,11 +164,15 @@ class Predictor:
             model, rows, schema=export.schema, config=config, step=export.step, folder=folder,
             run=export.run, is_full=is_full, row_memory=row_memory,
         )  # fmt: skip
-        if subscriber is not None and at is None:
-            predictor._subscriber = subscriber
-            predictor.refresh()
-        while subscriber is not None and subscriber.number < last_number:
-            predictor._apply_next_delta(subscriber, current)
+        try:
+            if subscriber is not None and at is None:
+                predictor._subscriber = subscriber
+                predictor.refresh()
+            while subscriber is not None and subscriber.number < last_number:
+                predictor._apply_next_delta(subscriber, current)
+        except BaseException:
+            predictor.close()
+            raise
         return predictor
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import threading
 import time
@@ -85,6 +86,16 @@ class CheckedFile:
         """Skip blocks that `other` has checked, if it is the same file, unchanged."""
         if (other._identity, other._checksums) == (self._identity, self._checksums):
             self.checked, self.is_checked = other.checked, other.is_checked
+
+    def duplicate(self) -> CheckedFile:
+        """Return the same file with a descriptor of its own; both know of the blocks that either checks. Raises
+        StorageError."""
+        other = copy.copy(self)
+        try:
+            other.file = DiskFile(self.path, os.dup(self.file.fd))
+        except OSError as error:
+            raise storage_error(error, "open", self.path) from error
+        return other
 
     @property
     def is_replaced(self) -> bool:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -172,10 +173,11 @@ class MappedRows:
         return other
 
     def close(self) -> None:
-        """Unmap the files; later reads are refused."""
+        """Unmap and close the files, and drop their indices; later reads are refused."""
         self._is_closed = True
         self.cache = None
         self._unmap()
+        self.tables, self._native_tables = (), []
 
     def _unmap(self) -> None:
         if self._scrub is not None:
@@ -269,7 +271,8 @@ class MappedTable:
 
     def fork(self, initialiser: _native.Dram) -> MappedTable:
         """Return another table of the same file, with a copy of the rows that are newer."""
-        other = MappedTable(self.table_index, self.file, initialiser, self.index)
+        file = replace(self.file, file=self.file.file.duplicate())
+        other = MappedTable(self.table_index, file, initialiser, self.index)
         other.reserve(0, self._num_newer)
         if self._newer is not None:
             other._newer, other._num_newer = _native.RowIndex(), self._num_newer
@@ -302,6 +305,7 @@ class MappedTable:
     def close(self) -> None:
         self.native.set_base(0)
         self._mapping.close()
+        self.file.file.file.close()
 
 
 class SlotIndex:
