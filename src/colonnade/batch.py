@@ -7,6 +7,7 @@ Legend: B samples, n dense columns, E lookups of one feature.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -14,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+
+from colonnade.errors import DataError
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +82,7 @@ def has_one_sample(ids: object) -> bool:
         isinstance(ids.offsets, Tensor)
         and ids.offsets.dtype == torch.int64
         and tuple(ids.offsets.shape) == (2,)
+        and ids.offsets.data_ptr() != 0
         and ids.offsets.tolist() == [0, ids.values.numel()]
     )
 
@@ -128,6 +132,16 @@ class Batch:
     ends_epoch: bool = False  # the last one of its epoch
     world_weight: float = 0.0
     """Sum of sample weights over all ranks' batches of this step, once its rows are looked up."""
+
+    def __post_init__(self) -> None:
+        if type(self.size) is not int:
+            try:
+                self.size = operator.index(self.size)
+            except TypeError:
+                raise DataError(
+                    f"got a batch of size {self.size!r}, wanted its number of samples, an integer: Batch(len(labels), "
+                    "...)"
+                ) from None
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         """Move dense, label and sample_weight to a device. Ids remain on the CPU, where rows are looked up.

@@ -229,6 +229,13 @@ def test_unusual_tensors_have_the_same_values(lookup):
         assert all(map(torch.equal, outputs.values(), wanted))
 
 
+def test_ids_without_memory_are_refused(lookup):
+    for freed in (torch.tensor([4, 49, 0]), torch.tensor([4])):
+        freed.untyped_storage().resize_(0)
+        with pytest.raises(DataError, match=r"feature .user.: got ids .* whose storage was freed"):
+            lookup.read(plain_batch(user=Ids(freed)), torch.device("cpu"))
+
+
 def test_blocks_are_checked_before_the_native_call_reads_them(lookup):
     batch = plain_batch()
     for table in lookup.rows.tables:

@@ -6,6 +6,7 @@ import gc
 import threading
 import time
 
+import numpy as np
 import pytest
 import torch
 
@@ -42,6 +43,35 @@ def step(rows, rows_collection, batch_given):
     result = rows_collection(batch_given)
     (-result["k"].sum()).backward()
     rows.step()
+
+
+def free(tensor: torch.Tensor) -> torch.Tensor:
+    """Free a tensor's storage, as FSDP does between uses; it keeps its shape."""
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+@pytest.mark.parametrize("kind", ["one id", "ids", "offsets", "weights"])
+def test_ids_without_memory(kind, is_training):
+    """torch itself would read address 0, and end the process."""
+    tensors = [torch.tensor([5, 6, 7]), torch.tensor([0, 1, 3]), torch.ones(3)]
+    if kind == "one id":
+        changes = {"k": Ids(free(torch.tensor([1, 2])))}
+    else:
+        free(tensors[["ids", "offsets", "weights"].index(kind)])
+        changes = {"a": Ids(*tensors)}
+    network = collection().train(is_training)
+    with pytest.raises(DataError, match="whose storage was freed, wanted a dense CPU tensor"):
+        network(batch(changes=changes))
+    assert network(batch())["k"].shape == (2, 2)
+
+
+@pytest.mark.parametrize("size", [8.0, "8", None, torch.ones(2)])
+def test_a_batch_size_that_is_no_integer(size):
+    with pytest.raises(DataError, match=r"got a batch of size .*, wanted its number of samples"):
+        Batch(size, torch.zeros(8, 0), {})
+    assert type(Batch(np.int64(8), torch.zeros(8, 0), {}).size) is int
 
 
 @pytest.mark.parametrize(

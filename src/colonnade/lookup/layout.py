@@ -494,6 +494,7 @@ def _check_ids(feature: Feature, ids: Ids, size: int, compute_dtype: torch.dtype
             not isinstance(tensor, Tensor)
             or tensor.device.type != "cpu"
             or tensor.layout != torch.strided
+            or not _has_memory(tensor)
         ):
             raise DataError(
                 f"feature {feature.name!r}: got {kind} of type {_describe_kind(tensor)}, wanted a dense CPU tensor"
@@ -540,13 +541,20 @@ def _is_column(ids: object, size: int) -> bool:
         and values.layout is torch.strided
         and values.dim() == 1
         and values.numel() == size
+        and _has_memory(values)
     )
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    """Return False for a tensor whose storage was freed: it keeps its shape, and reading it ends the process."""
+    return tensor.data_ptr() != 0 or tensor.numel() == 0
 
 
 def _describe_kind(value: object) -> str:
-    return (
-        f"{value.device.type} {value.layout}" if isinstance(value, Tensor) else type(value).__name__
-    )
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    is_freed = value.is_cpu and value.layout == torch.strided
+    return f"{value.device.type} {value.layout}{' whose storage was freed' if is_freed else ''}"
 
 
 def _check_offsets(feature: Feature, offsets: Tensor, num_ids: int, size: int) -> None:
