@@ -8,13 +8,19 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from colonnade import processors
+from colonnade import Mesh, processors
+from colonnade.data.contract import Splits
+from colonnade.data.processes import read_in_processes
+from colonnade.errors import ConfigError
 from colonnade.processors import (
+    check_worker_count,
     count_usable_processors,
     limit_openmp_spinning,
     read_processor_quota,
 )
+from colonnade.run.run import set_num_threads
 
 FIRST = {"cpu.cfs_quota_us": "150000\n", "cpu.cfs_period_us": "100000\n"}
 UNLIMITED = {"cpu.cfs_quota_us": "-1\n", "cpu.cfs_period_us": "100000\n"}
@@ -51,6 +57,21 @@ def test_a_quota_bounds_the_processors_rounded_up(monkeypatch, quota, wanted):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3}, raising=False)
     monkeypatch.setattr(processors, "read_processor_quota", lambda _: quota)
     assert count_usable_processors() == wanted
+
+
+def test_more_threads_than_a_machine_can_start_are_refused(monkeypatch):
+    """OpenMP ends the process when it cannot start one."""
+    monkeypatch.setattr(processors, "count_usable_processors", lambda: 4)
+    wanted = "got 1,000,000, wanted at most 256 on this machine of 4 usable processors"
+    before = torch.get_num_threads()
+    with pytest.raises(ConfigError, match=f"train.threads: {wanted}"):
+        set_num_threads(1_000_000, Mesh())
+    with pytest.raises(ConfigError, match=f"data.readers: {wanted}"):
+        read_in_processes(Splits(object()), 1_000_000)
+    assert torch.get_num_threads() == before
+    assert check_worker_count("train.threads", 256) == 256
+    monkeypatch.setattr(processors, "count_usable_processors", lambda: 96)
+    assert check_worker_count("train.threads", 768) == 768
 
 
 def run(code: str) -> list[str]:

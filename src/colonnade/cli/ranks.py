@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from colonnade.errors import ColonnadeError, ConfigError, PeerLost, WorldError
-from colonnade.processors import count_usable_processors
+from colonnade.processors import check_worker_count, count_usable_processors
 from colonnade.terminal import Terminal, escape_control_characters
 from colonnade.train.interrupt import REPEAT_SECONDS
 
@@ -167,7 +167,7 @@ def train(
             )
         _end_with_launcher()
         return _train_as_rank(config, folder, at)
-    if ranks == 1:
+    if check_worker_count("--ranks", ranks) == 1:
         return _train_in_process(config, folder, Mesh(), console, at)
     if not hasattr(os, "memfd_create"):
         raise ConfigError(

@@ -43,6 +43,7 @@ from colonnade.comm.peer_status import read_process_state
 from colonnade.data.batches import BatchSource
 from colonnade.data.contract import START, Position, Schema, Source, Splits, iterate_rank_blocks
 from colonnade.errors import ConfigError, ReaderLost
+from colonnade.processors import check_worker_count
 
 CHECK_SECONDS = 1.0
 """Interval at which reader processes are checked."""
@@ -316,6 +317,7 @@ def read_in_processes(splits: Splits, num_processes: int) -> Splits:
         raise ConfigError(
             f"got readers={num_processes} for a data set of your own, wanted 0: give its DataLoader num_workers"
         )
+    check_worker_count("data.readers", num_processes)
     return replace(
         splits,
         train=ProcessSource(splits.train, num_processes),

@@ -43,7 +43,7 @@ from colonnade.plan.constraints import resolve_plan_config
 from colonnade.plan.plan import Plan, build_plan
 from colonnade.plan.search.candidates import Memory
 from colonnade.plan.towers.advice import advise_tower_modules
-from colonnade.processors import count_usable_processors
+from colonnade.processors import check_worker_count, count_usable_processors
 from colonnade.publish.delivery import open_destinations
 from colonnade.row_optimizer import RowOptimizer
 from colonnade.run.build import build_model, resolve_tower_settings
@@ -507,9 +507,11 @@ def move_dense_network(model: nn.Module, device: str, mesh: Mesh) -> None:
 
 
 def set_num_threads(num_threads: int, mesh: Mesh) -> None:
-    """Set the threads of this rank: `num_threads`, or OMP_NUM_THREADS, or its share of the usable processors."""
+    """Set the threads of this rank: `num_threads`, or OMP_NUM_THREADS, or its share of the usable processors.
+
+    Raises ConfigError for too many."""
     if num_threads:
-        torch.set_num_threads(num_threads)
+        torch.set_num_threads(check_worker_count("train.threads", num_threads))
     elif "OMP_NUM_THREADS" not in os.environ:
         share = max(1, count_usable_processors() // mesh.world.ranks_per_host)
         torch.set_num_threads(min(share, torch.get_num_threads()))
