@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from budget import pytest_runtest_makereport, pytest_runtest_protocol  # noqa: F401  (hooks)
 from hypothesis import settings
+from own_signals import restore_signals
 from slices import pytest_collection_modifyitems  # noqa: F401  (hook)
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -17,6 +18,8 @@ ROOT = Path(__file__).resolve().parents[1]
 # No deadline: on a busy machine a slow example says nothing. No database: a run depends on the code only.
 settings.register_profile("colonnade", deadline=None, derandomize=True, database=None)
 settings.load_profile("colonnade")
+
+restore_signals()
 
 
 @pytest.fixture(scope="session", autouse=True)
