@@ -30,6 +30,15 @@ def standing_worlds():
         ranks.close_worlds()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown():
+    """Compare the calls of ranks that the test has started."""
+    result = yield
+    if (call_records := sys.modules.get("call_records")) is not None:
+        call_records.check_children()
+    return result
+
+
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
     """The folder with ml-1m/, criteo10k/ ...: `$COLONNADE_DATA`, else ../shared/data beside the repository."""

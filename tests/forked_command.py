@@ -22,6 +22,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
+import call_records
 from ranks import Child, preloaded_context, start_child
 
 CLIENT = """#!{python} -SE
@@ -175,6 +176,8 @@ def _run_main(words: Sequence[str]) -> NoReturn:
         code = int(end.code or 0)
     except BaseException:
         traceback.print_exc()
+    if code == 0:
+        call_records.end_record()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -14,6 +14,7 @@ import multiprocessing
 import os
 import pickle
 import random
+import shutil
 import sys
 import tempfile
 import threading
@@ -26,12 +27,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
+import call_records
 import numpy as np
 import torch
 
-from colonnade import close_mesh, open_mesh
+from colonnade import Mesh, close_mesh, open_mesh
 from colonnade.comm import process_groups
 from colonnade.comm.rendezvous import HEARTBEATS, STORE
+from colonnade.terminal import Terminal
 
 HERE = Path(__file__).resolve().parent
 ROOMS = ("", "laws", "contracts", "faults", "unit", "bench", "distributed")
@@ -50,6 +53,10 @@ MOST_THREADS = 60
 """Threads of a rank beyond which its world is closed: one for each group that a function made, which gloo wakes 100
 times a second, so that a rank of 110 threads took 5 % of a processor while it stood by."""
 CLOSING_SECONDS = 60.0
+FIRST_CHECK_SECONDS = 5.0
+"""Time without news from any rank after which their calls are compared; then after twice as long."""
+CALLS = "calls"
+"""Folder of the records of a call's ranks (`call_records.py`)."""
 WATCHED = ("colonnade", "test_", "torch.distributed.distributed_c10d")
 """Prefixes of modules that a function must not leave changed."""
 GROUP_COUNT = "torch.distributed.distributed_c10d._group_count"
@@ -107,6 +114,11 @@ def run_ranks(
             world.kill()
 
 
+def console_of(mesh: Mesh) -> Terminal | None:
+    """Return the console of a rank as the command's launcher chooses it: rank 0 has one."""
+    return Terminal() if mesh.rank == 0 else None
+
+
 def close_worlds() -> None:
     """Close all worlds that stand by. Raises AssertionError where the ranks of one do not leave in order."""
     while _standing:
@@ -160,10 +172,14 @@ class World:
         for rank, pipe in enumerate(self._pipes):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             try:
-                pipe.send((str(place), {**os.environ, **self._environment, **own}, paths, is_last))
+                environment = {**os.environ, **self._environment, **own}
+                environment[call_records.FOLDER] = str(place / CALLS)
+                pipe.send((str(place), environment, paths, is_last))
             except OSError:
                 pass  # it ended between two calls, which its code says
         traces = self._wait_for_all(place, deadline, is_last)
+        call_records.check_records(place / CALLS)
+        shutil.rmtree(place / CALLS, ignore_errors=True)
         results = [
             pickle.loads((place / f"result-{rank}").read_bytes()) for rank in range(self.num_ranks)
         ]
@@ -174,10 +190,12 @@ class World:
         traces: list[str] = []
         codes: dict[int, int | None] = dict.fromkeys(range(self.num_ranks))
         waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
-        while waiting:
-            ready = connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
+        patience = FIRST_CHECK_SECONDS
+        while waiting and (seconds := deadline - time.monotonic()) > 0:
+            ready = connection.wait(list(waiting), min(seconds, patience))
             if not ready:
-                break
+                call_records.check_records(place / CALLS)  # those that differ wait in vain
+                patience *= 2
             for pipe in ready:
                 rank = waiting.pop(pipe)  # type: ignore[arg-type]
                 try:
@@ -206,7 +224,10 @@ class World:
 
     def _check(self, place: Path, codes: Sequence[int | None]) -> None:
         files = [place / f"output-{rank}" for rank in range(self.num_ranks)]
-        output = "\n".join(file.read_text() for file in files if file.exists())
+        texts = [file.read_text() for file in files if file.exists()]
+        if any(codes) or None in codes:
+            texts += call_records.find_differences(place / CALLS, are_stuck=True)
+        output = "\n".join(texts)
         for rank, code in enumerate(codes):
             assert code == 0, f"rank {rank} failed ({code}; None: too late):\n{output}"
 
@@ -276,9 +297,8 @@ def start_child(
     """A process that does `function(*arguments)`, of a test module's top, and ends. output: a file of its own."""
     call = function.__module__, function.__name__, arguments
     paths = [str(HERE / room) for room in ROOMS]
-    process = preloaded_context().Process(
-        target=_program, args=(output, dict(environment), paths, call)
-    )
+    environment = {**environment, call_records.FOLDER: str(call_records.children_folder())}
+    process = preloaded_context().Process(target=_program, args=(output, environment, paths, call))
     process.start()
     return Child(process, output)
 
@@ -290,6 +310,7 @@ def _become(output: Path, environment: Mapping[str, str], paths: Sequence[str]) 
         os.dup2(written, stream)
     os.environ.clear()
     os.environ.update(environment)
+    call_records.start_recording()
     tempfile.tempdir = None  # an import may have asked for it before TMPDIR was set
     sys.path[:0] = [path for path in paths if path not in sys.path]
 
@@ -303,6 +324,7 @@ def _program(
     code = 0
     try:
         getattr(__import__(module), name)(*arguments)
+        call_records.end_record()
     except BaseException:
         traceback.print_exc()
         code = 1
@@ -342,6 +364,7 @@ def _stand_by(pipe: connection.Connection, folder: str, rank: int) -> None:
                 mesh.publish_step(0)
             before = State.now()
             result = function(mesh, *arguments)
+            call_records.end_record()
             (Path(place) / f"result-{rank}").write_bytes(pickle.dumps(result))
             del result, function, arguments
             sys.stdout.flush()

@@ -94,7 +94,6 @@ def fitted(mesh: Mesh, data, settings, folder=None, **more):
         mesh=mesh,
         loss=sample_loss,
         dense_optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-        quiet=True,
         epochs=2,
         **{"batch_size": 3 * SIZE * settings.get("accumulate", 1), **settings, **more},
     )

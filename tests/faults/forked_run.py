@@ -9,7 +9,8 @@ import time
 from pathlib import Path
 
 import small_run
-from ranks import Child, start_child, store_in
+from call_records import check_records, children_folder
+from ranks import FIRST_CHECK_SECONDS, Child, start_child, store_in
 
 
 def start(folder: Path, settings: dict, kill_at: int = 0, num_ranks: int = 1) -> list[Child]:
@@ -37,13 +38,24 @@ def start(folder: Path, settings: dict, kill_at: int = 0, num_ranks: int = 1) ->
     ]
 
 
-def finish(children: list[Child]) -> str:
-    """Wait; kill what waits for a dead peer, as torchrun does."""
-    while any(child.code is None for child in children):
-        if any(child.code not in (None, 0) for child in children):
-            for child in children:
-                child.kill()
-        time.sleep(0.02)
+def finish(children: list[Child], timeout: float = 240) -> str:
+    """Wait; kill what waits for a dead peer, as torchrun does. Raises AssertionError where ranks that differ in their
+    calls wait for each other."""
+    began, patience = time.monotonic(), FIRST_CHECK_SECONDS
+    try:
+        while any(child.code is None for child in children):
+            if any(child.code not in (None, 0) for child in children):
+                break
+            waited = time.monotonic() - began
+            if waited > patience:
+                check_records(children_folder(), are_stuck=waited > timeout)
+                assert waited < timeout, f"not done after {timeout:g} s"
+                patience *= 2
+            time.sleep(0.02)
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
     return "\n".join(child.read_output() for child in children)
 
 

@@ -21,6 +21,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
+from ranks import console_of
 
 from colonnade import close_mesh, open_mesh
 from colonnade.checkpoint.checkpoints import load_state
@@ -144,7 +145,7 @@ def main(folder: str, settings: str, kill_at: str = "0") -> None:
     if data and config.train.patience:
         data = replace(data, validation=data.test)
     disk = KillingDisk(int(kill_at)) if int(kill_at) else None
-    run = open_run(config, mesh, Path(folder), disk=disk, data=data)
+    run = open_run(config, mesh, Path(folder), disk=disk, data=data, console=console_of(mesh))
     print(f"started at {run.resumed_at}", flush=True)
     run.train()
     fail(Path(folder), "end")

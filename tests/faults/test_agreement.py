@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from own_model import Net, source
-from ranks import run_ranks
+from ranks import console_of, run_ranks
 from small_run import CONFIG
 
 import colonnade
@@ -43,7 +43,7 @@ SETTINGS = build_config(CONFIG)
 
 def refused(mesh, folder, config=SETTINGS, data=None) -> str:
     with pytest.raises(WorldError) as error:
-        open_run(config, mesh, folder, data=data)
+        open_run(config, mesh, folder, data=data, console=console_of(mesh))
     assert not folder.exists() or not any(folder.iterdir())
     return str(error.value)
 
@@ -78,7 +78,7 @@ def started_differently(mesh, place) -> list[str]:
     ):
         with pytest.raises(WorldError) as error:
             arguments = {"model": Net(), "data": source(50), **settings}
-            colonnade.fit(run=folder, mesh=mesh, quiet=True, **arguments)
+            colonnade.fit(run=folder, mesh=mesh, **arguments)
         assert not folder.exists()
         results.append(str(error.value))
     return results

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from ranks import run_ranks
+from ranks import console_of, run_ranks
 from small_run import CONFIG
 
 from colonnade import Mesh
@@ -23,7 +23,7 @@ SETTINGS = override_settings(
 def trained(mesh, *folders):
     """Runs of two ranks; a third one's set of tricks is tried on them by both."""
     for folder in folders:
-        run = open_run(SETTINGS, mesh, Path(folder))
+        run = open_run(SETTINGS, mesh, Path(folder), console=console_of(mesh))
         run.train()
         run.close()
     whole, other = map(Path, folders)
@@ -35,11 +35,11 @@ def trained(mesh, *folders):
             trick(place, other)
         mesh.barrier()
         with pytest.raises(CheckpointError) as refused:
-            open_run(SETTINGS, mesh, place)
+            open_run(SETTINGS, mesh, place, console=console_of(mesh))
         lines.append(str(refused.value))
     own = whole.with_name(f"mine-{mesh.rank}")
     with pytest.raises(WorldError) as refused:
-        open_run(SETTINGS, mesh, own)
+        open_run(SETTINGS, mesh, own, console=console_of(mesh))
     lines.append(str(refused.value))
     check_folder_is_shared(whole, mesh)
     return lines, sorted(path.name for path in own.iterdir()) if own.exists() else []
@@ -48,7 +48,7 @@ def trained(mesh, *folders):
 def dealt_by_table(mesh, folder):
     """A run whose tables lie on either of two ranks, in folders of one name; one table of each is lost in turn."""
     settings = override_settings(SETTINGS, {"plan.sharding": "table_wise"})
-    run = open_run(settings, mesh, Path(folder))
+    run = open_run(settings, mesh, Path(folder), console=console_of(mesh))
     run.train()
     last = {table.sharding.ranks: t for t, table in enumerate(run.trainer.collection.plan.tables)}
     run.close()
@@ -59,7 +59,7 @@ def dealt_by_table(mesh, folder):
             table.rename(place.with_name("away"))
         mesh.barrier()
         with pytest.raises(CheckpointError) as refused:
-            open_run(settings, mesh, Path(folder))
+            open_run(settings, mesh, Path(folder), console=console_of(mesh))
         lines.append(str(refused.value))
         mesh.barrier()
         if mesh.rank == 0:

@@ -11,7 +11,7 @@ import time
 import pytest
 import torch
 from forked_command import start_command
-from ranks import run_ranks
+from ranks import console_of, run_ranks
 from small_run import CONFIG, digest
 
 from colonnade import Mesh, dense_state_dict
@@ -79,7 +79,7 @@ def poisoned_on_rank_one(mesh):
     data = open_source("synthetic", **CONFIG["data"]["options"])
     if mesh.rank == 1:
         data = poisoned(2)
-    run = open_run(config(train__epochs=1), mesh, None, data=data)
+    run = open_run(config(train__epochs=1), mesh, None, data=data, console=console_of(mesh))
     try:
         run.train()
     except NonFiniteError as error:
@@ -214,7 +214,7 @@ def test_a_flipped_byte_of_a_row_is_found_and_named(finished):
 
 
 def go_on_with_two(mesh, folder):
-    run = open_run(config(), mesh, folder)
+    run = open_run(config(), mesh, folder, console=console_of(mesh))
     resumed = run.resumed_at
     run.train()
     run.close()

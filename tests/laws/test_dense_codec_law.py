@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import console_of, run_ranks
 from small_run import CONFIG
 from torch import nn
 
@@ -327,7 +327,12 @@ def runs(mesh, folder):
                 "train.max_steps": stop,
                 "train.accumulate": parts,
             }
-            run = open_run(override_settings(build_config(CONFIG), settings), mesh, folder / name)
+            run = open_run(
+                override_settings(build_config(CONFIG), settings),
+                mesh,
+                folder / name,
+                console=console_of(mesh),
+            )
             run.train()
             dense = dense_weights(run.trainer.model)
             weights = {n: v.clone() for n, v in dense.items()}

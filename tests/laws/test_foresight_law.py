@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from ranks import run_ranks
+from ranks import console_of, run_ranks
 from slow_directory import HIT, SlowDirectory
 from test_foresight import slowly
 from test_row_clock_law import CONFIG, Ones
@@ -66,7 +66,7 @@ def train_on(mesh, folder, max_steps):
             "plan.cache": {"size": "8%", "staleness": 9, "policy": "lookahead", "window": 3},
         },
     )
-    run = open_run(config, mesh, folder)
+    run = open_run(config, mesh, folder, console=console_of(mesh))
     try:
         run.train()
         collection = run.trainer.collection

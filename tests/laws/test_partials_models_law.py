@@ -150,7 +150,6 @@ def trained(mesh, name):
         batch_size=48,
         epochs=1,
         dense_lr=0.05,
-        quiet=True,
         **settings,
     )
     rows = {t.name: model.embeddings.rows(t.name, torch.arange(ROWS)) for t in tables}

@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 from plans import by_table
-from ranks import run_ranks
+from ranks import console_of, run_ranks
 from scenario import all_rows, features, global_batch, open_backings, share_of, tables
 from small_run import CONFIG, opened
 
@@ -206,7 +206,7 @@ def config_of(**settings):
 
 def run_until(mesh, folder, step, settings):
     config = config_of(train__max_steps=step, **settings)
-    run = open_run(config, mesh, folder, data=opened(config))
+    run = open_run(config, mesh, folder, data=opened(config), console=console_of(mesh))
     exchanges = {table.exchange for table in run.trainer.collection.plan.tables}
     outcome = run.train()
     run.close()
@@ -215,7 +215,7 @@ def run_until(mesh, folder, step, settings):
 
 
 def scores_of(mesh, folder):
-    run = open_run(load_run_config(folder), mesh, folder, read_only=True)
+    run = open_run(load_run_config(folder), mesh, folder, read_only=True, console=console_of(mesh))
     result = run.trainer.evaluate(run.trainer.data.test)
     run.close()
     return result
@@ -264,7 +264,15 @@ def refusals(mesh):
         data = replace(data, train=Bags(data.train), test=Bags(data.test))
         model = build_model(data.train.schema, config)
         try:
-            prepare_run(model, data, config, mesh, None, objective=get_objective(model))
+            prepare_run(
+                model,
+                data,
+                config,
+                mesh,
+                None,
+                objective=get_objective(model),
+                console=console_of(mesh),
+            )
             lines.append("")
         except ConfigError as error:
             lines.append(str(error))

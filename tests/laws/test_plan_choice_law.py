@@ -10,8 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from ranks import run_ranks
-from rich.console import Console
+from ranks import console_of, run_ranks
 
 from colonnade import EmbeddingCollection, Plan, dense_state_dict
 from colonnade.config.run import build_config, override_settings
@@ -81,7 +80,7 @@ def train(mesh, folder, settings, *, slow=False, timed=True):
             plan_timing.keep_fastest_plan if timed else refuse_timing,
         ),
     ):
-        run = open_run(config, mesh, Path(folder), console=Console(quiet=True))
+        run = open_run(config, mesh, Path(folder), console=console_of(mesh))
     try:
         random_state = torch.get_rng_state()
         outcome = run.train()
@@ -175,7 +174,7 @@ def fail_alone(mesh, folder):
     began = time.monotonic()
     with quick_planning(), patch.object(EmbeddingCollection, "forward", failing_forward):
         try:
-            open_run(CONFIG, mesh, Path(folder), console=Console(quiet=True))
+            open_run(CONFIG, mesh, Path(folder), console=console_of(mesh))
         except (RuntimeError, PeerLost) as error:
             if mesh.rank == 1:
                 mesh.peer_monitor.announce_end(str(error))  # as its process would end

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from plans import cache_settings
-from ranks import run_ranks
+from ranks import console_of, run_ranks
 from scenario import assert_same_bits, tables, train
 from simulated import run_simulated
 from slow_directory import HIT, SlowDirectory
@@ -445,7 +445,7 @@ def run_on(mesh, folder, epochs, staleness):
     config = override_settings(
         build_config(CONFIG), {"train.epochs": epochs, "plan.cache.staleness": staleness}
     )
-    run = open_run(config, mesh, folder)
+    run = open_run(config, mesh, folder, console=console_of(mesh))
     try:
         outcome = run.train()
         collection, ids = run.trainer.collection, torch.arange(50)
@@ -477,7 +477,12 @@ def run_parts(mesh, folder, parts):
     batches that wait at a copy, and the bounds of C2."""
     for steps, settings in parts:
         overrides = {"train.epochs": 2, "train.max_steps": steps, **settings}
-        run = open_run(override_settings(build_config(CONFIG), overrides), mesh, folder)
+        run = open_run(
+            override_settings(build_config(CONFIG), overrides),
+            mesh,
+            folder,
+            console=console_of(mesh),
+        )
         try:
             run.train()
             collection, waiting, bounds = run.trainer.collection, 0, None

@@ -12,7 +12,7 @@ import pytest
 import test_retrieval as retrieval
 import torch
 from plans import by_table
-from ranks import run_ranks
+from ranks import console_of, run_ranks
 from small_run import CONFIG, digest, opened
 from test_byte_law import CHANNELS, FEATURES, SIZE, STEPS, TABLES, batch_of
 from test_run import poisoned
@@ -56,7 +56,7 @@ def _plateau(optimizer):
 
 
 LATE = {"plan.servers": 1, "plan.staleness_steps": 2}
-BASE = {"epochs": 1, "batch_size": 50, "evaluate_steps": 5, "dense_lr": 0.05, "quiet": True}
+BASE = {"epochs": 1, "batch_size": 50, "evaluate_steps": 5, "dense_lr": 0.05}
 """600 samples: 12 batches, the last of an epoch as full as the others."""
 LONG = {"epochs": 2, "evaluate_steps": 9}
 CASES = {
@@ -223,7 +223,7 @@ def run_until(mesh, folder, step, servers):
     """A run of files below memory, begun or gone on with; what this rank's rows came from."""
     settings = {**TIERED, "plan.servers": servers, "train.max_steps": step}
     config = override_settings(build_config(CONFIG), settings)
-    run = open_run(config, mesh, folder, data=opened(config))
+    run = open_run(config, mesh, folder, data=opened(config), console=console_of(mesh))
     outcome = run.train()
     run.close()
     sources = run.trainer.collection.store.sources
@@ -249,7 +249,13 @@ def decided(mesh, servers):
     that."""
     settings = {"plan.servers": servers, "train.on_non_finite": "skip", "train.evaluate_steps": 4}
     config = override_settings(build_config(CONFIG), settings)
-    run = open_run(config, mesh, None, data=poisoned(3) if mesh.rank == 1 else opened(config))
+    run = open_run(
+        config,
+        mesh,
+        None,
+        data=poisoned(3) if mesh.rank == 1 else opened(config),
+        console=console_of(mesh),
+    )
     evaluate, run.trainer.evaluate = run.trainer.evaluate, lambda source: ask(source)
 
     def ask(source):
@@ -265,7 +271,7 @@ def begun(mesh):
     config = override_settings(
         build_config(CONFIG), LATE | {"train.max_steps": 5, "train.evaluate_steps": 2}
     )
-    run = open_run(config, mesh, None, data=opened(config))
+    run = open_run(config, mesh, None, data=opened(config), console=console_of(mesh))
     updates, evaluate, before, at = (
         run.trainer.collection.pipeline.updates, run.trainer.evaluate, [], [],
     )  # fmt: skip

@@ -69,7 +69,7 @@ def trained(mesh, name, plan_text):
     )
     model.embeddings.open(plan, mesh)
     data = Splits(train=source(), test=source())
-    result = fit(model, data, mesh=mesh, batch_size=48, dense_lr=0.05, quiet=True)
+    result = fit(model, data, mesh=mesh, batch_size=48, dense_lr=0.05)
     rows = {field: model.embeddings.rows(field, torch.arange(ROWS)) for field in NAMES}
     dense = dense_state_dict(model)
     assert sum("interactions.tower" in name for name in dense) == 8

@@ -62,7 +62,7 @@ def goes_on(mesh, folder, steps, drops=0.0, late=0, exchange="towers"):
         plan = {"exchange": exchange, "sharding": "table_wise", "towers": str(file)}
     fit(
         model, Splits(train=source()), run=folder, mesh=mesh, batch_size=48, epochs=3, max_steps=steps,
-        dense_lr=0.05, dense_clip_norm=CLIP, dense_weight_decay=0.01, quiet=True, staleness_steps=late, **plan,
+        dense_lr=0.05, dense_clip_norm=CLIP, dense_weight_decay=0.01, staleness_steps=late, **plan,
     )  # fmt: skip
     if mesh.num_ranks > 1:
         assert model.embeddings.exchange.consumers == ("tower0", "tower1")
@@ -123,7 +123,6 @@ def beside(mesh):
         batch_size=48,
         max_steps=4,
         dense_lr=0.05,
-        quiet=True,
     )
     return weights_of(model)
 

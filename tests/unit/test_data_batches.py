@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import console_of, run_ranks
 from test_data_contract import same
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -222,7 +222,13 @@ def config(max_steps: int | None, batch_size: int):
 
 def run_to(folder, mesh, data, max_steps, *, batch_size=None) -> dict:
     splits = Splits(open_batches(data, SCHEMA), test=open_batches(data_like(data), SCHEMA))
-    run = open_run(config(max_steps, batch_size or 6 * mesh.num_ranks), mesh, folder, data=splits)
+    run = open_run(
+        config(max_steps, batch_size or 6 * mesh.num_ranks),
+        mesh,
+        folder,
+        data=splits,
+        console=console_of(mesh),
+    )
     try:
         outcome = run.train()
         collection = run.trainer.collection

@@ -7,7 +7,7 @@ import resource
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import console_of, run_ranks
 from safetensors import safe_open
 from safetensors.torch import load_file
 from small_run import CONFIG
@@ -24,7 +24,10 @@ from colonnade.store.manifest import list_commit_files, read_manifest_fields
 
 def train(mesh, folder, settings):
     run = open_run(
-        override_settings(build_config(CONFIG), {"train.epochs": 1, **settings}), mesh, folder
+        override_settings(build_config(CONFIG), {"train.epochs": 1, **settings}),
+        mesh,
+        folder,
+        console=console_of(mesh),
     )
     run.train()
     collection = run.trainer.collection

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from own_model import Net, assert_same, rows_of, source, splits
-from ranks import run_ranks
+from ranks import console_of, run_ranks
 from small_run import CONFIG
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.utils.data import DataLoader
@@ -120,17 +120,17 @@ def test_a_run_killed_before_its_summary_gets_the_same_one(tmp_path):
 
 
 def finished_on_two_ranks(mesh, folder):
-    run = open_run(build_config(CONFIG), mesh, folder)
+    run = open_run(build_config(CONFIG), mesh, folder, console=console_of(mesh))
     outcome = run.train()
     run.close()
-    again = open_run(build_config(CONFIG), mesh, folder)
+    again = open_run(build_config(CONFIG), mesh, folder, console=console_of(mesh))
     is_finished, repeated = again.final_summary is not None, again.train()
     again.close()
     before = json.loads((folder / "summary.json").read_text())
     mesh.barrier()
     if mesh.rank == 0:
         (folder / "summary.json").unlink()
-    killed = open_run(build_config(CONFIG), mesh, folder)
+    killed = open_run(build_config(CONFIG), mesh, folder, console=console_of(mesh))
     killed.train()
     killed.close()
     mesh.barrier()
@@ -148,7 +148,7 @@ def on_two_ranks(mesh, folder):
     model = Net("float64", seed=mesh.rank)  # rank 0's dense weights count
     model.collection.seed = 0
     result = colonnade.fit(
-        model, splits(), run=folder, epochs=2, batch_size=50, quiet=True,  # finds its world, as under torchrun
+        model, splits(), run=folder, epochs=2, batch_size=50,  # finds its world, as under torchrun
         mirror=f"file://{folder}-mirror",
         dense_optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
     )  # fmt: skip
@@ -173,7 +173,7 @@ def test_two_ranks_train_what_one_trains(tmp_path):
 
 def of_another_width(mesh):
     with pytest.raises(WorldError, match=r"ranks disagree: .*more"):
-        colonnade.fit(Net(extra=("more",) * mesh.rank), source(50), mesh=mesh, quiet=True)
+        colonnade.fit(Net(extra=("more",) * mesh.rank), source(50), mesh=mesh)
 
 
 def test_ranks_with_other_models_are_refused():

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from exports import small_blocks
-from ranks import run_ranks
+from ranks import console_of, run_ranks
 from safetensors.torch import save
 from small_run import CONFIG, opened
 
@@ -56,7 +56,7 @@ def train(mesh, folder: Path, published: Path, settings: dict) -> int | None:
     config = override_settings(
         build_config(CONFIG), {**STEPS, "train.publish": str(published), **settings}
     )
-    run = open_run(config, mesh, folder, data=opened(config))
+    run = open_run(config, mesh, folder, data=opened(config), console=console_of(mesh))
     run.train()
     run.close()
     return run.resumed_at

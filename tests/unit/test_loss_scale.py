@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import run_ranks
+from ranks import console_of, run_ranks
 from small_run import CONFIG, digest, opened
 from test_run import poisoned
 
@@ -29,7 +29,7 @@ ROLES = {"plan.servers": 1, "plan.staleness_steps": 2, "plan.codec.dense": "bf16
 
 def train(mesh, folder, overrides):
     config = override_settings(build_config(CONFIG), SHORT | overrides)
-    run = open_run(config, mesh, folder, data=opened(config))
+    run = open_run(config, mesh, folder, data=opened(config), console=console_of(mesh))
     outcome = run.train()
     run.close()
     return outcome, run.trainer.loss_scale

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from own_model import Net, splits
-from ranks import run_ranks
+from ranks import console_of, run_ranks
 from scenario import open_backings
 
 import colonnade
@@ -154,7 +154,7 @@ CONFIG = build_config(
 
 def run_on(mesh, folder, changes):
     """Return hits, this rank's rows by table and id, and their weights."""
-    run = open_run(override_settings(CONFIG, changes), mesh, folder)
+    run = open_run(override_settings(CONFIG, changes), mesh, folder, console=console_of(mesh))
     run.train()
     collection = run.trainer.collection
     rows = {

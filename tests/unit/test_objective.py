@@ -143,7 +143,7 @@ def test_its_metric_stops_early_and_its_predictions_are_served(tmp_path, colonna
 def train_and_score(mesh):
     """Train over all ranks' shares. Module level: ranks import it."""
     model = Preferences()
-    fitted = colonnade.fit(model, parts(), epochs=2, mesh=mesh, **SETTINGS)
+    fitted = colonnade.fit(model, parts(), epochs=2, mesh=mesh, **SETTINGS | {"quiet": False})
     return fitted.metrics, model.embeddings.rows("item", torch.arange(ITEMS))
 
 

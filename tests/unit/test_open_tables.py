@@ -563,7 +563,7 @@ def test_other_settings_are_refused(tmp_path):
 
 def on_ranks(mesh, stays, folder, max_steps):
     model = OpenNet(stays)
-    result = fitted(model, folder, max_steps, mesh=mesh)
+    result = fitted(model, folder, max_steps, mesh=mesh, quiet=False)
     return content(model), state_of(model)[1], result.resumed_at
 
 

@@ -17,7 +17,7 @@ from example_counts import examples
 from exports import reseal
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import run_ranks
+from ranks import console_of, run_ranks
 from safetensors.torch import save_file
 from small_run import CONFIG
 
@@ -37,7 +37,10 @@ from colonnade.store.mapped import open_mapped
 
 def train(mesh, folder, settings):
     run = open_run(
-        override_settings(build_config(CONFIG), {"train.epochs": 1, **settings}), mesh, folder
+        override_settings(build_config(CONFIG), {"train.epochs": 1, **settings}),
+        mesh,
+        folder,
+        console=console_of(mesh),
     )
     run.train()
     run.close()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from plans import by_table
-from ranks import run_ranks
+from ranks import console_of, run_ranks
 from safetensors.torch import load_file
 from small_run import CONFIG, digest, opened
 
@@ -94,7 +94,9 @@ def go_on(mesh, folder, kind, epochs, settings=None, **arguments):
 
     before, runs.resolve_plan_config = runs.resolve_plan_config, settle_plan
     try:
-        run = runs.open_run(config, mesh, Path(folder), data=opened(config), **arguments)
+        run = runs.open_run(
+            config, mesh, Path(folder), data=opened(config), console=console_of(mesh), **arguments
+        )
     finally:
         runs.resolve_plan_config = before
     with_rows = [isinstance(item, LogBacking) for item in run.checkpoints.backings]
@@ -291,7 +293,7 @@ def test_rows_become_hot_and_cold(tmp_path):
 def chosen_hot(mesh, folder, epochs, settings):
     """A run whose configuration asks for hot rows; the lists of its plan."""
     config = override_settings(build_config(SHORT), {**SMALL, **settings, "train.epochs": epochs})
-    run = runs.open_run(config, mesh, Path(folder), data=opened(config))
+    run = runs.open_run(config, mesh, Path(folder), data=opened(config), console=console_of(mesh))
     run.train()
     run.close()
     tables = run.trainer.collection.plan.tables

@@ -232,7 +232,14 @@ def test_kept_checkpoints_are_pruned_with_their_rows(tmp_path):
 def stopping_on_two(mesh, folder):
     script = Scripted([0.5, 0.4, 0.3, 0.9])
     result = colonnade.fit(
-        Net(), validated(), objective=script, mesh=mesh, run=folder, epochs=9, patience=2, **FAST
+        Net(),
+        validated(),
+        objective=script,
+        mesh=mesh,
+        run=folder,
+        epochs=9,
+        patience=2,
+        **FAST | {"quiet": False},
     )
     return result.outcome.steps, result.outcome.best_step
 
@@ -271,7 +278,15 @@ def test_accumulation_goes_on_in_an_epoch(tmp_path):
 
 def clipped(mesh, clips):
     model = Net("float64", OPTIMIZERS["sgd"])
-    colonnade.fit(model, source(430), mesh=mesh, dense_optimizer=sgd, accumulate=2, **clips, **FAST)
+    colonnade.fit(
+        model,
+        source(430),
+        mesh=mesh,
+        dense_optimizer=sgd,
+        accumulate=2,
+        **clips,
+        **FAST | {"quiet": False},
+    )
     return rows_of(model), model.bias.state_dict()
 
 

@@ -136,7 +136,7 @@ def test_a_resumed_run_does_not_start_again(old, tmp_path):
 
 def warm_on_two(mesh, folder, target):
     model = Net(seed=4)
-    start_from(folder, model, splits(), target, mesh=mesh)
+    start_from(folder, model, splits(), target, mesh=mesh, quiet=False)
     return rows_of(model)
 
 
