@@ -189,16 +189,21 @@ def test_memory_goes_to_the_hot_table_in_main_and_device_memory():
         place(tables, profile, {"hbm": 2000})
 
 
-def least_bytes(tier: str, late: int) -> int:
-    """Return the smallest budget of a tier that holds the batches which must be in memory at once."""
+def place_late(tier: str, late: int, num_bytes: int) -> None:
+    """Place rows of batches of 100 rows of each table, in a budget of one tier, with reads that are late."""
     tables, profile = hot_and_cold()
     profile = replace(profile, tables=tuple(replace(t, most_unique=100) for t in profile.tables))
+    memory = {tier: num_bytes}
+    config = PlanConfig(memory=memory, staleness_steps=late)
+    place(tables, profile, memory, build_plan(tables, 1, config))
+
+
+def find_least_bytes(tier: str, late: int) -> int:
+    """Return the smallest budget of a tier that holds the batches which must be in memory at once."""
 
     def fits(num_bytes: int) -> bool:
-        memory = {tier: num_bytes}
-        plan = build_plan(tables, 1, PlanConfig(memory=memory, staleness_steps=late))
         try:
-            place(tables, profile, memory, plan)
+            place_late(tier, late, num_bytes)
         except BudgetExceeded:
             return False
         return True
@@ -208,7 +213,11 @@ def least_bytes(tier: str, late: int) -> int:
 
 @pytest.mark.parametrize("tier", ["dram", "hbm"])
 def test_steps_that_reads_are_late_are_batches_in_memory(tier):
-    assert least_bytes(tier, 4) > 1.5 * least_bytes(tier, 0)
+    least = find_least_bytes(tier, 4)
+    assert least > 1.5 * find_least_bytes(tier, 0)
+    message = rf"plan.memory.{tier}: got .* for the 5 batches that are read before an update"
+    with pytest.raises(BudgetExceeded, match=message):
+        place_late(tier, 4, least - 1)
 
 
 @pytest.mark.parametrize("late", [0, 1, 4])
