@@ -171,6 +171,7 @@ Acquired Dram::acquire(std::span<const std::int64_t> ids, std::span<const std::i
                      " pinned");
       }
       num_missing += counts[t].missing;
+      if (rows.is_mapped()) acquired.num_mapped += wanted - counts[t].missing;
       rows.reserve(counts[t]);
     }
     acquired.missing.reserve(static_cast<std::size_t>(num_missing));
@@ -508,7 +509,16 @@ std::int64_t Dram::resident_bytes() const {
   std::int64_t bytes = 0;
   for (std::int64_t t = 0; t < num_tables(); ++t) {
     const Lock held = lock(t);
-    bytes += tables_[t].resident_bytes();
+    bytes += tables_[t].resident_bytes() - tables_[t].mapped_bytes();
+  }
+  return bytes;
+}
+
+std::int64_t Dram::mapped_bytes() const {
+  std::int64_t bytes = 0;
+  for (std::int64_t t = 0; t < num_tables(); ++t) {
+    const Lock held = lock(t);
+    bytes += tables_[t].mapped_bytes();
   }
   return bytes;
 }

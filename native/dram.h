@@ -19,6 +19,7 @@ struct Acquired {
   std::vector<std::int32_t> missing;               // positions in ids, ascending; slots are assigned
   std::int64_t num_evicted = 0;        // evicted rows
   std::int64_t num_evicted_dirty = 0;  // of these, dirty ones, passed to the sink
+  std::int64_t num_mapped = 0;         // resident rows of tables whose rows are in mapped files
 };
 
 // Receives rows of a table that are evicted or saved. Called under the Dram's lock, so it must not call back.
@@ -100,11 +101,12 @@ class Dram {
   const RowLayout& layout(std::int64_t table) const { return at(table).layout(); }
   std::int64_t capacity_rows(std::int64_t table) const { return at(table).settings().capacity_rows; }
   std::int64_t num_addresses(std::int64_t table) const { return at(table).num_addresses(); }
-  bool can_resize(std::int64_t table) const { return at(table).can_evict() && at(table).settings().directory.empty(); }
+  bool can_resize(std::int64_t table) const { return at(table).can_evict() && !at(table).is_mapped(); }
   std::int64_t num_rows(std::int64_t table) const;
   std::uint64_t num_looked(std::int64_t table) const;  // slots examined so far for eviction
   double pinned_share(std::int64_t table) const;  // of slots in tables that evict; else 0
-  std::int64_t resident_bytes() const;
+  std::int64_t resident_bytes() const;  // without those of mapped files
+  std::int64_t mapped_bytes() const;    // of rows in mapped files, which tables use in place
 
  private:
   struct Run {

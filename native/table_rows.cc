@@ -109,11 +109,14 @@ void TableRows::ask_for_huge_pages(std::int64_t num_slots) noexcept {
   }
 }
 
+std::int64_t TableRows::row_bytes() const {
+  return (is_direct_ ? num_rows_ : headers_.num_touched()) * (layout_.weights_stride + layout_.state_stride);
+}
+
 std::int64_t TableRows::resident_bytes() const {
-  const std::int64_t row = layout_.weights_stride + layout_.state_stride;
   const std::int64_t bits = bits_.bytes(num_slots());
-  if (is_direct_) return num_rows_ * row + settings_.capacity_rows / 8 + bits;
-  return headers_.num_touched() * (row + SlotHeaders::kStride) + index_.bytes() + bits +
+  if (is_direct_) return row_bytes() + settings_.capacity_rows / 8 + bits;
+  return row_bytes() + headers_.num_touched() * SlotHeaders::kStride + index_.bytes() + bits +
          (can_evict() ? worth_.bytes(headers_.num_touched()) : 0);
 }
 

@@ -156,6 +156,8 @@ class TableRows {
   std::int64_t num_rows() const { return num_rows_; }
   std::int64_t num_pinned() const { return num_pinned_; }  // rows; pins in a direct table
   std::int64_t resident_bytes() const;
+  bool is_mapped() const { return !settings_.directory.empty(); }
+  std::int64_t mapped_bytes() const { return is_mapped() ? row_bytes() : 0; }  // of resident_bytes
 
   // Steps of an acquire of unique ids. next_use: by id, codes of heat.h; empty: no hints. Runs of step 2 may be on
   // different threads.
@@ -249,6 +251,7 @@ class TableRows {
   void erase(std::int64_t id, const RowSink& sink);
 
  private:
+  std::int64_t row_bytes() const;  // of rows and state in use
   // lows: target of a split row's low halves, or null.
   void birth_values(std::int64_t id, std::byte* weights, std::uint16_t* lows) const noexcept;
 

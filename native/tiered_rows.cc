@@ -219,9 +219,9 @@ std::shared_ptr<AcquireJob> TieredRows::acquire(std::span<const std::int64_t> id
     auto& counts = job->counts_;
     counts.born = static_cast<std::int64_t>(born.size());
     counts.read = static_cast<std::int64_t>(job->coming_.size());
-    counts.mapped = num_cached;
+    counts.mapped = num_cached + acquired.num_mapped;
     counts.copied = static_cast<std::int64_t>(missing.size()) - counts.born - counts.read - num_cached;
-    counts.resident = static_cast<std::int64_t>(ids.size() - missing.size());
+    counts.resident = static_cast<std::int64_t>(ids.size() - missing.size()) - acquired.num_mapped;
     counts.evicted_dirty = acquired.num_evicted_dirty;
     counts.bytes_evicted = bytes_evicted;
     for (const auto& [t, id] : job->coming_) counts.bytes_read += logs_[t]->record_bytes();

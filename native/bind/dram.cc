@@ -99,6 +99,7 @@ void bind_dram(nb::module_& m) {
   nb::class_<Collected>(m, "Acquired")
       .def_prop_ro(
           "missing", [](const Collected& self) { return tensor(self.acquired.missing); }, kOwned)
+      .def_prop_ro("num_mapped", [](const Collected& self) { return self.acquired.num_mapped; })
       .def_prop_ro(
           "evicted_ids",
           [](const Collected& self) {
@@ -284,7 +285,8 @@ void bind_dram(nb::module_& m) {
       .def("capacity_rows", &Dram::capacity_rows, "table"_a)
       .def("can_resize", &Dram::can_resize, "table"_a)
       .def("num_rows", &Dram::num_rows, nb::call_guard<nb::gil_scoped_release>(), "table"_a)
-      .def("resident_bytes", &Dram::resident_bytes, nb::call_guard<nb::gil_scoped_release>());
+      .def("resident_bytes", &Dram::resident_bytes, nb::call_guard<nb::gil_scoped_release>())
+      .def("mapped_bytes", &Dram::mapped_bytes, nb::call_guard<nb::gil_scoped_release>());
 }
 
 }  // namespace colonnade

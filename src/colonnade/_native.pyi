@@ -297,7 +297,9 @@ class Dram:
     def num_rows(self, table: int) -> int:
         """Return the number of resident rows."""
     def resident_bytes(self) -> int:
-        """Return the bytes of rows, state and index in use."""
+        """Return the bytes of rows, state and index in use, without rows in mapped files."""
+    def mapped_bytes(self) -> int:
+        """Return the bytes in use by rows and state of tables whose rows are in mapped files."""
 
 class Acquired:
     """Result of `Dram.acquire`: missing and evicted rows."""
@@ -307,6 +309,7 @@ class Acquired:
     evicted_heats: list[Array]  # by table, (V,) uint8
     evicted_records: list[Array]  # by table, (V, record_bytes) uint8
     num_evicted: int  # clean ones included
+    num_mapped: int  # resident rows of tables whose rows are in mapped files
 
 class Reads:
     """Column ranges that features read: R reads, each of one feature, with one output each."""

@@ -12,6 +12,7 @@ from colonnade.errors import CorruptionError, StorageError
 from colonnade.store.budget import slot_bytes, split_memory_budget
 from colonnade.store.dram import open_dram_store
 from colonnade.store.log import open_log
+from colonnade.store.tier_counts import collect_tier_counts
 from colonnade.store.writer import LogWriter
 from colonnade.topology.sharding import Shard
 
@@ -270,7 +271,7 @@ def test_a_row_that_was_never_trained_leaves_no_record(leave, tmp_path):
         store.flush()
     log = store.logs[1]
     assert log.count_rows_and_bytes()["rows_written"] == len(trained)
-    listed = torch.cat([ids for ids, _ in log.scan()])
+    listed = torch.cat([rows.ids for rows in log.scan()])
     assert sorted(listed.tolist()) == trained.tolist()
     close(store)
 
@@ -392,3 +393,34 @@ def test_rows_take_no_more_than_the_budget_says(tmp_path, dtype, dim, rows):
     assert 0.9 * budget < store.native.resident_bytes() <= budget
     store.abandon_commit()
     log.close()
+
+
+@pytest.mark.parametrize("is_backed", [False, True])
+def test_a_table_wholly_in_mapped_memory_is_counted_there(is_backed, tmp_path):
+    """Also without files below."""
+    logs = open_store(tmp_path / "logs") if is_backed else None
+    directories = [None, None, tmp_path / "mapped"]
+    store = open_dram_store(
+        TABLES, CAPACITY, seed=1, directories=directories, backings=logs.backings if logs else ()
+    )
+    ids, offsets = torch.cat([torch.arange(20)] * 3), torch.tensor([0, 20, 40, 60])
+    for _ in range(3):
+        slots, job = store.acquire(ids, offsets)
+        store.wait(job)
+        store.release(slots, offsets, dirty=False)
+    tiers = collect_tier_counts(store)
+    assert list(tiers)[:2] == ["dram", "mapped"]
+    assert store.sources.born == 60
+    assert tiers["dram"].hits == store.sources.resident == 2 * 40
+    assert tiers["mapped"].hits == store.sources.mapped == 2 * 20
+    weights, record = 4 * TABLES[2].width, TABLES[2].record_bytes
+    assert 20 * weights <= tiers["mapped"].held_bytes == tiers["mapped"].live_bytes <= 20 * record
+    assert 40 * weights <= tiers["dram"].held_bytes == store.resident_bytes()
+    if logs:
+        close(store)
+        return
+    everything = open_dram_store(TABLES, CAPACITY, seed=1)
+    everything.acquire(ids, offsets)
+    in_memory = collect_tier_counts(everything)
+    assert list(in_memory) == ["dram"]
+    assert in_memory["dram"].held_bytes == tiers["dram"].held_bytes + tiers["mapped"].held_bytes

@@ -158,7 +158,8 @@ class DramStore:
                 if self.tiers is None:
                     result = self.native.acquire(ids, offsets, slots, True)
                     self.sources.born += len(result.missing)
-                    self.sources.resident += len(ids) - len(result.missing)
+                    self.sources.mapped += result.num_mapped
+                    self.sources.resident += len(ids) - len(result.missing) - result.num_mapped
                     return slots, None
                 self._raise_fault(self.tiers.fault())
                 try:
@@ -282,7 +283,7 @@ class DramStore:
         return int(self.native.num_rows(table_index))
 
     def resident_bytes(self) -> int:
-        """Return the bytes in use by rows, state and index; without those of the cache."""
+        """Return the bytes of main memory in use by rows, state and index; without the cache's index."""
         return int(self.native.resident_bytes())
 
     def pinned_share(self) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # reports read these values without torch
@@ -90,8 +90,8 @@ class TierCounts:
 
 
 def collect_tier_counts(store: DramStore | HbmStore) -> dict[str, TierCounts]:
-    """Return the counts of each tier, from the top: "hbm" if rows are on a device, "dram", "mapped" if evicted rows are
-    cached there, then those of its backings.
+    """Return the counts of each tier, from the top: "hbm" if rows are on a device, "dram", "mapped" if it has whole
+    tables or evicted rows, then those of its backings.
 
     Costs microseconds a table.
     """
@@ -113,7 +113,11 @@ def collect_tier_counts(store: DramStore | HbmStore) -> dict[str, TierCounts]:
             **others,
         }
     sources = store.sources
-    needed = sources.resident + sources.mapped + sources.read + sources.copied + sources.born
+    mapped, mapped_bytes = TierCounts(), store.native.mapped_bytes()
+    if store.cache is not None and store.tiers is not None:
+        mapped = _count_cache_tier(store.tables, store.cache, store.tiers.cache_counts())
+    # Rows of tables that are wholly in mapped memory are used there, so that they are no misses of main memory.
+    needed = sources.resident + mapped.hits + sources.read + sources.copied + sources.born
     resident = store.native.resident_bytes()
     tiers = {
         "dram": TierCounts(
@@ -124,8 +128,13 @@ def collect_tier_counts(store: DramStore | HbmStore) -> dict[str, TierCounts]:
             live_bytes=resident,
         )
     }
-    if store.cache is not None and store.tiers is not None:
-        tiers["mapped"] = _count_cache_tier(store.tables, store.cache, store.tiers.cache_counts())
+    if store.cache is not None or mapped_bytes:
+        tiers["mapped"] = replace(
+            mapped,
+            hits=sources.mapped,
+            held_bytes=mapped.held_bytes + mapped_bytes,
+            live_bytes=mapped.live_bytes + mapped_bytes,
+        )
     below = [backing for backing in store.backings if isinstance(backing, LogBacking)]
     for backing in below:
         name = "mapped" if backing.files.mapped_bytes else "ssd"  # files read by loads, or by reads
