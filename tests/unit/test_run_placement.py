@@ -116,6 +116,40 @@ def test_a_profile_of_another_model_is_ignored_by_name(harm, tmp_path, unmeasure
     assert read_profile(tmp_path, [Table(t.name, 4, rows=10**6) for t in plan.tables])[0]
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model.dim": 8},
+        {"data.options": {"num_train": 2000, "num_test": 500, "seed": 4}},
+        {"data.options": {"num_train": 1000, "num_test": 500, "seed": 3}},
+        {},
+    ],
+    ids=["other dimensions", "other data", "fewer samples", "the same"],
+)
+def test_a_profile_of_tables_of_the_same_names_is_used_only_for_the_same_data(
+    changes, tmp_path, unmeasured
+):
+    train(override_settings(CONFIG, {"train.max_steps": 2}), tmp_path / "one")
+    other = tmp_path / "other"
+    other.mkdir()
+    content = json.loads((tmp_path / "one" / PROFILE_FILE).read_text())
+    (other / PROFILE_FILE).write_text(json.dumps(content))
+    with (tmp_path / "log").open("w") as log:
+        console = Console(file=log, width=500)
+        train(override_settings(CONFIG, {"train.max_steps": 2, **changes}), other, console)
+    is_ignored = (
+        "profile.json is ignored, and the data profiled anew: it is of tables of the same"
+        in (tmp_path / "log").read_text()
+    )
+    assert is_ignored == bool(changes)
+    assert (json.loads((other / PROFILE_FILE).read_text()) != content) == bool(changes)
+    # Profiles of before have no digest, and are used.
+    del content["digest"]
+    (other / PROFILE_FILE).write_text(json.dumps(content))
+    tables = [Table(stats["name"], 4, rows=10**6) for stats in content["tables"]]
+    assert read_profile(other, tables, "another")[0]
+
+
 def test_a_data_set_that_may_count_its_batches_is_not_read_for_a_sample(tmp_path, capsys):
     source = open_tensors(**columns(400))
     epochs = []
@@ -146,6 +180,11 @@ def test_a_batch_that_cannot_fit_trains_with_its_tables_in_mapped_memory(tmp_pat
     summary, plan, _ = train(config, tmp_path / "run")
     assert summary["steps"] == 3 and plan.placement == "profiled"
     assert {table.tier for table in plan.tables} == {"dram", "mapped"}
+    tiers, sources = summary["tiers"], summary["row_sources"]
+    assert list(tiers) == ["dram", "mapped", "ssd"]
+    assert tiers["mapped"]["hits"] == sources["mapped"] > 0
+    assert tiers["dram"]["hits"] == sources["resident"] > 0
+    assert tiers["mapped"]["held_bytes"] > 0 and tiers["dram"]["held_bytes"] <= 20 << 10
 
 
 ROWS = 4000

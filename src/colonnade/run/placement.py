@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -106,7 +107,11 @@ def _place_rows_of_run(
     folder: Path | None,
     first_step: int,
 ) -> Placement:
-    profile, note = read_profile(folder, collection.tables)
+    tables = [(table.name, table.dim, table.rows, table.dtype) for table in collection.tables]
+    features = [(feature.name, feature.table) for feature in collection.declaration.features]
+    inputs = repr((tables, features, source.schema, source.num_samples, config.data))
+    digest = hashlib.blake2b(inputs.encode(), digest_size=8).hexdigest()
+    profile, note = read_profile(folder, collection.tables, digest)
     if profile is None:
         if not can_read_twice(source):
             return _divide_evenly(
@@ -122,6 +127,7 @@ def _place_rows_of_run(
         profile = profile_batches(
             collection.tables, collection.declaration.features, stacked, is_brief=True
         )
+        profile = replace(profile, digest=digest)
     unknown_steps = first_step + SAMPLES_OF_UNKNOWN_LENGTH * profile.batches
     try:
         placed = place_rows(
@@ -143,8 +149,12 @@ def _divide_evenly(plan: Plan, reason: str) -> Placement:
     return Placement(replace(plan, placement="profiled"), note=note)
 
 
-def read_profile(folder: Path | None, tables: Sequence[Table]) -> tuple[Profile | None, str]:
-    """Read the profile of a run folder. Returns None, and a remark, for one that is damaged or of other tables."""
+def read_profile(
+    folder: Path | None, tables: Sequence[Table], digest: str = ""
+) -> tuple[Profile | None, str]:
+    """Read the profile of a run folder. Returns None, and a remark, for one that is damaged or of other tables or data.
+
+    digest: of the run's tables and data. Profiles of earlier versions have none, and are used."""
     if folder is None or not (folder / PROFILE_FILE).is_file():
         return None, ""
     try:
@@ -162,6 +172,11 @@ def read_profile(folder: Path | None, tables: Sequence[Table]) -> tuple[Profile 
         return None, (
             f"{PROFILE_FILE} is ignored, and the data profiled anew: it is of another model, with tables "
             f"{', '.join(names)}; this one has {', '.join(wanted)}"
+        )
+    if digest and profile.digest and profile.digest != digest:
+        return None, (
+            f"{PROFILE_FILE} is ignored, and the data profiled anew: it is of tables of the same names with other "
+            "rows, dimensions or features, or of other data"
         )
     return profile, ""
 

@@ -96,6 +96,8 @@ class Profile:
     largest_batch: int = 0
     """Number of samples of the largest batch; 0: unknown."""
     features: tuple[FeatureProfile, ...] = ()
+    digest: str = ""
+    """Digest of the tables, features and data that the profile is of; "": unknown."""
 
     @property
     def batch_size(self) -> float:
