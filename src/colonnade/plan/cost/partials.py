@@ -163,7 +163,8 @@ class Partials:
         ]
         if not candidates:
             return ()
-        field_floats = self.dims * self.rows * owners.sum(1)[self.tables]
+        # A sequence counts as one row: whether it is sent does not depend on the choice.
+        field_floats = self.dims * owners.sum(1)[self.tables]
         widths = {c: self.partial_floats(c, owners) for c in candidates}
         required = [c for c in candidates if self.model.consumers[c].sequences]
 
