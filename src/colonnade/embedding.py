@@ -261,7 +261,7 @@ class EmbeddingCollection(StatefulRows):
             return self.read(batch)
         if context is None:
             context = self.pipeline.prepare_and_fetch(batch)
-        self.pipeline.gradients.contexts.append(context)
+        self.pipeline.gradients.add_batch(context)
         return self.pipeline.compute_outputs(
             context, self.backward_handle, self.device_buffer.device
         )
@@ -287,7 +287,9 @@ class EmbeddingCollection(StatefulRows):
     def rows(self, table: str, ids: Tensor) -> Tensor:
         """Return the current weights (N, dim) of rows. Collective; pass the same ids (N,) on every rank.
 
-        Rows that were never trained have their initial value. The call changes nothing.
+        Rows that were never trained have their initial value. The call changes nothing. With `plan.cache`, gradients
+        that wait in row caches are not yet part of the rows; read them inside `RowOptimizer.synchronized_view()`, which
+        applies all.
         """
         self.ensure_open()
         self.pipeline.updates.apply_pending()

@@ -90,6 +90,7 @@ class RowOptimizer(Optimizer):
                 loss = closure()
         with self.collection.call_lock:
             self.collection.ensure_open()
+            self.collection.warn_of_missing_optimizer_state()
             error: ConfigError | None = None
             try:
                 settings = self._read_checked_settings()
@@ -109,7 +110,7 @@ class RowOptimizer(Optimizer):
 
         Replaces `scaler.step` for each optimizer and `scaler.update`: divides all gradients by the scale, steps all
         optimizers, and may raise the scale. If a gradient is NaN or inf on any rank, no optimizer steps on any
-        rank, and all ranks lower the scale. Returns whether the optimizers stepped.
+        rank, and all ranks lower the scale; without `dense` it never rises. Returns whether the optimizers stepped.
 
         Gradients of `dense` must already be summed over ranks. Raises ConfigError if `step` completes any of them.
         """
@@ -141,13 +142,23 @@ class RowOptimizer(Optimizer):
             self.step(agreed=True)
             for optimizer in dense:
                 scaler.step(optimizer)
-            scaler.update()
+            if dense:  # from whose checks the scaler learns that it may raise the scale
+                scaler.update()
             return True
         self.zero_grad()
         self.collection.discard_batches()
         if scaler.is_enabled():
             scaler.update(scale * scaler.get_backoff_factor())
         return False
+
+    @property
+    def _step_supports_amp_scaling(self) -> NoReturn:
+        """Refuse `GradScaler.step(rows)`, which reads this attribute: a scaler finds no gradients to check here."""
+        raise ConfigError(
+            "got GradScaler.step(RowOptimizer), wanted rows.scaled_step(scaler, dense_optimizer) in place of "
+            "scaler.step for every optimizer and scaler.update: rows and dense weights step together or not at all, "
+            "on all ranks"
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for `copy.deepcopy` and pickle, which copy the collection with its optimizer."""

@@ -8,6 +8,7 @@ Legend: N trained rows of a table, D its width, S scalars of optimizer state of 
 
 from __future__ import annotations
 
+import warnings
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from importlib import import_module
@@ -108,6 +109,7 @@ class StatefulRows(nn.Module):
     checkpoint: Any = None
     """Folder and step that the next `save` continues from (`train.checkpoint.Checkpoint`)."""
     _states_loaded_at: int | None = None  # step at which optimizer state was loaded
+    _lacks_optimizer_state: bool = False  # trained rows were loaded without theirs
 
     if TYPE_CHECKING:  # set by EmbeddingCollection
         declaration: EmbeddingDeclaration
@@ -437,6 +439,17 @@ class StatefulRows(nn.Module):
                 self._replace_table_rows(t, table, state["tables"][table.name])
         self.step = state["step"]
 
+    def warn_of_missing_optimizer_state(self) -> None:
+        """Warn, before the first step, of trained rows that were loaded without their optimizer's state."""
+        if self._lacks_optimizer_state:
+            self._lacks_optimizer_state = False
+            warnings.warn(
+                f"got trained rows of step {self.step} and no optimizer state for them, so that accumulators and "
+                "moments begin anew; load the state that was saved with them, rows.load_state_dict(...), after the "
+                "model's. Nothing to do if the optimizer is meant to begin anew",
+                stacklevel=5,
+            )
+
     def _replace_table_rows(
         self, table_index: int, table: Table, columns: Mapping[str, Tensor]
     ) -> None:
@@ -461,6 +474,7 @@ class StatefulRows(nn.Module):
             self._store_records(
                 table_index, ids[chunk], build_records_from_columns(table, columns, chunk)
             )
+            self._lacks_optimizer_state |= bool(self._list_parts_by_group(table_index))
         policy = self.policies.get(table_index)
         if isinstance(policy, RowRetention):
             retention = {
@@ -488,7 +502,7 @@ class StatefulRows(nn.Module):
                     records = records[is_known].contiguous()
                     records[:, state] = values[position[is_known]]
                     self._store_records(t, old_ids[is_known].contiguous(), records)
-        self._states_loaded_at = self.step
+        self._states_loaded_at, self._lacks_optimizer_state = self.step, False
 
     def _store_records(self, t: int, ids: Tensor, records: Tensor) -> None:
         if len(ids):

@@ -651,3 +651,39 @@ def test_settings_are_read_again_when_they_change():
     embeddings.discard_batches()
     rows.scale_grad_(0.5)
     assert step() == wanted - 0.5 and step() == wanted - 1.5
+
+
+def test_a_loop_without_a_step_is_told_so_once():
+    embeddings = collection()
+    with pytest.warns(
+        UserWarning, match=r"got 100 batches and no step of a RowOptimizer"
+    ) as warned:
+        for _ in range(300):
+            backward(embeddings, [1, 2], torch.ones(2, DIM))
+    assert len(warned) == 1
+    rows = RowOptimizer(embeddings)
+    rows.step()
+    for _ in range(300):  # it accumulates
+        backward(embeddings, [1, 2], torch.ones(2, DIM))
+    rows.step()
+    assert embeddings.step == 2
+
+
+def test_a_scaler_that_steps_rows_alone_is_refused_by_name():
+    embeddings = collection()
+    rows = RowOptimizer(embeddings)
+    before = embeddings.rows("item", torch.arange(ROWS))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    scaler.scale(embeddings(batch([1, 2]))["item"].sum()).backward()
+    with pytest.raises(
+        ConfigError, match=r"got GradScaler.step.*wanted rows.scaled_step\(scaler, "
+    ):
+        scaler.step(rows)
+    assert torch.equal(embeddings.rows("item", torch.arange(ROWS)), before)
+    assert rows.scaled_step(scaler) and scaler.get_scale() == 2.0
+    disabled = torch.amp.GradScaler("cpu", enabled=False)
+    disabled.scale(embeddings(batch([1, 2]))["item"].sum()).backward()
+    disabled.step(rows)
+    assert torch.equal(
+        embeddings.rows("item", torch.tensor([1, 3])), before[[1, 3]] - torch.tensor([[2.0], [0.0]])
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from scenario import STAYS, Net
 
 import colonnade
 from colonnade import (
+    SGD,
     Adam,
     Batch,
     EmbeddingCollection,
@@ -333,3 +335,41 @@ def test_a_shallow_copy_counts_steps_of_its_own():
     twin = copy.copy(loop.collection)
     loop.train(2, 3)
     assert (twin.step, loop.collection.step) == (2, 3)
+
+
+def warnings_of_first_step(
+    optimizer, load_state: bool, *, before_opening: bool = True
+) -> list[str]:
+    """Load a trained collection's rows into a new one, with or without the optimizer's state; step twice."""
+
+    def build():
+        collection = EmbeddingCollection(
+            [Table("a", 2, optimizer=optimizer)], [Feature("a", "a")], seed=1
+        )
+        return collection, RowOptimizer(collection)
+
+    def train(collection, rows):
+        collection(Batch(2, torch.zeros(2, 0), {"a": Ids(torch.arange(2))}))["a"].sum().backward()
+        rows.step()
+
+    trained = build()
+    train(*trained)
+    other = build()
+    if not before_opening:
+        other[0].open()
+    other[0].load_state_dict(trained[0].state_dict())
+    if load_state:
+        other[1].load_state_dict(trained[1].state_dict())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(*other)
+        train(*other)
+    return [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize("before_opening", [False, True])
+def test_trained_rows_without_their_optimizer_state_warn_once(before_opening):
+    (message,) = warnings_of_first_step(Adam(lr=0.1), False, before_opening=before_opening)
+    assert message.startswith("got trained rows of step 1 and no optimizer state for them")
+    assert warnings_of_first_step(Adam(lr=0.1), True, before_opening=before_opening) == []
+    assert warnings_of_first_step(SGD(lr=0.1), False, before_opening=before_opening) == []

@@ -14,6 +14,7 @@ pending, the delay line of fetched batches is one shorter.
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +31,8 @@ from colonnade.lookup.outputs import all_finite
 from colonnade.store.dram import DramStore
 from colonnade.store.hbm import HbmStore
 from colonnade.store.policies import RowPolicy, RowRetention
+
+MAX_BATCHES_BEFORE_FIRST_STEP = 100  # from which a loop seems to have forgotten its RowOptimizer
 
 
 class StepGradients:
@@ -50,6 +53,18 @@ class StepGradients:
         self.pushed: Pushed | None = None
         self._drop = drop
         self._may_arrive_late = may_arrive_late
+        self._has_stepped = False
+
+    def add_batch(self, context: LookupContext) -> None:
+        """Add a batch to those since the last step. Warns of a loop that never makes a step."""
+        self.contexts.append(context)
+        if len(self.contexts) == MAX_BATCHES_BEFORE_FIRST_STEP and not self._has_stepped:
+            warnings.warn(
+                f"got {len(self.contexts)} batches and no step of a RowOptimizer, so that no row was trained, and "
+                "the batches stay in memory: call rows = RowOptimizer(model.embeddings) once, and rows.step() after "
+                "each backward; batches that are only scored belong under model.eval() or torch.no_grad()",
+                stacklevel=2,
+            )
 
     def are_finite(self) -> bool:
         """Return whether every gradient recorded on this rank is finite."""
@@ -99,7 +114,7 @@ class StepGradients:
         """Return the pushed gradients of `send_gradients` and their batches; the next step begins without any.
         Collective."""
         pushed, contexts = self.send_gradients(step), self.contexts
-        self.contexts, self.pushed = [], None
+        self.contexts, self.pushed, self._has_stepped = [], None, True
         return pushed, contexts
 
     def discard_pushed(self) -> None:
