@@ -107,10 +107,12 @@ def _place_rows_of_run(
     folder: Path | None,
     first_step: int,
 ) -> Placement:
-    tables = [(table.name, table.dim, table.rows, table.dtype) for table in collection.tables]
-    features = [(feature.name, feature.table) for feature in collection.declaration.features]
-    inputs = repr((tables, features, source.schema, source.num_samples, config.data))
-    digest = hashlib.blake2b(inputs.encode(), digest_size=8).hexdigest()
+    inputs = (
+        [(table.name, table.dim, table.rows, table.dtype) for table in collection.tables],
+        [(feature.name, feature.table) for feature in collection.declaration.features],
+        *(source.schema, source.num_samples, config.data),
+    )
+    digest = hashlib.blake2b(repr(inputs).encode(), digest_size=8).hexdigest()
     profile, note = read_profile(folder, collection.tables, digest)
     if profile is None:
         if not can_read_twice(source):
