@@ -254,7 +254,7 @@ def test_a_store_opened_again_keeps_the_rows_used_most(cache_rows, tmp_path):
 
 @pytest.mark.parametrize("leave", ["flush", "commit", "evict"])
 def test_a_row_that_was_never_trained_leaves_no_record(leave, tmp_path):
-    """Its first value is computed from its id, so that a record would only take room, and say that it was trained."""
+    """A first value is computed from the id, so that a record would only take room, and say that it was trained."""
     store, truth = open_store(tmp_path), [{}, {}, {}]
     trained, offsets = torch.arange(100, 120), torch.tensor([0, 0, 20, 20])
     train(store, trained, offsets, truth)

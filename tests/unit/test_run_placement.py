@@ -261,7 +261,7 @@ def test_steps_that_reads_are_late_are_batches_in_memory(tier):
 
 @pytest.mark.parametrize("late", [0, 1, 4])
 def test_all_batches_in_flight_have_room_first(late):
-    """Those that are prefetched, the one that is trained, and one for each step that reads are late."""
+    """Batches that are prefetched, the one that is trained, and one for each step that reads are late."""
     tables, profile = hot_and_cold()
     demands = predict_demands(
         tables, profile, batch_size=100, window=3 + 1 + late, at_once=1 + late, last_batch=100_000
