@@ -99,3 +99,19 @@ def make_location_absolute(text: str) -> str:
     """Return the text of a storage location with its path made absolute and its size in bytes."""
     location = parse_storage_location(text)
     return location.path if location.bytes is None else f"{location.path}:{location.bytes}"
+
+
+def format_digits(value: float) -> str:
+    """Format a number with three significant digits and no exponent: 0.012345 -> "0.0123", 1024 -> "1,020"."""
+    return f"{float(f'{value:.3g}'):,.12g}"
+
+
+def format_bytes(value: float | None) -> str:
+    """Format a number of bytes in binary units; "-" if unknown."""
+    if value is None:
+        return "-"
+    for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if abs(value) >= 1024**power:
+            size = value / 1024**power
+            return f"{format_digits(size) if size < 1000 else f'{size:,.0f}'} {unit}"
+    return f"{value:.0f} B"

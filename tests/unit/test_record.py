@@ -202,6 +202,25 @@ def test_a_resumed_run_reports_the_steps_of_an_unbroken_one(tmp_path, monkeypatc
     assert steps == {0: [20, 40, 60], 35: [40, 60]}
 
 
+@pytest.mark.parametrize(
+    ("metrics", "shown"),
+    [({"validation_mrr": 0.25, "validation_hits@1": 0.125, "validation_mean rank": 12.5},
+      "validation mrr 0.2500  validation hits@1 0.1250  validation mean rank 12.5000"),
+     ({"validation_auc": 0.75, "validation_auc_buy": 0.5, "validation_num_samples_buy": 3.0},
+      "validation auc 0.7500  validation auc buy 0.5000"),
+     ({"validation_recall@10": 0.25, "validation_ndcg@20": 0.5},
+      "validation recall@10 0.2500  validation ndcg@20 0.5000"),
+     ({"validation_in_order": 0.75}, "validation in order 0.7500")],
+)  # fmt: skip
+def test_every_objectives_metrics_are_printed(tmp_path, metrics, shown):
+    text = io.StringIO()
+    result = progress(tmp_path, Console(file=text, force_terminal=False), every=10)
+    result.start_reporting(0)
+    result.report_evaluation(100, 1, metrics)
+    result.close()
+    assert text.getvalue() == f"epoch 1: {shown}\n"
+
+
 @pytest.mark.parametrize("width", [20, 40, 60, 80, 120])
 def test_bars_fit_the_terminal(width, tmp_path):
     text = io.StringIO()

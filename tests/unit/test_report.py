@@ -17,7 +17,13 @@ from run_records import write_run
 
 from colonnade.errors import CheckpointError, StorageError
 from colonnade.report import figures, tiers
-from colonnade.report.formatting import format_bytes, format_count, format_seconds
+from colonnade.report.formatting import (
+    format_bytes,
+    format_count,
+    format_digits,
+    format_seconds,
+    format_setting,
+)
 from colonnade.report.page import write_page
 from colonnade.report.pages import (
     build_figure_lines,
@@ -287,7 +293,11 @@ def test_smoothed_curves_stay_inside(values):
         (format_count, 1234567, "1.23 M"), (format_count, 99999, "99,999"), (format_count, 0, "0"),
         (format_count, None, "-"), (format_count, float("nan"), "-"), (format_count, 3.14159, "3.14"),
         (format_count, 123456, "123 k"), (format_bytes, 2**20, "1 MiB"), (format_bytes, 12, "12 B"),
-        (format_bytes, 1000 * 2**30, "1,000 GiB"), (format_seconds, 0.0123, "12.3 ms"),
+        (format_bytes, 1000 * 2**30, "1,000 GiB"), (format_bytes, 999.7 * 2**20, "1,000 MiB"),
+        (format_bytes, 300 << 10, "300 KiB"), (format_count, 999_700, "1,000 k"), (format_digits, 1024, "1,020"),
+        (format_digits, 0.012345, "0.0123"), (format_digits, 1.25e-6, "1.25e-06"),
+        (format_seconds, 0.9999, "1,000 ms"), (format_setting, 1.2499999999999999e-06, "1.25e-06"),
+        (format_seconds, 0.0123, "12.3 ms"),
         (format_seconds, 3600 * 2 + 120, "2 h 2 min"), (format_seconds, 5e-5, "50 µs"),
     ],
 )  # fmt: skip

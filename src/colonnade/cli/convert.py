@@ -121,6 +121,7 @@ def write_converted_file(
 ) -> None:
     """Write the Parquet file with a progress bar, and print its size and time."""
     from colonnade.data.tabular.convert import write_parquet_file
+    from colonnade.sizes import format_bytes
     from colonnade.terminal import Terminal
 
     console = Terminal()
@@ -136,7 +137,7 @@ def write_converted_file(
         )
     size = target.expanduser().stat().st_size
     console.print(
-        f"wrote {target}: {conversion.num_rows:,} rows, {len(conversion.schema)} columns, {size / 2**20:,.1f} MiB "
+        f"wrote {target}: {conversion.num_rows:,} rows, {len(conversion.schema)} columns, {format_bytes(size)} "
         f"in {time.perf_counter() - started:.1f} s",
         soft_wrap=True,
     )

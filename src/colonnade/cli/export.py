@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from colonnade.sizes import format_bytes
 from colonnade.terminal import print_text
 
 EXAMPLES = (
@@ -71,7 +72,7 @@ def export(
     size = sum(path.stat().st_size for path in destination.rglob("*") if path.is_file())
     print_text(
         f"step {exported.step} ({explain_chosen_step(run, exported.step)}): "
-        f"{len(exported.tables)} tables, {rows:,} trained rows, {size / 2**20:,.1f} MiB\nexport: {destination}"
+        f"{len(exported.tables)} tables, {rows:,} trained rows, {format_bytes(size)}\nexport: {destination}"
     )
     if triton:
         print_text(f"serve it: tritonserver --model-repository {destination.absolute().parent}")

@@ -17,7 +17,7 @@ from colonnade.report.traffic import COLUMNS, build_traffic_lines, flatten_count
 from colonnade.run.start import describe_finished_run
 from colonnade.store.tier_counts import TierCounts
 from colonnade.table import Table
-from colonnade.train.progress import SHOWN_METRICS
+from colonnade.train.best import select_judged
 
 MAX_LINES = 12
 
@@ -29,7 +29,7 @@ def show_plan(console: Console, plan: Plan, tables: Sequence[Table]) -> None:
     staleness = (f"bounded({bound})" if bound else "synchronous") + (
         " by table" if len(set(plan.staleness_by_table)) > 1 else ""
     )
-    memory = "no limit" if plan.dram_bytes is None else f"{plan.dram_bytes / 2**20:,.0f} MiB"
+    memory = "no limit" if plan.dram_bytes is None else format_bytes(plan.dram_bytes)
     wire = plan.codecs
     facts = [
         f"{plan.num_ranks} rank{'s' if plan.num_ranks > 1 else ''}"
@@ -112,8 +112,8 @@ def show_outcome(console: Console, summary: Mapping[str, Any], folder: Path | No
     """Print the final metrics, the speed, the time by phase and the rows by source."""
     metrics = {
         name: value
-        for name, value in summary["metrics"].items()
-        if name.split("@")[0].endswith(SHOWN_METRICS) and value == value  # NaN: undefined
+        for name, value in select_judged(summary["metrics"]).items()
+        if value == value  # NaN: undefined
     }
     for name, value in metrics.items():
         console.print(f"{name.replace('_', ' ')}: {value:.4f}", style="bold")

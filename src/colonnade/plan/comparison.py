@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from colonnade.sizes import format_digits
+
 MAX_PREDICTED_GAP = 2.0
 """Predicted step of a plan, relative to the fastest one, above which it is not timed. Steps of one exchange were up to
 1.9 times as long as predicted, relative to those of another (benchmark `partials`)."""
@@ -64,9 +66,9 @@ class PlanComparison:
         for plan in self.plans:
             measured = "not measured"
             if plan.measured_seconds is not None:
-                measured = f"measured {1e3 * plan.measured_seconds:.3g} ms a step"
+                measured = f"measured {format_digits(1e3 * plan.measured_seconds)} ms a step"
             lines.append(
-                f"  {plan.exchanges}: {measured}, predicted {1e3 * plan.predicted_seconds:.3g} ms"
+                f"  {plan.exchanges}: {measured}, predicted {format_digits(1e3 * plan.predicted_seconds)} ms"
             )
         return lines
 

@@ -21,7 +21,7 @@ from colonnade.plan.comparison import PlanComparison, describe_exchanges
 from colonnade.plan.constraints import resolve_fixed_tables
 from colonnade.plan.cost.memory import Tier
 from colonnade.plan.hot import add_hot_rows_to_shardings, subtract_hot_row_bytes
-from colonnade.sizes import StorageLocation
+from colonnade.sizes import StorageLocation, format_bytes
 from colonnade.staleness import RowClock
 from colonnade.store.budget import (
     cached_row_bytes,
@@ -632,7 +632,7 @@ def describe_planned_tables(plan: Plan, tables: Sequence[Table]) -> list[dict[st
                 "rows per rank": owned,
                 **hbm,
                 "rows in memory": "as trained" if unbounded else f"{planned.capacity_rows:,}",
-                "memory": "as trained" if unbounded else f"{memory / 2**20:,.1f} MiB",
+                "memory": "as trained" if unbounded else format_bytes(memory),
                 "tier": planned.tier,
                 **({"rows in mapped": f"{planned.mapped_rows:,}"} if has_mapped_rows else {}),
                 "rest": planned.rest,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from colonnade.sizes import format_bytes, format_digits
+
 SIZE_SUFFIXES = ("dram", "bytes")
 
 
@@ -15,22 +17,8 @@ def format_count(value: float | None) -> str:
     for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e5, "k")):
         if abs(value) >= size:
             scale = 1e3 if unit == "k" else size
-            return f"{value / scale:.3g} {unit}" if abs(value) < 1e15 else f"{value:.3g}"
+            return f"{format_digits(value / scale)} {unit}" if abs(value) < 1e15 else f"{value:.3g}"
     return f"{value:,.0f}" if float(value).is_integer() or abs(value) >= 100 else f"{value:.3g}"
-
-
-def format_bytes(value: float | None) -> str:
-    """Format a number of bytes in binary units; "-" if unknown."""
-    if value is None:
-        return "-"
-    for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
-        if abs(value) >= 1024**power:
-            return (
-                f"{value / 1024**power:.3g} {unit}"
-                if value < 1000 * 1024**power
-                else f"{value / 1024**power:,.0f} {unit}"
-            )
-    return f"{value:.0f} B"
 
 
 def format_seconds(value: float | None) -> str:
@@ -38,9 +26,9 @@ def format_seconds(value: float | None) -> str:
     if value is None or not math.isfinite(value):
         return "-"
     if value < 1e-3:
-        return f"{value * 1e6:.3g} µs"
+        return f"{format_digits(value * 1e6)} µs"
     if value < 1:
-        return f"{value * 1e3:.3g} ms"
+        return f"{format_digits(value * 1e3)} ms"
     if value < 100:
         return f"{value:.3g} s"
     minutes, seconds = divmod(round(value), 60)
@@ -76,4 +64,6 @@ def format_setting(value: Any, name: str = "") -> str:
         return ", ".join(map(format_setting, value)) or "none"
     if isinstance(value, int) and abs(value) >= 10000:
         return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:.12g}"  # 0.1 + 0.2 is 0.3
     return str(value)

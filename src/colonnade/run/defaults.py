@@ -113,7 +113,8 @@ def choose_training_settings(num_samples: int) -> Training:
         num_samples = max(num_samples, 1)
         epochs = min(16, max(3, 6400 // num_samples))
         steps = epochs * -(-num_samples // 64)
-        return Training(64, epochs, 0, 0.0, min(5e-3, 0.2 / steps), 1.6 / num_samples, 20.0, 20.0)
+        dense_lr, weight_decay = map(_round_digits, (min(5e-3, 0.2 / steps), 1.6 / num_samples))
+        return Training(64, epochs, 0, 0.0, dense_lr, weight_decay, 20.0, 20.0)
     batch_size = 64
     while batch_size < 4096 and batch_size * 320 <= num_samples:
         batch_size *= 2
@@ -122,8 +123,8 @@ def choose_training_settings(num_samples: int) -> Training:
         epochs=min(20, max(1, 8_000_000 // num_samples)),
         patience=PATIENCE,
         validation_fraction=0.1 if num_samples < 20_000 else LARGE_FRACTION,
-        dense_lr=min(2e-3, 5e-4 * math.sqrt(batch_size / 64)),
-        dense_weight_decay=0.3 / num_samples,
+        dense_lr=_round_digits(min(2e-3, 5e-4 * math.sqrt(batch_size / 64))),
+        dense_weight_decay=_round_digits(0.3 / num_samples),
         prior=min(20.0, max(5.0, 4e6 / num_samples)),
         wide_prior=min(20.0, max(1.0, 20_000 / num_samples)),
     )
@@ -131,7 +132,12 @@ def choose_training_settings(num_samples: int) -> Training:
 
 def choose_initial_accumulator(prior: float, batch_size: int) -> float:
     """Compute Adagrad's initial accumulator as `prior` pseudo-samples: (prior / batch_size) squared."""
-    return float(f"{(prior / batch_size) ** 2:.3g}")
+    return _round_digits((prior / batch_size) ** 2)
+
+
+def _round_digits(value: float) -> float:
+    """Round a chosen setting to three significant digits, as people write it."""
+    return float(f"{value:.3g}")
 
 
 def open_data(config: RunConfig, folder: Path | None) -> tuple[RunConfig, Splits, str]:
@@ -160,9 +166,7 @@ def open_data(config: RunConfig, folder: Path | None) -> tuple[RunConfig, Splits
     chosen = choose_open_settings(config, suggested, data)
     if held_out:
         chosen["data.options.validation_fraction"] = held_out
-    values = ", ".join(
-        f"{name}={value:.3g}" for name, value in chosen.items() if name != "train.monitor"
-    )
+    values = ", ".join(f"{name}={value}" for name, value in chosen.items())
     line = f"chosen for {num_samples:,} training samples: {values}" if chosen else ""
     return override_settings(config, chosen), data, line
 
@@ -180,6 +184,17 @@ def resolve_settings(config: RunConfig, objective: Objective) -> RunConfig:
             "dense.lr": config.dense.learning_rate,
             "dense.weight_decay": config.dense.weight_decay or 0.0,
         },
+    )
+
+
+def describe_settings(config: RunConfig) -> str:
+    """Describe the main settings of a run, chosen or not, in one line."""
+    model, rows, dense, train = config.model, config.embedding, config.dense, config.train
+    days_or_epochs = "one day after another" if train.progressive else f"epochs {train.num_epochs}"
+    return (
+        f"model {model.name}, dim {model.dim}; rows: {rows.optimizer}, lr {rows.lr:g}; dense: {dense.optimizer}, "
+        f"lr {dense.learning_rate:g}; batch size {train.samples_per_step:,}, {days_or_epochs}; "
+        f"monitor {train.monitor}"
     )
 
 
@@ -242,8 +257,7 @@ def _can_hold_out(config: RunConfig) -> bool:
     """Return whether a validation part may be held out: no setting decides it, and the model is a scorer."""
     options = config.data.options
     is_given = options.get("validation") is not None or "validation_fraction" in options
-    is_free = not is_given and not _is_by_day(config) and config.train.patience != 0
-    return is_free and _is_scorer(config)
+    return not is_given and not _is_by_day(config) and _is_scorer(config)
 
 
 def _is_scorer(config: RunConfig) -> bool:

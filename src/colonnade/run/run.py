@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -28,7 +29,9 @@ from colonnade.checkpoint.checkpoints import (
 from colonnade.checkpoint.completeness import check_folder_is_shared
 from colonnade.checkpoint.header import list_checkpoints, resolve_step
 from colonnade.comm.mesh import Mesh
+from colonnade.comm.peer_status import report_errors_to_peers
 from colonnade.comm.process_groups import assign_server_ranks
+from colonnade.comm.traffic import Traffic
 from colonnade.config.plan import MemoryConfig
 from colonnade.config.run import OWN, RunConfig, dump_config, load_config, override_settings
 from colonnade.data import Splits, num_steps
@@ -53,7 +56,12 @@ from colonnade.run.cross_rank_check import (
     check_plan_on_all_ranks,
     flatten_to_dotted_names,
 )
-from colonnade.run.defaults import open_data, resolve_settings, warn_of_few_steps
+from colonnade.run.defaults import (
+    describe_settings,
+    open_data,
+    resolve_settings,
+    warn_of_few_steps,
+)
 from colonnade.run.placement import PROFILE_FILE, SAMPLE_LOOKUPS, Placement
 from colonnade.run.plan_timing import choose_plan
 from colonnade.run.planner import apply_tower_partition
@@ -112,6 +120,8 @@ class TrainingRun:
     """Number of samples that all ranks trained on together; set by `train`."""
     final_summary: dict[str, Any] | None = None
     """Recorded summary if the run was finished when it was opened; it is then open for reading only."""
+    full_mesh: Mesh = field(default_factory=Mesh)
+    """Mesh in which servers are trainers too, as in runs that are open for reading only."""
 
     def train(self) -> Outcome:
         """Train, and write the run folder's summary on rank 0. Collective."""
@@ -120,6 +130,8 @@ class TrainingRun:
         self.trainer.progress.start_reporting(self.trainer.collection.step, self.trainer)
         try:
             outcome = self.trainer.train()
+            with report_errors_to_peers(self.mesh.peer_monitor):
+                self._add_test_metrics(outcome)
         finally:
             self.trainer.progress.close()
         self.sent_bytes = average_sent_bytes(self.mesh, outcome.steps)
@@ -134,6 +146,37 @@ class TrainingRun:
             )
             write_durably(Disk(), self.folder / "summary.json", text.encode(), checked=False)
         return outcome
+
+    def _add_test_metrics(self, outcome: Outcome) -> None:
+        """Add the test part's metrics to an outcome without them: of the best step, else of the last. Collective."""
+        trainer, started = self.trainer, time.perf_counter()
+        is_tested = any(name.startswith("test_") for name in outcome.metrics)
+        if outcome.stopped or is_tested or not outcome.metrics or trainer.data.test is None:
+            return  # without metrics nothing was trained
+        last_step = trainer.collection.step
+        step = last_step if trainer.best.step is None else trainer.best.step
+        metrics = trainer.test() if step == last_step else self._test_checkpoint(step)
+        outcome.metrics |= metrics
+        trainer.progress.record_line(step, "evaluate", lambda: metrics)
+        outcome.seconds += time.perf_counter() - started
+
+    def _test_checkpoint(self, step: int) -> dict[str, float]:
+        """Compute the test part's metrics of a saved step; {} if this folder does not have it. Collective."""
+        trainer, folder = self.trainer, self.folder
+        if folder is None or step not in list_checkpoints(folder):
+            trainer.progress.print_line(
+                f"the test part was not evaluated: the checkpoint of step {step}, the best, is not in {folder}"
+            )
+            return {}
+        config = override_settings(self.config, {"data.readers": 0})
+        mesh = replace(self.full_mesh, traffic=Traffic())
+        with trainer.phases("evaluate", include_waits=True), torch.random.fork_rng():
+            run = open_run(config, mesh, folder, read_only=True, at=step, data=trainer.data)
+            run.trainer.progress = trainer.progress
+            try:
+                return run.trainer.test()
+            finally:
+                run.close()
 
     def build_summary(self, outcome: Outcome) -> dict[str, Any]:
         """Return the summary of a trained run as plain values.
@@ -262,6 +305,8 @@ def prepare_run(
     optimizer = setup.make_optimizer(setup.parameters or [nn.Parameter(torch.empty(0))])
     run_steps = count_total_steps(config, data)
     if console is not None and not read_only:
+        if config.data.name != OWN:
+            console.print(describe_settings(config), highlight=False)
         warn_of_few_steps(config, run_steps, console)
     schedules = [
         row_schedule(rows) if row_schedule else build_schedule(rows, config.embedding.schedule, run_steps),
@@ -290,7 +335,14 @@ def prepare_run(
                 config.train, folder, checkpoints, step, setup.disk
             )
     return TrainingRun(
-        config, mesh, trainer, folder, checkpoints, step, final_summary=final_summary
+        config,
+        mesh,
+        trainer,
+        folder,
+        checkpoints,
+        step,
+        final_summary=final_summary,
+        full_mesh=full_mesh,
     )
 
 

@@ -17,7 +17,7 @@ from colonnade.cache.next_use import add_next_use_to_splits
 from colonnade.checkpoint.checkpoints import Checkpoints
 from colonnade.comm.mesh import Mesh
 from colonnade.config.run import RunConfig
-from colonnade.data import Splits
+from colonnade.data import SOURCES, Splits
 from colonnade.data.batches import open_batches
 from colonnade.embedding import EmbeddingCollection
 from colonnade.models.tower_modules import describe_tower_modules
@@ -93,7 +93,7 @@ def build_trainer(
         setup.model,
         collection,
         data,
-        build_training_schedule(config),
+        build_training_schedule(setup),
         objective=setup.objective,
         dense_optimizer=optimizer,
         rows=rows,
@@ -149,15 +149,18 @@ def open_timed_trainer(
     return trainer
 
 
-def build_training_schedule(config: RunConfig) -> Schedule:
-    """Return the trainer's schedule for a configuration."""
-    train = config.train
+def build_training_schedule(setup: RunSetup) -> Schedule:
+    """Return the trainer's schedule for a run's configuration."""
+    config, train = setup.config, setup.config.train
+    # At the end, neither a user's model nor weights of an earlier step can be opened.
+    is_reopened = setup.folder is not None and config.data.name in SOURCES
     return Schedule(
         batch_size=train.samples_per_step,
         epochs=train.num_epochs,
         max_steps=train.max_steps,
         accumulate=train.accumulate,
         evaluate_steps=train.evaluate_steps,
+        test_at="best" if train.test_at == "end" and not is_reopened else train.test_at,
         monitor=train.monitor,
         patience=train.patience or 0,
         min_delta=train.min_delta,

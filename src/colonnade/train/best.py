@@ -41,6 +41,15 @@ def is_judged(metric: str) -> bool:
     return get_direction(metric) != NEITHER
 
 
+def select_judged(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Select the metrics, named part_metric as "validation_auc", that can be better or worse."""
+    return {
+        name: value
+        for name, value in metrics.items()
+        if "_" in name and is_judged(name.partition("_")[2])
+    }
+
+
 def check_monitor_metric(monitor: str, metrics: Iterable[str]) -> None:
     """Raise ConfigError unless `train.monitor` is one of the metrics that can be better or worse."""
     judged = sorted(metric for metric in metrics if is_judged(metric))

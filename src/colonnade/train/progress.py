@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console, RenderableType
 from rich.progress import (
@@ -18,6 +19,7 @@ from rich.progress import Progress as Bars
 from rich.text import Text
 
 from colonnade.batch import Batch
+from colonnade.train.best import select_judged
 from colonnade.train.record import Counters, Part, Record, RecordedTrainer
 
 PLAIN_SECONDS = 10.0
@@ -26,7 +28,6 @@ MIN_SECONDS = 0.5
 """Minimum time between metrics lines, which cost one to two milliseconds together."""
 TRAFFIC_LINES = 10
 """Number of lines per `traffic` line, which costs a millisecond or more."""
-SHOWN_METRICS = ("auc", "loss", "recall", "ndcg", "entropy")
 
 
 class Progress:
@@ -113,6 +114,11 @@ class Progress:
             if tiers is not None:
                 self._record.write_line(step, "tiers", tiers.to_dict())
 
+    def record_line(self, step: int, kind: str, build: Callable[[], Mapping[str, Any]]) -> None:
+        """Write a line of metrics, unless this rank writes none or there are none. build: returns the metrics."""
+        if self._record is not None and (values := build()):
+            self._record.write_line(step, kind, dict(values))
+
     def report_evaluation(self, step: int, epoch: int, metrics: Mapping[str, float]) -> None:
         """Report an evaluation. metrics: by part_metric, as "validation_auc"."""
         self._flush_last_step()
@@ -123,8 +129,7 @@ class Progress:
                 self._record.write_line(step, "tables", {"tables": self._counters.collect_tables()})
         shown = [
             f"{name.replace('_', ' ')} {value:.4f}"
-            for name, value in metrics.items()
-            if name.split("@")[0].endswith(SHOWN_METRICS)
+            for name, value in select_judged(metrics).items()
         ]
         self.print_line(f"epoch {epoch}: {'  '.join(shown)}" if shown else f"epoch {epoch} is over")
         self._num_samples, self._interval_start = 0, time.perf_counter()

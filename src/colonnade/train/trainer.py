@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -105,6 +105,7 @@ class Schedule:
     max_steps: int | None = None
     accumulate: int = 1
     evaluate_steps: int = 0
+    test_at: Literal["end", "best", "evaluations"] = "end"  # best: at each best score so far
     monitor: str | None = None  # None: the objective's
     patience: int = 0
     min_delta: float = 0.0
@@ -394,12 +395,19 @@ class Trainer:
                 notify_servers(self.mesh, False)
             return self._share_metrics(metrics)
 
+    def test(self) -> dict[str, float]:
+        """Compute the metrics of the test part, such as {"test_auc": 0.8}; {} if there is none. Collective."""
+        if self.data.test is None:
+            return {}
+        return add_prefix("test", self.evaluate(self.data.test))
+
     def _share_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
         """Send the metrics of the trainers to servers, because all ranks decide by them. Collective with servers."""
         if not self.mesh.world.has_servers:
             return metrics
         text = json.dumps({name: float(value) for name, value in metrics.items()})
-        return json.loads(self.mesh.all_gather_bytes("evaluate", text.encode())[0])
+        shared = json.loads(self.mesh.all_gather_bytes("evaluate", text.encode())[0])
+        return metrics or shared
 
     @property
     def num_epochs(self) -> int:
@@ -454,7 +462,7 @@ class Trainer:
         return 0 < self.schedule.patience <= self.best.num_since
 
     def _evaluate_and_check_best(self, ends_epoch: bool) -> bool:
-        """Evaluate all parts of the data, and record the scores. Returns whether this score is the best so far.
+        """Evaluate, and record the scores. Returns whether this score is the best so far.
 
         The final test metrics are those at the best validation score; without a validation part, the newest.
         """
@@ -462,16 +470,18 @@ class Trainer:
         if self.schedule.progressive and ends_epoch and self.position.epoch < self.num_epochs:
             day_metrics = self.evaluate(self.data.days[self.position.epoch])
             self.days.append({"day": self.position.epoch, **day_metrics})
-            metrics |= _add_prefix("day", day_metrics) | average_daily_metrics(self.days)
+            metrics |= add_prefix("day", day_metrics) | average_daily_metrics(self.days)
         if self.data.validation is not None:
             validated = self.evaluate(self.data.validation)
             if self.schedule.monitor not in (None, self.objective.monitor):
                 check_monitor_metric(self.schedule.monitor, validated)
-            metrics |= _add_prefix("validation", validated)
-        if self.data.test is not None:
-            metrics |= _add_prefix("test", self.evaluate(self.data.test))
-        step = self.collection.step
+            metrics |= add_prefix("validation", validated)
+        step, test_at = self.collection.step, self.schedule.test_at
         is_best = self.best.record_evaluation(metrics, step)
+        if test_at == "evaluations" or (test_at == "best" and is_best):
+            metrics |= self.test()
+            if self.best.step in (None, step):
+                self.best.metrics |= metrics
         for schedule in self.lr_schedules:
             if isinstance(schedule, ReduceLROnPlateau) and self.best.monitor in metrics:
                 schedule.step(metrics[self.best.monitor])
@@ -562,5 +572,6 @@ def _mark_last_batch(batches: Iterator[Batch]) -> Iterator[Batch]:
         yield batch
 
 
-def _add_prefix(prefix: str, metrics: dict[str, float]) -> dict[str, float]:
+def add_prefix(prefix: str, metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics named part_metric."""
     return {f"{prefix}_{name}": value for name, value in metrics.items()}

@@ -23,6 +23,7 @@ from colonnade.plan.search.candidates import (
 )
 from colonnade.plan.search.cutting import COLUMN_KINDS, count_max_slices
 from colonnade.plan.search.search import Search, State
+from colonnade.sizes import format_digits
 from colonnade.topology.sharding import Kind, Sharding
 
 
@@ -71,7 +72,9 @@ def explain_consumers(
         elif others:
             reason = _explain_other_exchange(tables, has_partials, exchanges, names)
             if not remote and partials_delay is not None:
-                reason += f"; with partials a step takes {1e3 * partials_delay:.3g} ms more"
+                reason += (
+                    f"; with partials a step takes {format_digits(1e3 * partials_delay)} ms more"
+                )
             elif partial >= values:
                 reason += f"; a partial is {_format_floats(partial)} floats, values {_format_floats(values)}"
         else:
