@@ -241,6 +241,26 @@ def test_an_outcome_begins_with_the_metric_and_fits_80_columns(colonnade, monkey
     assert max(map(len, (line for line in lines if str(tmp_path) not in line))) <= 80
 
 
+def test_seeds_are_runs_of_their_own_with_their_mean_and_spread(colonnade, tmp_path):
+    folder = tmp_path / "runs"
+    command = ["train", "--run", str(folder), "--seeds", "2", "--seed", "4", *SMALL]
+    status, shown, message = colonnade(*command)
+    assert status == 0, message
+    names = ("seed-4", "seed-5")
+    scores = [
+        json.loads((folder / name / "summary.json").read_text())["metrics"]["test_auc"]
+        for name in names
+    ]
+    mean, spread = sum(scores) / 2, abs(scores[0] - scores[1]) / 2**0.5
+    assert spread > 0 and f"test auc: {mean:.4f} ± {spread:.4f}" in shown
+    before = contents(tmp_path)
+    status, again, _ = colonnade(*command)  # finished runs are not trained again
+    assert status == 0 and f"test auc: {mean:.4f} ± {spread:.4f}" in again
+    assert contents(tmp_path) == before
+    status, _, message = colonnade("train", "--run", str(folder / "seed-4"), "--seeds", "2", *SMALL)
+    assert status == 2 and "is a run, wanted a folder" in message
+
+
 def test_a_run_its_evaluation_and_going_back(colonnade, tmp_path):
     folder = str(tmp_path / "run")
     status, first, message = colonnade(

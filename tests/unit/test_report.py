@@ -268,6 +268,41 @@ def test_comparison_shows_only_what_differs_and_marks_the_best(tmp_path):
     assert "3 runs compared" in render_comparison_page([*runs, empty])
 
 
+def write_tested_run(folder, auc, blocks=None, digest="same"):
+    write_run(folder, evaluations=0)
+    lines = [{"step": 400, "kind": "evaluate", "test_auc": auc}]
+    if blocks is not None:
+        metrics = {"auc": list(blocks)}
+        lines.append({"step": 400, "kind": "test_blocks", "digest": digest, "metrics": metrics})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return read_run_folder(folder)
+
+
+def find_winners(*runs):
+    lines = {line.name: line for line in build_figure_lines(runs)}
+    return lines["test AUC, chosen"].best
+
+
+def test_no_run_wins_within_rounding_or_two_standard_errors_of_paired_blocks(tmp_path):
+    random = Random(1)
+    noise = [random.gauss(0, 0.02) for _ in range(64)]
+    other = [random.gauss(0, 0.02) for _ in range(64)]
+    base = [0.8 + value for value in noise]
+    worse = [value - 0.002 + 0.0005 * one for value, one in zip(base, other, strict=True)]
+    level = [value - 0.002 + one for value, one in zip(base, other, strict=True)]
+    best = write_tested_run(tmp_path / "a", 0.802, base)
+    clearly_worse = write_tested_run(tmp_path / "b", 0.800, worse)
+    within_errors = write_tested_run(tmp_path / "c", 0.800, [None, *level[1:]])
+    assert find_winners(best, clearly_worse) == (0,)
+    assert find_winners(best, within_errors) == ()
+    assert find_winners(clearly_worse, best, within_errors) == (1, 2)
+    elsewhere = write_tested_run(tmp_path / "d", 0.800, level, digest="other samples")
+    assert find_winners(best, elsewhere) == (0,)  # not paired: by what is shown
+    plain = write_tested_run(tmp_path / "e", 0.80201)
+    assert find_winners(best, plain) == ()  # 0.8020, both
+    assert find_winners(clearly_worse, plain) == (1,)
+
+
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=5000))
 def test_thinned_curves_keep_their_mean_and_ends(values):
     points = list(enumerate(values))

@@ -1,4 +1,4 @@
-"""Metrics of the test part: when they are computed, and of which step."""
+"""Metrics of the test part: when they are computed, of which step, and by fixed blocks of samples."""
 
 from __future__ import annotations
 
@@ -7,15 +7,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from own_model import Net, source
+import torch
+from own_model import Net, columns, source
 from ranks import run_ranks
 
 import colonnade
 from colonnade import Mesh
 from colonnade.config.run import override_settings
-from colonnade.data import Splits
+from colonnade.data import Splits, open_tensors
+from colonnade.data.contract import Position
+from colonnade.models.ranking import NUM_BLOCKS, BlockedMetrics
 from colonnade.run.defaults import get_preset
 from colonnade.run.run import load_run_config, open_run
+from colonnade.train.metrics import auc, evaluate
 from colonnade.train.metrics_file import read_metrics_lines
 from colonnade.train.objective import Probability
 
@@ -92,6 +96,9 @@ def test_ranks_test_the_best_step_too(config, tmp_path):
     assert outcomes[0].best_step == alone.best_step < alone.steps
     assert outcomes[0].metrics == outcomes[1].metrics
     assert outcomes[0].metrics["test_auc"] == pytest.approx(alone.metrics["test_auc"], abs=1e-3)
+    blocks = [lines_of(tmp_path / name, "test_blocks") for name in ("alone", "run")]
+    assert [line["step"] for (line,) in blocks] == [alone.best_step] * 2
+    assert blocks[0][0]["digest"] == blocks[1][0]["digest"]
 
 
 class Counted(Probability):
@@ -129,3 +136,31 @@ def test_a_model_of_ones_own_is_tested_at_each_best_score(tmp_path, scores, test
     assert [line["test_auc"] for line in lines if "test_auc" in line] == [
         result.metrics["test_auc"]
     ]
+
+
+class Scores(torch.nn.Module):
+    def forward(self, batch):
+        return (batch.dense[:, :1] + batch.dense[:, 1:]).double()
+
+
+def blocks_of(mesh, batch_size, seed):
+    data = open_tensors(**columns(3001, seed), name="own")
+    metrics = evaluate(Scores(), data, batch_size, mesh)
+    assert isinstance(metrics, BlockedMetrics)
+    return json.dumps(metrics.compute_blocks())  # NaN is equal to NaN
+
+
+def test_blocks_depend_on_the_samples_alone():
+    one = blocks_of(Mesh(), 100, 5)
+    assert blocks_of(Mesh(), 64, 5) == one
+    assert run_ranks(3, blocks_of, 128, 5) == [one] * 3
+    other, one = json.loads(blocks_of(Mesh(), 100, 6)), json.loads(one)
+    assert other["digest"] != one["digest"]
+    sizes = one["metrics"]["num_samples"]
+    assert len(sizes) == NUM_BLOCKS and sum(sizes) == 3001 and max(sizes) - min(sizes) <= 4
+    data = open_tensors(**columns(3001, 5), name="own")
+    (batch,) = data.batches(3001, start=Position(0, 0))
+    numbers = np.arange(3001, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(58)
+    scores = torch.sigmoid(Scores()(batch))[:, 0].numpy()
+    wanted = [auc(scores[numbers == b], batch.label[:, 0].numpy()[numbers == b]) for b in range(64)]
+    assert one["metrics"]["auc"] == pytest.approx(wanted)

@@ -32,29 +32,48 @@ EXAMPLES = (
 )
 
 
+DataOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Data set, with its preset of settings: csv, parquet, libsvm, tfrecord, criteo, "
+        "movielens, movielens_retrieval, gowalla, fb15k237, power_law or synthetic."
+    ),
+]
+RunOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="Run folder. A run with checkpoints is resumed, without --data with its own settings. "
+        "Default: runs/<data>-<time>."
+    ),
+]
+DramOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Memory for rows on each rank, e.g. 2GiB: plan.memory.dram.",
+        rich_help_panel=SHORT,
+    ),
+]
+SeedsOption = Annotated[
+    int,
+    typer.Option(
+        min=1,
+        help="Number of runs, with seeds from --seed on, each in a folder of its own under --run; prints the mean and "
+        "standard deviation of their metrics.",
+    ),
+]
+
+
 def train(
     config: Annotated[
         Path | None,
         typer.Argument(help="YAML file with sections data, model, embedding, dense, plan, train."),
     ] = None,
-    data: Annotated[
-        str | None,
-        typer.Option(
-            help="Data set, with its preset of settings: csv, parquet, libsvm, tfrecord, criteo, "
-            "movielens, movielens_retrieval, gowalla, fb15k237, power_law or synthetic."
-        ),
-    ] = None,
+    data: DataOption = None,
     path: Annotated[
         str | None,
         typer.Option(help="File or folder of the data; default: its folder in $COLONNADE_DATA."),
     ] = None,
-    run: Annotated[
-        Path | None,
-        typer.Option(
-            help="Run folder. A run with checkpoints is resumed, without --data with its own settings. "
-            "Default: runs/<data>-<time>."
-        ),
-    ] = None,
+    run: RunOption = None,
     label: Annotated[
         str | None,
         typer.Option(
@@ -85,6 +104,7 @@ def train(
     seed: Annotated[
         int | None, typer.Option(help="Seed of initial values: train.seed.", rich_help_panel=SHORT)
     ] = None,
+    seeds: SeedsOption = 1,
     ranks: Annotated[
         int,
         typer.Option(min=1, help="Processes on this machine; no port is open to other machines."),
@@ -92,13 +112,7 @@ def train(
     at: Annotated[
         int | None, typer.Option(help="Saved step of the run folder to go back to before training.")
     ] = None,
-    dram: Annotated[
-        str | None,
-        typer.Option(
-            help="Memory for rows on each rank, e.g. 2GiB: plan.memory.dram.",
-            rich_help_panel=SHORT,
-        ),
-    ] = None,
+    dram: DramOption = None,
     set_: Annotated[
         list[str] | None,
         typer.Option(
@@ -107,7 +121,7 @@ def train(
         ),
     ] = None,
 ) -> None:
-    """Train a model, evaluate it after every epoch and save checkpoints; Ctrl-C saves a checkpoint and ends."""
+    """Train a model, validate it after every epoch, save checkpoints and test the best; Ctrl-C saves and ends."""
     short = {
         "data.options.label": label,
         "model.name": model,
@@ -119,7 +133,7 @@ def train(
         "plan.memory.dram": dram,
     }
     settings = build_config(config, data, path, short, set_, run)
-    train_run(settings, choose_run_folder(run, settings.data.name), ranks, at)
+    train_seeds(settings, choose_run_folder(run, settings.data.name), ranks, seeds, at)
 
 
 def choose_run_folder(folder: Path | None, name: str) -> Path:
@@ -229,6 +243,43 @@ def train_run(config: RunConfig, folder: Path, ranks: int, at: int | None = None
     if summary:
         show_outcome(console, summary, folder)
     return summary
+
+
+def train_seeds(config: RunConfig, folder: Path, ranks: int, seeds: int, at: int | None) -> None:
+    """Train a run, or one for each of several seeds; then print the mean and standard deviation of their metrics."""
+    if seeds == 1:
+        train_run(config, folder, ranks, at)
+        return
+    from statistics import fmean, stdev
+
+    from colonnade.checkpoint.header import list_checkpoints
+    from colonnade.cli.ranks import is_under_torchrun
+    from colonnade.config.run import override_settings
+    from colonnade.terminal import Terminal
+    from colonnade.train.best import select_judged
+
+    if is_under_torchrun() or at is not None:
+        raise ConfigError(
+            "got --seeds with torchrun or --at, wanted neither; train each seed by itself with --seed"
+        )
+    if list_checkpoints(folder):
+        raise ConfigError(
+            f"{folder} is a run, wanted a folder for the runs of {seeds} seeds; give another --run"
+        )
+    console, metrics = Terminal(), []
+    for seed in range(config.train.seed, config.train.seed + seeds):
+        console.print(f"seed {seed}", style="bold")
+        summary = train_run(
+            override_settings(config, {"train.seed": seed}), folder / f"seed-{seed}", ranks
+        )
+        if not summary or summary["stopped"]:
+            return
+        metrics.append(select_judged(summary["metrics"]))
+    console.print(f"mean and standard deviation of {seeds} seeds", style="bold")
+    for name in metrics[0]:
+        values = [by_name.get(name, float("nan")) for by_name in metrics]
+        console.print(f"{name.replace('_', ' ')}: {fmean(values):.4f} ± {stdev(values):.4f}")
+    console.print(f"compare them: colonnade compare {folder}/*", markup=False, soft_wrap=True)
 
 
 LITERALS = {"true": True, "false": False, "none": None, "null": None, "~": None, "": None}

@@ -87,7 +87,12 @@ class LinkPredictionObjective:
                 hits = {f"hits@{k}": ranks <= k for k in HITS}
                 return {"mrr": 1 / ranks, **hits, "mean rank": ranks}
 
-            return average_metrics(measure, self.metrics, source, batch_size, mesh)
+            def identify(batch: Batch) -> list[Ids]:
+                return [batch.ids[name] for name in ("head", "relation", "tail")]
+
+            return average_metrics(
+                measure, self.metrics, source, batch_size, mesh, identify=identify
+            )
 
     def predict(self, model: KnowledgeGraph, batch: Batch) -> Tensor:
         raise ConfigError(

@@ -90,7 +90,14 @@ class RetrievalObjective:
                 ]
                 return dict(zip(self.metrics, values, strict=True))
 
-            return average_metrics(measure, self.metrics, source, batch_size, mesh)
+            return average_metrics(
+                measure,
+                self.metrics,
+                source,
+                batch_size,
+                mesh,
+                identify=lambda batch: [batch.key.truth],
+            )
 
     def predict(self, model: Retriever, batch: Batch) -> Tensor:
         raise ConfigError(

@@ -20,11 +20,14 @@ from colonnade.report.formatting import (
 )
 from colonnade.report.page import NumberTable, render_page
 from colonnade.report.reading import (
+    BlockValues,
     RunRecord,
     TableFigures,
+    are_level,
     collect_metrics,
     collect_table_figures,
     find_best,
+    find_block_values,
     flatten_settings,
     is_constant,
     is_judged,
@@ -83,7 +86,11 @@ def _build_metric_lines(runs: Sequence[RunRecord]) -> list[ComparisonLine]:
                 value_at_selection(c, p)[1] if c and p else None
                 for c, p in zip(selections, points, strict=True)
             ]
-            lines.append(_build_metric_line(f"{name}, chosen", metric, chosen))
+            blocks = [
+                find_block_values(run, part, metric, c)
+                for run, c in zip(runs, selections, strict=True)
+            ]
+            lines.append(_build_metric_line(f"{name}, chosen", metric, chosen, blocks))
         elif is_constant(metric):
             continue
         if any(len(p) > 1 for p in points) or not is_judged(metric):
@@ -153,14 +160,25 @@ def render_comparison_page(runs: Sequence[RunRecord]) -> str:
     )
 
 
-def _build_metric_line(name: str, metric: str, values: Sequence[float | None]) -> ComparisonLine:
+def _build_metric_line(
+    name: str,
+    metric: str,
+    values: Sequence[float | None],
+    blocks: Sequence[BlockValues | None] = (),
+) -> ComparisonLine:
+    """Return a line with the runs marked that are level with the best one; with none if all are."""
     points = [(i, value) for i, value in enumerate(values) if value is not None]
+    texts = tuple(format_metric(metric, value) for value in values)
     best: tuple[int, ...] = ()
     if len(points) > 1:
-        top = find_best(metric, points)[1]
-        best = tuple(i for i, value in points if value == top)
+        top = find_best(metric, points)[0]
+        best = tuple(
+            i
+            for i, _ in points
+            if texts[i] == texts[top] or (blocks and are_level(blocks[i], blocks[top]))
+        )
         best = () if len(best) == len(points) else best
-    return ComparisonLine(name, tuple(format_metric(metric, value) for value in values), best)
+    return ComparisonLine(name, texts, best)
 
 
 def _median_rate(run: RunRecord) -> float | None:
@@ -317,6 +335,10 @@ def _build_evaluation_table(run: RunRecord) -> NumberTable | None:
     assert selection is not None
     rows: list[list[str]] = []
     marked: dict[int, list[int]] = {}
+    line_by_step: dict[int, dict[str, Any]] = {}
+    for line in lines:  # the test part may have been evaluated later
+        line_by_step[line["step"]] = line_by_step.get(line["step"], {}) | line
+    lines = list(line_by_step.values())
     for line in lines[-MAX_TABLE_LINES:]:
         values = [format_metric(m, line.get(f"{part}_{m}")) for part, m in shown]
         if line["step"] == selection.step:

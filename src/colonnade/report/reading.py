@@ -19,6 +19,7 @@ from colonnade.checkpoint.header import list_checkpoints
 from colonnade.errors import CheckpointError
 from colonnade.formats import check_format_version, make_format_stamp, parse_yaml, read_text_file
 from colonnade.report.formatting import format_metric_name
+from colonnade.report.intervals import student
 from colonnade.train.best import Best, get_direction, is_judged
 from colonnade.train.metrics_file import FILE_NAME, ROWS_FILE_NAME, read_metrics_lines
 
@@ -59,6 +60,11 @@ def clean_metrics_line(line: Mapping[str, Any]) -> dict[str, Any] | None:
         valid["tables"] = clean_sizes(line.get("tables"))
     elif kind == "tiers":
         valid["tiers"] = clean_tier_counts(line)
+    elif kind == "test_blocks":
+        valid["digest"], valid["metrics"] = (
+            str(line.get("digest")),
+            clean_lists(line.get("metrics")),
+        )
     return valid
 
 
@@ -68,6 +74,17 @@ def clean_tier_counts(values: Any) -> dict[str, dict[str, Any]]:
         return {}
     return {
         str(name): keep_numbers(part) for name, part in values.items() if isinstance(part, Mapping)
+    }
+
+
+def clean_lists(values: Any) -> dict[str, list[float]]:
+    """Return the lists of numbers, by name, with NaN for anything else in them."""
+    if not isinstance(values, Mapping):
+        return {}
+    return {
+        str(name): [value if is_number(value) else math.nan for value in numbers]
+        for name, numbers in values.items()
+        if isinstance(numbers, list)
     }
 
 
@@ -256,13 +273,13 @@ def select_evaluation(run: RunRecord) -> SelectedEvaluation | None:
         monitor = judged[0] if judged else None
     if monitor is not None:
         points = metrics[monitor]["validation"]
-        step = run.summary.get("best_step")
+        step = int(run.summary.get("best_step", -1))
         if step not in dict(points):  # training is not over
             min_delta = train.get("min_delta")
             best = Best(f"validation_{monitor}", min_delta if is_number(min_delta) else 0.0)
             for evaluated_step, score in points:
                 best.record_evaluation({best.monitor: score}, evaluated_step)
-            step = best.step
+            step = best.step or step
         description = f"step {step:,}, best of validation {format_metric_name(monitor)}"
         return SelectedEvaluation(step, description, monitor)
     if not lines:
@@ -277,6 +294,33 @@ def value_at_selection(
     """Return the (step, value) of a metric at the selected step; else the last one before, else the first."""
     earlier = [point for point in points if point[0] <= selection.step]
     return earlier[-1] if earlier else points[0]
+
+
+BlockValues = tuple[str, list[float]]
+"""Digest of the test part's samples, and a metric of each of their fixed blocks; NaN where a block has none."""
+
+
+def find_block_values(
+    run: RunRecord, part: str, metric: str, selection: SelectedEvaluation | None
+) -> BlockValues | None:
+    """Find a metric by block, at the selected step; None if the run did not record it, as of other parts than test."""
+    lines = [
+        line
+        for line in run.lines_of_kind("test_blocks")
+        if selection and line["step"] == selection.step
+    ]
+    if not lines or part != "test" or metric not in lines[-1]["metrics"]:
+        return None
+    return lines[-1]["digest"], lines[-1]["metrics"][metric]
+
+
+def are_level(one: BlockValues | None, other: BlockValues | None) -> bool:
+    """Return whether two runs differ by less than two standard errors; False if they cannot be paired by block."""
+    if one is None or other is None or one[0] != other[0]:
+        return False
+    pairs = zip(one[1], other[1], strict=False)
+    mean, half_width = student([a - b for a, b in pairs if not math.isnan(a - b)] or [math.nan])
+    return abs(mean) <= half_width
 
 
 def sum_metrics_lines(run: RunRecord, line_kind: str) -> dict[str, float]:

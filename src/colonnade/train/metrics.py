@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,10 +18,9 @@ from torch import Tensor, nn
 
 from colonnade.batch import Batch
 from colonnade.comm.mesh import Mesh
-from colonnade.data.batches import read_rank_batches
 from colonnade.data.contract import Source
 from colonnade.errors import ConfigError, DataError, NonFiniteError
-from colonnade.models.ranking import evaluation_mode
+from colonnade.models.ranking import BlockedMetrics, evaluation_mode, read_numbered_batches
 
 
 def evaluate(model: nn.Module, source: Source, batch_size: int, mesh: Mesh) -> dict[str, float]:
@@ -29,10 +29,10 @@ def evaluate(model: nn.Module, source: Source, batch_size: int, mesh: Mesh) -> d
     Every rank returns the same metrics. `model(batch)` gives logits (B, T). The first task's metrics have plain names
     ("auc", `Evaluation.result`), the others' end in their label's ("auc_buy"). The model's training flag is restored.
     """
-    columns: list[Tensor] = []  # (B, 2 T + 1) float64: scores, labels, weight
+    columns: list[Tensor] = []  # (B, 2 T + 2) float64: scores, labels, weight, number
     groups: list[Tensor] = []
     with evaluation_mode(model):
-        for batch in read_rank_batches(source, batch_size, mesh, channel="evaluate"):
+        for batch, numbers in read_numbered_batches(source, batch_size, mesh):
             if batch.label is None:
                 raise DataError("the batch has no label; evaluation compares scores with labels")
             logits = model(batch)
@@ -43,7 +43,12 @@ def evaluate(model: nn.Module, source: Source, batch_size: int, mesh: Mesh) -> d
                 )
             weight = batch.sample_weight
             weight = torch.ones(batch.size) if weight is None else weight
-            parts = (torch.sigmoid(logits.double()), batch.label, weight[:, None])
+            parts = (
+                torch.sigmoid(logits.double()),
+                batch.label,
+                weight[:, None],
+                numbers[:, None],
+            )
             columns.append(torch.cat([part.cpu().double() for part in parts], dim=1))
             if batch.group is not None:
                 groups.append(batch.group.cpu())
@@ -52,32 +57,39 @@ def evaluate(model: nn.Module, source: Source, batch_size: int, mesh: Mesh) -> d
 
 def _compute_pooled_metrics(
     columns: Sequence[Tensor], groups: Sequence[Tensor], labels: Sequence[str], mesh: Mesh
-) -> dict[str, float]:
+) -> BlockedMetrics:
     """Compute the metrics of all ranks' samples together. Collective."""
     if groups and len(groups) != len(columns):
         raise DataError("got groups with some batches only, wanted them with all or with none")
-    table = torch.cat(list(columns)) if columns else torch.empty(0, 3, dtype=torch.float64)
-    num_tasks = (table.shape[1] - 1) // 2
-    tables = [
-        torch.from_numpy(part.reshape(-1, table.shape[1]))
-        for part in _gather_values(table, np.float64, mesh)
-    ]
-    groups_by_rank: list[Tensor | None] = [None] * mesh.num_ranks
-    if groups:
-        groups_by_rank = [
-            torch.from_numpy(part)
-            for part in _gather_values(torch.cat(list(groups)), np.int64, mesh)
+    table = torch.cat(list(columns)) if columns else torch.empty(0, 4, dtype=torch.float64)
+    num_tasks = (table.shape[1] - 2) // 2
+    pooled = torch.cat(
+        [
+            torch.from_numpy(part.reshape(-1, table.shape[1]))
+            for part in _gather_values(table, np.float64, mesh)
         ]
-    metrics: dict[str, float] = {}
-    for task in range(num_tasks):
-        evaluation = Evaluation()
-        for part, group in zip(tables, groups_by_rank, strict=True):
-            evaluation.add_predictions(part[:, task], part[:, num_tasks + task], part[:, -1], group)
-        suffix = f"_{labels[task] if task < len(labels) else task}" if task else ""
-        metrics |= {
-            f"{name}{suffix}": value for name, value in evaluation.compute_metrics().items()
-        }
-    return metrics
+    )
+    group: Tensor | None = None
+    if groups:
+        parts = _gather_values(torch.cat(list(groups)), np.int64, mesh)
+        group = torch.cat([torch.from_numpy(part) for part in parts])
+
+    def compute(index: Any) -> dict[str, float]:
+        part, part_group = pooled[index], None if group is None else group[index]
+        metrics: dict[str, float] = {}
+        for task in range(num_tasks):
+            evaluation = Evaluation()
+            evaluation.add_predictions(
+                part[:, task], part[:, num_tasks + task], part[:, -2], part_group
+            )
+            suffix = f"_{labels[task] if task < len(labels) else task}" if task else ""
+            metrics |= {
+                f"{name}{suffix}": value for name, value in evaluation.compute_metrics().items()
+            }
+        return metrics
+
+    numbers = pooled[:, -1].numpy().astype(np.int64)
+    return BlockedMetrics(compute, numbers, pooled[:, num_tasks:-1].numpy())
 
 
 def _gather_values(values: Tensor, dtype: type, mesh: Mesh) -> Iterator[np.ndarray]:

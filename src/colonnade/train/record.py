@@ -22,7 +22,10 @@ run/metrics.jsonl      {"step", "kind", "time", ...}; by kind:
                the batches that were pending there at the fetch, `write_bound` at most
     traffic    one batch of this rank, by table: number of lookups and of unique rows
     tables     by table: current rows and bytes in memory and in files
-    evaluate   epoch, and metrics named part_metric ("validation_auc")
+    evaluate   epoch, and metrics named part_metric ("validation_auc"); those of the test part may be recorded after
+               training, by the step whose weights were tested
+    test_blocks  `digest` of the samples of the test part, and `metrics`: values by block (`models.ranking.NUM_BLOCKS`
+               fixed blocks of samples), to pair runs that tested the same samples
 run/tensorboard/       the same numbers
 
 `time` is in seconds since 1970. A number that is not finite is written as null. All kinds but `train` and `evaluate`
@@ -402,9 +405,11 @@ def _subtract(
 
 
 def _replace_non_finite(value: Any) -> Any:
-    """Replace NaN and inf by None, also in nested mappings."""
+    """Replace NaN and inf by None, also in nested mappings and lists."""
     if isinstance(value, Mapping):
         return {name: _replace_non_finite(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_replace_non_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -25,6 +25,7 @@ from colonnade.data.contract import Position, Source, Splits
 from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import CheckpointError, DataError, NonFiniteError
 from colonnade.exchange.cached_state import apply_planned_bounds
+from colonnade.models.ranking import BlockedMetrics
 from colonnade.pipeline.lookahead import Lookahead
 from colonnade.pipeline.prepared_batches import PrefetchedBatch, PreparedBatch
 from colonnade.row_optimizer import RowOptimizer
@@ -399,7 +400,10 @@ class Trainer:
         """Compute the metrics of the test part, such as {"test_auc": 0.8}; {} if there is none. Collective."""
         if self.data.test is None:
             return {}
-        return add_prefix("test", self.evaluate(self.data.test))
+        metrics = self.evaluate(self.data.test)
+        if isinstance(metrics, BlockedMetrics):
+            self.progress.record_line(self.collection.step, "test_blocks", metrics.compute_blocks)
+        return add_prefix("test", metrics)
 
     def _share_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
         """Send the metrics of the trainers to servers, because all ranks decide by them. Collective with servers."""

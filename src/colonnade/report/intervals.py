@@ -32,5 +32,5 @@ def student(values: Sequence[float]) -> tuple[float, float]:
 def interval(differences: Sequence[ArrayLike]) -> tuple[float, float]:
     """Return the mean of differences (K,) by seed, and half the width of its 95 % interval."""
     mean, of_samples = student(np.mean(np.asarray(differences), axis=0).tolist())
-    of_seeds = student([float(np.mean(difference)) for difference in differences])[1]
+    of_seeds = student([float(np.mean(np.asarray(difference))) for difference in differences])[1]
     return mean, of_samples if isnan(of_seeds) else hypot(of_samples, of_seeds)
