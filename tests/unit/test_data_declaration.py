@@ -225,6 +225,12 @@ REFUSED = {
     ),
     "got unit='ms'; it is for times: give days_before": lambda: Number("a", unit="ms"),
     "got unit='h'": lambda: Time("a", part="hour", unit="h"),
+    "got padding='0'; wanted a value of dtype integer": lambda: Bag("a", dtype="integer", padding="0"),
+    "got padding=0; wanted a value of dtype text": lambda: Bag("a", dtype="text", padding=0),
+    "got null_values=('NA',); in integers NULL": lambda: Category("a", cardinality=3, null_values=["NA"]),
+    "got null_values=None and null_values=('NA',), wanted the same": lambda: FileSchema(
+        [Category("a"), Bag("b", null_values=["NA"], table="a")]
+    ),
     "encoding_version=3, wanted 1 to 2": lambda: FileSchema([Number("a")], 1, 3),
     "fields 'film' and 'watched' share the table 'film': got dtype=integer and dtype=text": lambda: FileSchema(
         [Category("film", dtype="integer"), Bag("watched", dtype="text", table="film")]

@@ -311,8 +311,15 @@ def test_a_libsvm_file_trains_and_scores(tmp_path):
     assert len(scores.read_text().splitlines()) == 301
 
 
-def test_seconds_that_do_not_fit_are_refused():
-    last = times.MAX_SECONDS
-    assert times.convert_to_microseconds(pa.array([last]))[0].tolist() == [2**62]
-    with pytest.raises(pa.ArrowInvalid, match="out of range"):
-        times.convert_to_microseconds(pa.array([last * 1.001]))
+@pytest.mark.parametrize("unit", times.TICKS)
+def test_times_end_with_the_year_9999(unit):
+    ticks = times.TICKS[unit]
+    for second, inside in ((times.FIRST_SECOND, 0), (times.END_SECOND, -1)):
+        last = second * ticks + inside
+        if abs(last) < 2**63:
+            micros = times.convert_to_microseconds(pa.array([last]), unit)[0].tolist()
+            assert micros == [last * times.MICROS // ticks]
+            with pytest.raises(pa.ArrowInvalid, match="years 1 to 9999"):
+                times.convert_to_microseconds(pa.array([last + (1 if inside else -1)]), unit)
+        with pytest.raises(pa.ArrowInvalid, match="years 1 to 9999"):
+            times.convert_to_microseconds(pa.array([second * 1.001 * ticks]), unit)

@@ -37,6 +37,7 @@ from colonnade.data.tabular.hashing import MISSING_ID, hash_text
 from colonnade.data.tabular.source import TableSource
 from colonnade.data.tabular.tables import build_portable_options, detect_file_format
 from colonnade.errors import ConfigError, DataError
+from colonnade.serve.records import _build_file_encoder
 
 WRITE = {"csv": write_csv, "parquet": write_parquet}
 
@@ -257,7 +258,7 @@ def test_whole_floats_are_ids_where_the_schema_says_integers(tmp_path):
     schema = [Category("a", dtype="integer"), Bag("b", cardinality=9)]
     (batch,) = open_source("parquet", tmp_path, schema=schema).train.batches(9)
     assert batch.ids["a"].values.tolist() == [1, MISSING_ID, MISSING_ID, -3]
-    assert listed(batch.ids["b"]) == [[2], [], [], [9, 5]]
+    assert listed(batch.ids["b"]) == [[2], [], [], [5]]
 
 
 def test_labels_that_are_true_and_false(tmp_path):
@@ -275,31 +276,207 @@ def test_labels_that_are_true_and_false(tmp_path):
     )
 
 
-def test_an_unsigned_id_beyond_63_bits_wraps(tmp_path):
-    pq.write_table(pa.table({"a": pa.array([2**64 - 1, 2**63], pa.uint64())}), tmp_path / "a.pq")
-    (batch,) = open_source("parquet", tmp_path / "a.pq", schema=[Category("a")]).train.batches(9)
-    assert batch.ids["a"].values.tolist() == [-1, -(2**63)]
+IDS = [-1, -(2**63) + 1, 0, 2**63 - 1, None]
+UNSIGNED = [0, 2**63 + 1, 7, 2**64 - 1, None]
+
+
+@pytest.mark.parametrize(("values", "arrow"), [(IDS, pa.int64()), (UNSIGNED, pa.uint64())])
+def test_integer_ids_are_64_bits_in_every_format_and_in_records(values, arrow, tmp_path):
+    pq.write_table(
+        pa.table(
+            {
+                "one": pa.array(values, arrow),
+                "list": pa.array([[value] for value in values], pa.list_(arrow)),
+                "text": ["" if value is None else str(value) for value in values],
+            }
+        ),
+        tmp_path / "a.parquet",
+    )
+    (tmp_path / "a.csv").write_text(
+        "one,list,text\n" + "".join(f"{v},{v},{v}\n".replace("None", "") for v in values)
+    )
+    known = dict(dtype="integer", vocabulary=[values[1], 5])
+    fields = [
+        Category("one", dtype="integer"), Bag("list", dtype="integer"), Sequence("text", dtype="integer"),
+        Category("known", column="one", **known),
+    ]  # fmt: skip
+    expected = [MISSING_ID if value is None else signed(value) for value in values]
+    options = {"schema": FileSchema(fields).to_dict()}
+    (parquet,) = open_source("parquet", tmp_path / "a.parquet", **options).train.batches(9)
+    (csv,) = open_source("csv", tmp_path / "a.csv", **options).train.batches(9)
+    records = [
+        {"one": value, "list": [value], "text": "" if value is None else str(value)}
+        for value in values
+    ]
+    encoders = [_build_file_encoder(kind, options) for kind in WRITE]
+    for batch in (parquet, csv, *(encoder.encode(records) for encoder in encoders)):
+        assert batch.ids["one"].values.tolist() == expected
+        for name in ("list", "text"):
+            assert listed(batch.ids[name]) == [[value] for value in expected[:-1]] + [[]]
+        assert batch.ids["known"].values.tolist() == [2, 0, 2, 2, 3]
+
+
+@pytest.mark.parametrize("value", [-(2**63), 2**63])
+def test_the_id_of_missing_values_is_refused_by_name(value, tmp_path):
+    fields = [Category("a", dtype="integer")]
+    arrow = pa.int64() if value < 0 else pa.uint64()
+    pq.write_table(pa.table({"a": pa.array([7, value], arrow)}), tmp_path / "a.parquet")
+    (tmp_path / "a.csv").write_text(f"a\n7\n{value}\n")
+    encoder = _build_file_encoder("csv", {"schema": FileSchema(fields).to_dict()})
+    readers = [
+        lambda kind=kind: list(
+            open_source(kind, tmp_path / f"a.{kind}", schema=fields).train.batches(9)
+        )
+        for kind in WRITE
+    ]
+    for read in (*readers, lambda: encoder.encode([{"a": 7}, {"a": value}])):
+        with pytest.raises(DataError, match=r"(line 3|row 1|record 1), column a: got -?9223372036"):
+            read()
+    # A schema of before reads it as it did.
+    before = {"hash_version": 1, "fields": {"a": {"type": "category", "dtype": "integer"}}}
+    (batch,) = open_source("parquet", tmp_path / "a.parquet", schema=before).train.batches(9)
+    assert batch.ids["a"].values.tolist() == [7, MISSING_ID]
+
+
+def test_a_key_does_not_wrap_around(tmp_path):
+    (tmp_path / "a.csv").write_text(f"k,x\n{2**63 + 1},1\n")
+    schema = [Key("k", dtype="integer"), Number("x")]
+    with pytest.raises(DataError, match=f"line 2, column k: got '{2**63 + 1}', wanted an integer"):
+        list(open_source("csv", tmp_path / "a.csv", schema=schema).train.batches(9))
+
+
+def test_a_vocabulary_may_hold_null(tmp_path):
+    (tmp_path / "a.csv").write_text("a,x\nNULL,1\n,1\n")
+    schema = [Category("a", vocabulary=["NULL", "b"]), Number("x")]
+    (batch,) = open_source("csv", tmp_path / "a.csv", schema=schema).train.batches(9)
+    assert batch.ids["a"].values.tolist() == [0, 3]
+
+
+def test_decimal_ids_are_exact(tmp_path):
+    values = pa.array([2**62 + 1, None], pa.decimal128(38, 0))
+    pq.write_table(pa.table({"a": values}), tmp_path / "a.parquet")
+    fields = [Category("a", dtype="integer")]
+    (batch,) = open_source("parquet", tmp_path / "a.parquet", schema=fields).train.batches(9)
+    assert batch.ids["a"].values.tolist() == [2**62 + 1, MISSING_ID]
 
 
 def test_lists_of_every_kind_and_their_missing_elements(tmp_path):
-    rows = [["a", None, ""], [], None, ["b", "a"]]
+    rows = [["a", None, "", "NULL"], [], None, ["b", "a"]]
     columns = {
         "list": pa.array(rows),
         "large": pa.array(rows, pa.large_list(pa.large_string())),
-        "text": pa.array(["a||", "", None, "b|a"]),
-        "coded": pa.array(["a||", "", None, "b|a"]).dictionary_encode(),
+        "text": pa.array(["a|||NULL", "", None, "b|a"]),
+        "coded": pa.array(["a|||NULL", "", None, "b|a"]).dictionary_encode(),
         "fixed": pa.array([["a", ""], ["b", "a"], None, ["a", None]], pa.list_(pa.string(), 2)),
         "none": pa.array([[], [], None, []]),
         "nothing": pa.nulls(4),
     }
     pq.write_table(pa.table(columns), tmp_path / "a.parquet")
     declaration = FileSchema([Bag(name, vocabulary=("a", "b")) for name in columns])
+    before = FileSchema(declaration.fields, encoding_version=1)
     (batch,) = open_source("parquet", tmp_path, schema=declaration).train.batches(9)
-    a, b, missing = 0, 1, 3
+    (batch_before,) = open_source("parquet", tmp_path, schema=before).train.batches(9)
+    a, b, unknown, missing = 0, 1, 2, 3
     for name in ("list", "large", "text", "coded"):
-        assert listed(batch.ids[name]) == [[a, missing, missing], [], [], [b, a]], name
-    assert listed(batch.ids["fixed"]) == [[a, missing], [b, a], [], [a, missing]]
+        assert listed(batch.ids[name]) == [[a], [], [], [b, a]], name
+        assert listed(batch_before.ids[name]) == [[a, missing, missing, unknown], [], [], [b, a]]
+    assert listed(batch.ids["fixed"]) == [[a], [b, a], [], [a]]
     assert listed(batch.ids["none"]) == listed(batch.ids["nothing"]) == [[]] * 4
+    strict = [Bag("list", vocabulary=("a", "b"), missing="error")]
+    with pytest.raises(DataError, match="row 0, column list: got nothing"):
+        list(open_source("parquet", tmp_path, schema=strict).train.batches(9))
+
+
+PADDED = {
+    "integers": (pa.array([[0, 0, 3, 5], [0, 0, 0, 0], None, [7, 3, 5, 9]]), 0),
+    "fixed size": (
+        pa.array([[0, 0, 3, 5], [0] * 4, None, [7, 3, 5, 9]], pa.list_(pa.int64(), 4)),
+        0,
+    ),
+    "negative": (pa.array([[-1, -1, 3, 5], [-1], [], [7, 3, 5, 9]]), -1),
+    "floats": (pa.array([[0.0, 0.0, 3.0, 5.0], [0.0], [float("nan")], [7.0, 3.0, 5.0, 9.0]]), 0),
+    "text": (pa.array(["0|0|3|5", "0", "", "7|3|5|9"]), 0),
+    "floats as text": (pa.array(["0.0|0|3|5.0", "0", "", "7|3|5|9"]), 0),
+    "words": (pa.array([["<pad>", "3", "5"], ["<pad>"], None, ["7", "3", "5", "9"]]), "<pad>"),
+}
+
+
+@pytest.mark.parametrize("name", PADDED)
+def test_padding_is_no_item(name, tmp_path):
+    lists, padding = PADDED[name]
+    weights = [[0.5 * i for i in range(len(v or []))] for v in lists.to_pylist()]
+    pq.write_table(pa.table({"h": lists, "w": weights}), tmp_path / "a.parquet")
+    known = [3, 5, 7, 9] if padding != "<pad>" else ["3", "5", "7", "9"]
+    fields = [
+        Sequence("h", vocabulary=known, padding=padding, unknown_rows=0),
+        Sequence("newest", column="h", vocabulary=known, padding=padding, max_length=1),
+        Sequence("oldest", column="h", vocabulary=known, padding=padding, max_length=1, keep="first"),
+    ]  # fmt: skip
+    if not pa.types.is_string(lists.type):
+        fields.append(Bag("weighted", column="h", vocabulary=known, padding=padding, weights="w"))
+    (batch,) = open_source("parquet", tmp_path, schema=fields).train.batches(9)
+    assert listed(batch.ids["h"]) == [[0, 1], [], [], [2, 0, 1, 3]]
+    assert listed(batch.ids["newest"]) == [[1], [], [], [3]]
+    assert listed(batch.ids["oldest"]) == [[0], [], [], [2]]
+    if len(fields) == 4:
+        start = len(lists[0]) - 2
+        expected = [0.5 * start, 0.5 * start + 0.5, 0.0, 0.5, 1.0, 1.5]
+        assert batch.ids["weighted"].weights.tolist() == expected
+    records = [{"h": value} for value in lists.to_pylist()]
+    encoder = _build_file_encoder("parquet", {"schema": FileSchema(fields[:1]).to_dict()})
+    assert listed(encoder.encode(records).ids["h"]) == [[0, 1], [], [], [2, 0, 1, 3]]
+
+
+WORDS = ["NULL", r"\N", "NA", "None", "nan", "null"]
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_missing_values_as_text(word, tmp_path, kind):
+    """Missing in numbers, in times and in integers; in texts only NULL and \\N."""
+    lines = [f"u{i % 3},{i % 5}.5,{i % 5},2024-05-0{i % 9 + 1},{i % 2}" for i in range(30)]
+    lines[1] = ",".join([word] * 4 + ["1"])
+    (tmp_path / "a.csv").write_text("\n".join(["u,x,n,at,label", *lines]) + "\n")
+    options = {"null_values": []} if kind == "csv" else {}
+    path = tmp_path / "a.csv"
+    if kind == "parquet":
+        text = [
+            dict(zip(("u", "x", "n", "at", "label"), line.split(","), strict=True))
+            for line in lines
+        ]
+        path = tmp_path / "a.parquet"
+        pq.write_table(pa.Table.from_pylist(text), path)
+    source = open_source(kind, path, **options).train
+    fields = {field.name: field for field in source.file_schema.fields}
+    assert isinstance(fields["x"], Number) and fields["n"].dtype == "integer" and "at_age" in fields
+    (batch,) = source.batches(30)
+    is_missing = word in ("NULL", r"\N")
+    expected = MISSING_ID if is_missing else hash_text(word.encode())
+    assert batch.ids["u"].values[1] == expected
+    assert batch.ids["n"].values[1] == MISSING_ID and batch.ids["at_weekday"].values[1] == 7
+    assert batch.dense[1, 0] == 0.0
+    record = {"u": word, "x": word, "n": word, "at": word}
+    encoder = _build_file_encoder(kind, {"schema": source.file_schema.to_dict()})
+    served = encoder.encode([record])
+    assert {name: ids.values.tolist() for name, ids in served.ids.items()} == {
+        name: ids.values[1:2].tolist() for name, ids in batch.ids.items()
+    }
+    # A field may say which texts are missing, and a schema of before reads what it read.
+    declared = [Category("u", null_values=[word])]
+    (batch,) = open_source(kind, path, schema=declared).train.batches(30)
+    assert batch.ids["u"].values[1] == MISSING_ID
+    before = FileSchema([Category("u")], encoding_version=1)
+    (batch,) = open_source(kind, path, schema=before).train.batches(30)
+    assert batch.ids["u"].values[1] == hash_text(word.encode())
+
+
+def test_a_label_that_is_null_is_unknown_instead_of_negative(tmp_path):
+    (tmp_path / "a.csv").write_text("x,y\n1,yes\n2,NULL\n3,no\n")
+    label = Label("y", positive="yes", missing="unknown")
+    for version, expected in ((2, math.nan), (1, 0.0)):
+        schema = FileSchema([label, Number("x")], encoding_version=version)
+        (batch,) = open_source("csv", tmp_path / "a.csv", schema=schema).train.batches(9)
+        wanted = torch.tensor([1.0, expected, 0.0])
+        torch.testing.assert_close(batch.label.flatten(), wanted, equal_nan=True)
 
 
 def test_missing_labels_and_thresholds(tmp_path):

@@ -510,7 +510,7 @@ def test_python_values_are_their_json():
 
 
 def test_unsigned_ids_and_booleans_of_typed_files(tmp_path):
-    values = [0, 2**63 - 1, 2**63, 2**64 - 1]
+    values = [0, 2**63 - 1, 2**63 + 1, 2**64 - 1]
     table = pa.table({"id": pa.array(values, pa.uint64()), "is_new": [True, False, None, True]})
     pq.write_table(table, tmp_path / "rows.parquet")
     fields = FileSchema((Category("id"), Number("is_new", missing=0.5)))
@@ -539,7 +539,8 @@ GOOD = {"price": 1, "user": 3}
         ([GOOD, {"price": [1]}], "record 1, column price: got a list of 1 values, wanted a number. Send"),
         ([{"price": True}], "record 0, column price: got true, wanted a number. Send"),
         ([{"price": float("inf")}], "record 0, column price: got inf, wanted a finite number. Send"),
-        ([GOOD, {"user": 2**63}], "record 1, column user: got '9223372036854775808', wanted an integer. Send"),
+        ([GOOD, {"user": 2**64}], "record 1, column user: got '18446744073709551616', wanted an integer. Send"),
+        ([GOOD, {"user": 2**63}], "record 1, column user: got -9223372036854775808, wanted another id, because"),
         ([{"city": ["a"]}], "record 0, column city: got a list of 1 values, wanted one text or number. Send"),
         ([{"city": "\ud800"}], r"column city: got '\\ud800', wanted text without lone surrogates. Send"),
         ([{"city": "x" * 70_000}], "column city: got a text of 70,000 bytes, wanted at most 65,536 bytes, as"),

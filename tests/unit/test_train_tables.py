@@ -117,6 +117,24 @@ def test_a_run_of_before_goes_on_under_its_schema(colonnade, tmp_path):
     assert status == 2, output
 
 
+def test_inspect_counts_texts_that_may_be_missing_values(colonnade, tmp_path):
+    values = ["NA", "x", "None", "y", "NULL", "NA"]
+    path = tmp_path / "a.csv"
+    path.write_text("label,u,v\n" + "".join(f"{i % 2},{u},{i}.5\n" for i, u in enumerate(values)))
+    status, output = colonnade("inspect", str(path))
+    assert status == 0, output
+    output = " ".join(output.split())
+    assert "u: the texts NA (2 times), None (1 times) are categories" in output
+    assert r"add to its line: null_values: ['NULL', '\N', 'NA', 'None']" in output
+    schema = tmp_path / "schema.yaml"
+    schema.write_text(
+        "fields:\n  label: {type: label}\n"
+        "  u: {type: category, dtype: text, null_values: ['NULL', '\\N', 'NA', 'None']}\n"
+    )
+    (batch,) = open_source("csv", path, schema=schema).train.batches(9)
+    assert (batch.ids["u"].values == -(2**63)).tolist() == [True, False, True, False, True, True]
+
+
 def test_nothing_declared(colonnade, tmp_path):
     path = write(tmp_path / "sales.csv")
     run = tmp_path / "run"

@@ -178,7 +178,8 @@ def _inspect_safetensors(path: Path) -> None:
 
 def _inspect_data(path: Path, kind: str | None, options: Mapping[str, Any]) -> None:
     from colonnade.data.lines import check_regular_file
-    from colonnade.data.tabular.narrow import narrow_column
+    from colonnade.data.tabular.fields import NULL_VALUES, Category
+    from colonnade.data.tabular.narrow import count_missing_words, narrow_column
     from colonnade.data.tabular.tables import FORMATS, read_first_rows_and_schema
     from colonnade.report.formatting import format_bytes
 
@@ -216,6 +217,16 @@ def _inspect_data(path: Path, kind: str | None, options: Mapping[str, Any]) -> N
     print_text(head.file_schema.to_yaml())
     for name, reason in head.left_out.items():
         print_text(f"left out: {_format_value(name)} ({reason})")
+    for field in head.file_schema.categorical:
+        if not isinstance(field, Category):
+            continue
+        if words := count_missing_words(columns[field.column][1]):
+            counts = ", ".join(f"{word} ({count:,} times)" for word, count in words.items())
+            listed = ", ".join(f"'{word}'" for word in (*NULL_VALUES, *words))
+            print_text(
+                f"{_format_value(field.name)}: the texts {counts} are categories. If they are missing values, "
+                f"add to its line: null_values: [{listed}]"
+            )
 
 
 def _describe_field_type(kind: Any) -> str:

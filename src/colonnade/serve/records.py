@@ -31,6 +31,7 @@ from colonnade.batch import Batch, Ids
 from colonnade.config.run import RunConfig
 from colonnade.data.contract import Schema
 from colonnade.data.sets import criteo
+from colonnade.data.tabular.arrow import MISSING_NUMBER
 from colonnade.data.tabular.columns import resolve_dtypes
 from colonnade.data.tabular.csv import NUMBER
 from colonnade.data.tabular.declaration import FileSchema, load_file_schema
@@ -72,8 +73,6 @@ class ValueRules:
     """True if numbers may have fractions; Criteo's have none."""
     has_booleans: bool = False
     """True if true and false are the numbers 1 and 0, as in typed files. A CSV file has no such number."""
-    has_unsigned: bool = False
-    """True if ids from 2^63 to 2^64 - 1 wrap around, as unsigned columns of Parquet files do."""
     has_float32: bool = False
     """True if fractions are stored as float32, as TFRecord files do."""
 
@@ -183,7 +182,7 @@ class RawColumn:
         """Return the characters of a value that is not missing."""
         if isinstance(value, str):
             pattern = rules.number_pattern if self.kind == "number" and not self.is_list else None
-            is_missing = not value or value in rules.null_texts
+            is_missing = value in rules.null_texts or re.match(MISSING_NUMBER, value.strip())
             if pattern is not None and not is_missing and not pattern.fullmatch(value):
                 raise self._build_error(row, value)
             return value
@@ -195,8 +194,7 @@ class RawColumn:
         if isinstance(value, int):
             if not _fits_float(value):  # nor may its digits be printed beyond some thousand
                 raise self._build_error(row, value)
-            wraps = self.kind == "integer" and rules.has_unsigned and 2**63 <= value < 2**64
-            return str(value - 2**64 if wraps else value)
+            return str(value)
         assert isinstance(value, float)
         if self.kind == "number" and rules.has_float32:
             with np.errstate(over="ignore"):
@@ -564,7 +562,6 @@ def _build_file_encoder(name: str, options: Mapping[str, Any]) -> RecordEncoder:
         null_texts=frozenset(options.get("null_values") or ()) if is_csv else frozenset(),
         number_pattern=NUMBER if is_csv else None,
         has_booleans=not is_csv,
-        has_unsigned=name == "parquet",
         has_float32=name == "tfrecord",
     )
     others = {*declared.columns, *(options.get("names") or ())}

@@ -7,6 +7,8 @@ from typing import Literal
 import pyarrow as pa
 
 Dtype = Literal["text", "integer"]
+MISSING_NUMBER = r"^(?i:|null|\\n|na|none|nan)$"
+"""Texts that are missing values where numbers or times are read, after trimming."""
 
 
 def is_text_type(arrow_type: pa.DataType) -> bool:

@@ -43,7 +43,6 @@ from colonnade.data.tabular.text_rows import BLOCK_BYTES, TextRows, find_row_end
 from colonnade.errors import ConfigError, DataError
 
 TABBED = (".tsv", ".tab", ".inter")
-INTEGER = re.compile(r"[ \t]*-?[0-9]+[ \t]*")
 NUMBER = re.compile(
     r"[ \t]*[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?[ \t]*|[ \t]*[+-]?(nan|inf|infinity)[ \t]*",
     re.IGNORECASE,
@@ -94,9 +93,9 @@ class CsvFile:
 
     header_types: dict[str, str]
     text_columns: set[str] = dataclasses.field(default_factory=set)
-    """Integer columns in which a block has other spellings: 31.0 in a column with missing values (pandas), true.
+    """Columns of numbers in which a block has other spellings: NA, 31.0 in a column of integers (pandas), true.
 
-    They are parsed as text, which `encode_ids` reads.
+    They are parsed as text, which `encode_block` reads.
     """
 
     @property
@@ -132,13 +131,12 @@ class CsvFile:
         try:
             table = self.parse_block(text, block, columns, types)
         except DataError:
-            lenient = {n: pa.string() if pa.types.is_integer(t) else t for n, t in types.items()}
-            if lenient == types:
+            texts = dict.fromkeys(types, pa.string())
+            if texts == types:
                 raise
-            table = self.parse_block(text, block, columns, lenient)
-            integers = [name for name in lenient if lenient[name] != types[name]]
+            table = self.parse_block(text, block, columns, texts)
             self.text_columns.update(
-                n for n in integers if not can_parse_texts(table.column(n), pa.int64())
+                n for n, kind in types.items() if not can_parse_texts(table.column(n), kind)
             )
         return {name: combine_chunks(table.column(name)) for name in columns}
 
@@ -173,7 +171,7 @@ class CsvFile:
                 return table
         except (pa.ArrowException, ValueError) as error:
             reason = str(error).splitlines()[0]
-        self._raise_parse_error(text, block, types, reason)
+        self._raise_parse_error(text, block, reason)
 
     def describe_row(self, block: int, row: int) -> str:
         text = self.rows.read_block(block)
@@ -182,23 +180,21 @@ class CsvFile:
         before = int(self.rows.lines[block]) + text.count(b"\n", 0, begin)
         return f"line {before + 1}"
 
-    def _raise_parse_error(
-        self, text: bytes, block: int, types: Mapping[str, pa.DataType], reason: str
-    ) -> NoReturn:
-        """Raise DataError for the first faulty row and field of a block that pyarrow refused for `reason`."""
+    def _raise_parse_error(self, text: bytes, block: int, reason: str) -> NoReturn:
+        """Raise DataError for the first faulty row of a block that pyarrow refused for `reason`."""
         line, begin = int(self.rows.lines[block]) + 1, 0
         ends = find_row_ends(text, self._quote_code).tolist()
         for end in [*ends, len(text)]:
             row = text[begin:end]
             if begin < len(text):
-                self.check_row(row, line, types)
+                self.check_row(row, line)
             line += row.count(b"\n") + 1
             begin = end + 1
         first = int(self.rows.lines[block]) + 1
         raise DataError(f"{self.path}, from line {first} on: cannot be read ({reason})")
 
-    def check_row(self, row: bytes, line: int, types: Mapping[str, pa.DataType]) -> None:
-        """Raise DataError for the first faulty field of a row. Slow check with the same rules as `parse_block`."""
+    def check_row(self, row: bytes, line: int) -> None:
+        """Raise DataError for a faulty row. Slow check with the same rules as `parse_block` has for texts."""
         row = row.removesuffix(b"\r")
         if not row and len(self.names) > 1:
             raise build_field_error(
@@ -242,27 +238,6 @@ class CsvFile:
                 else f"{len(self.names)} as names has them",
                 fix="Repair or remove the row; fields that hold the delimiter need quotes",
             )
-        for name, field in zip(self.names, fields, strict=True):
-            kind = types.get(name, pa.string())
-            if field in ("", *self.dialect.null_values) or kind == pa.string():
-                continue
-            pattern, wanted = (
-                (INTEGER, "an integer of 64 bits") if kind == pa.int64() else (NUMBER, "a number")
-            )
-            is_outside = (
-                kind == pa.int64()
-                and pattern.fullmatch(field)
-                and not -(2**63) <= int(field) < 2**63
-            )
-            if is_outside or not pattern.fullmatch(field):
-                raise build_field_error(
-                    self.path,
-                    line,
-                    name,
-                    got=format_excerpt(field.encode()),
-                    wanted=wanted,
-                    fix="Repair or remove the row, or declare the column as text or in null_values",
-                )
 
     @property
     def _quote_code(self) -> int | None:

@@ -11,8 +11,10 @@
 A schema read from the output of `to_dict` or `to_yaml` equals the one that was written.
 
 encoding_version  in a schema that
-1                 states a hash_version alone, as all did that were written before encoding_version existed. Fields of
-                  one table may encode a value differently, with a warning; times without a unit are Unix seconds
+1                 states a hash_version alone, as all did that were written before encoding_version existed:
+                  * fields of one table may encode a value differently, with a warning
+                  * times without a unit are Unix seconds
+                  * NULL and \\N are texts like others, -2^63 is a missing value, missing elements of lists have a row
 2                 states it, or states no version, as schemas that people write
 """
 
@@ -51,6 +53,16 @@ from colonnade.formats import parse_yaml, read_text_file
 
 ENCODING_VERSION = 2
 """Version of the rules by which new schemas are read."""
+ENCODING = (
+    "declared_dtype",
+    "rows",
+    "cardinality",
+    "vocabulary",
+    "unknown_rows",
+    "null_values",
+    "boundaries",
+)
+"""Settings that decide the row of a value; fields that share a table have equal ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,15 +122,19 @@ class FileSchema:
         """Describe two fields of one table in which a value has different rows; empty if there are none."""
         first: dict[tuple[str, ...], Categorical] = {}
         for field in self.categorical:
-            other = first.setdefault((field.table, *field.encoding), field)
-            for setting, value in field.encoding.items():
-                other_value = other.encoding[setting]
-                is_open = setting == "dtype" and None in (value, other_value)
-                if value != other_value and not is_open:
+            if getattr(field, "namespace", False):  # shares no id with other fields
+                continue
+            names = [name for name in ENCODING if hasattr(field, name)]
+            other = first.setdefault((field.table, *names), field)
+            for name in names:
+                values = getattr(other, name), getattr(field, name)
+                # The file decides a dtype of None.
+                if values[0] != values[1] and not (name == "declared_dtype" and None in values):
+                    setting = name.removeprefix("declared_")
                     return (
                         f"fields {other.name!r} and {field.name!r} share the table {field.table!r}: got "
-                        f"{setting}={str(other_value)[:60]} and {setting}={str(value)[:60]}, wanted the same, so that "
-                        "a value has one row. Declare their ids alike, or give them tables of their own"
+                        f"{setting}={str(values[0])[:60]} and {setting}={str(values[1])[:60]}, wanted the same, so "
+                        "that a value has one row. Declare their ids alike, or give them tables of their own"
                     )
         return ""
 

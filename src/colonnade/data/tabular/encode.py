@@ -5,17 +5,24 @@ Legend: S samples of a block, E elements of its lists.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from colonnade.data.tabular.arrow import is_list, is_text_type, replace_null_type
+from colonnade.data.tabular.arrow import (
+    MISSING_NUMBER,
+    is_integer,
+    is_list,
+    is_text_type,
+    replace_null_type,
+)
 from colonnade.data.tabular.chunk import Bags, Chunk, Floats, Longs, gather_bags
-from colonnade.data.tabular.declaration import FileSchema
+from colonnade.data.tabular.declaration import ENCODING_VERSION, FileSchema
 from colonnade.data.tabular.fields import (
+    NULL_VALUES,
     Bag,
     Bucket,
     Category,
@@ -109,9 +116,9 @@ def convert_to_numbers(field: DeclaredField, array: pa.Array) -> NDArray[np.floa
 def parse_number_texts(
     field: DeclaredField, array: pa.Array, number_type: pa.DataType, wanted: str
 ) -> pa.Array:
-    """Parse texts as numbers of type `number_type`; an empty text is missing. Raises InvalidValue."""
+    """Parse texts as numbers of type `number_type`; MISSING_NUMBER is missing. Raises InvalidValue."""
     array = pc.utf8_trim_whitespace(array.cast(pa.string()))
-    array = pc.if_else(pc.equal(array, ""), None, array)
+    array = pc.if_else(pc.match_substring_regex(array, MISSING_NUMBER), None, array)
     if isinstance(field, Label):
         lower = pc.utf8_lower(array)
         for word, number in (("true", "1"), ("false", "0")):
@@ -188,10 +195,10 @@ def build_missing_error(field: DeclaredField, row: int) -> InvalidValue:
     )
 
 
-def encode_label(field: Label, array: pa.Array) -> Floats:
-    """Encode labels (S,) float32, NaN where unknown."""
+def encode_label(field: Label, array: pa.Array, version: int = ENCODING_VERSION) -> Floats:
+    """Encode labels (S,) float32, NaN where unknown. version: of the schema's encoding."""
     if field.positive is not None:
-        x = _mark_positive_labels(field, array)
+        x = _mark_positive_labels(field, array, version)
     else:
         x = convert_to_numbers(field, array)
     missing = np.isnan(x)
@@ -222,10 +229,11 @@ def encode_label(field: Label, array: pa.Array) -> Floats:
     return x.astype(np.float32)
 
 
-def _mark_positive_labels(field: Label, array: pa.Array) -> NDArray[np.float64]:
+def _mark_positive_labels(field: Label, array: pa.Array, version: int) -> NDArray[np.float64]:
     """Return 1.0 where the value is the positive one, else 0.0, and NaN where it is missing (S,)."""
     texts = pc.utf8_trim_whitespace(array.cast(pa.string()))
-    missing = pc.or_kleene(pc.is_null(texts), pc.equal(texts, "")).fill_null(True)
+    null_values = NULL_VALUES if version > 1 else ()
+    missing = pc.is_in(texts, pa.array([None, "", *null_values], pa.string()))
     is_positive = pc.equal(texts, str(field.positive)).fill_null(False)
     x = is_positive.to_numpy(zero_copy_only=False).astype(np.float64)
     x[missing.to_numpy(zero_copy_only=False)] = np.nan
@@ -243,13 +251,18 @@ def encode_weight(field: Weight, array: pa.Array) -> Floats:
     return x.astype(np.float32)
 
 
-def encode_ids(field: Category | Bag | Sequence, array: pa.Array) -> Longs:
-    """Encode values as rows of a table or as open ids: (S,) single values, or (E,) elements of lists."""
+def encode_ids(
+    field: Category | Bag | Sequence, array: pa.Array, version: int = ENCODING_VERSION
+) -> Longs:
+    """Encode values as rows of a table or as open ids: (S,) single values, or (E,) elements of lists.
+
+    version: of the schema's encoding.
+    """
     if pa.types.is_dictionary(array.type):
-        return _encode_dictionary_ids(field, array)
+        return _encode_dictionary_ids(field, array, version)
     array = _convert_to_integers(field, array)
     _check_id_text_lengths(field, array)
-    missing = _mark_missing_values(array)
+    missing = _mark_missing_values(array, _get_null_values(field, version))
     if missing is not None and field.missing == "error":
         raise build_missing_error(field, int(missing.argmax()))
     if field.vocabulary is not None:
@@ -273,6 +286,15 @@ def encode_ids(field: Category | Bag | Sequence, array: pa.Array) -> Longs:
     else:
         ids = to_open_ids(array)
         missing_id = MISSING_ID
+        if version > 1 and is_integer(array.type) and (reserved := ids == MISSING_ID).any():
+            row = int(reserved.argmax())
+            raise InvalidValue(
+                row,
+                field.column,
+                str(array[row].as_py()),
+                "another id, because -2^63 (2^63 unsigned) stands for missing values",
+                "Write nothing if the value is missing, else another id",
+            )
     if missing is not None:
         ids[missing] = missing_id
     if field.namespace:
@@ -287,7 +309,8 @@ def _convert_to_integers(
     if field.dtype == "integer" and is_text_type(array.type):
         return _parse_integer_texts(field, array)
     if field.dtype == "integer" and pa.types.is_decimal(array.type):
-        array = array.cast(pa.float64())
+        array = array.cast(pa.string())
+        return _parse_integer_texts(field, array)
     if pa.types.is_floating(array.type):
         array = pc.if_else(pc.is_nan(array), None, array)
         try:
@@ -300,14 +323,16 @@ def _convert_to_integers(
     return array
 
 
-def _encode_dictionary_ids(field: Category | Bag | Sequence, array: pa.DictionaryArray) -> Longs:
+def _encode_dictionary_ids(
+    field: Category | Bag | Sequence, array: pa.DictionaryArray, version: int
+) -> Longs:
     """Encode each distinct value of a dictionary once. Unused invalid values are no error."""
     if array.null_count or len(array.dictionary) > len(array) or field.missing == "error":
-        return encode_ids(field, array.dictionary_decode())
+        return encode_ids(field, array.dictionary_decode(), version)
     try:
-        by_entry = encode_ids(field, array.dictionary)
+        by_entry = encode_ids(field, array.dictionary, version)
     except InvalidValue:
-        return encode_ids(field, array.dictionary_decode())
+        return encode_ids(field, array.dictionary_decode(), version)
     return by_entry.take(array.indices.to_numpy(zero_copy_only=False))
 
 
@@ -327,12 +352,29 @@ def _check_id_text_lengths(field: Category | Bag | Sequence | Group | Key, array
         )
 
 
-def _mark_missing_values(array: pa.Array) -> NDArray[np.bool_] | None:
-    """Return a mask (S,) of nulls and empty texts; None if there are none."""
+def _get_null_values(field: Category | Bag | Sequence, version: int) -> tuple[str, ...]:
+    if field.null_values is not None:
+        return field.null_values
+    return tuple(
+        text for text in NULL_VALUES if version > 1 and text not in (field.vocabulary or ())
+    )
+
+
+def _mark_texts(array: pa.Array, texts: Collection[str]) -> NDArray[np.bool_]:
+    known = pa.array([text.encode() for text in texts], pa.large_binary())
+    return pc.is_in(array.cast(pa.large_binary()), known).to_numpy(zero_copy_only=False)
+
+
+def _mark_missing_values(
+    array: pa.Array, null_values: Collection[str] = ()
+) -> NDArray[np.bool_] | None:
+    """Return a mask (S,) of nulls, empty texts and `null_values`; None if there are none."""
     missing = None
     if is_text_type(array.type):
         offsets, _ = view_text_buffers(array)
         missing = offsets[1:] == offsets[:-1]
+        if null_values:
+            missing |= _mark_texts(array, null_values)
     if array.null_count:
         nulls = array.is_null().to_numpy(zero_copy_only=False)
         missing = nulls if missing is None else missing | nulls
@@ -344,6 +386,11 @@ def _to_int64(array: pa.Array) -> Longs:
     if array.null_count:
         array = pc.fill_null(array, False if pa.types.is_boolean(array.type) else 0)
     return np.array(array.to_numpy(zero_copy_only=False)).astype(np.int64, copy=False)
+
+
+def wrap_unsigned(value: int) -> int:
+    """Return an integer of 64 bits, signed or unsigned, as signed."""
+    return value - 2**64 if value >= 2**63 else value
 
 
 def to_open_ids(array: pa.Array) -> Longs:
@@ -360,7 +407,7 @@ def _look_up_vocabulary(
         known = pa.array(field.vocabulary, pa.large_string())
     else:
         # Both sides are compared as signed 64-bit numbers, like all ids.
-        array, known = pa.array(_to_int64(array)), pa.array(field.vocabulary, pa.int64())
+        array, known = pa.array(_to_int64(array)), pa.array(map(wrap_unsigned, field.vocabulary))
     indices = pc.index_in(array, value_set=known)
     ids = np.array(pc.fill_null(indices, -1).to_numpy(zero_copy_only=False)).astype(np.int64)
     unknown = ids < 0
@@ -383,27 +430,61 @@ def _look_up_vocabulary(
     return ids
 
 
-def encode_lists(field: Bag | Sequence, array: pa.Array, weights: pa.Array | None = None) -> Bags:
-    """Encode lists, or texts split at the separator; a missing list has no element."""
+def encode_lists(
+    field: Bag | Sequence,
+    array: pa.Array,
+    weights: pa.Array | None = None,
+    version: int = ENCODING_VERSION,
+) -> Bags:
+    """Encode lists, or texts split at the separator; a missing list has no element.
+
+    Padding is no item. A missing element is none either, except in version 1 of the schema's encoding, where it has the
+    row of missing values.
+    """
     lists = _split_text_lists(field, array)
     lengths = _list_lengths(lists)
     elements = replace_null_type(lists.flatten())  # skips values under a null list
     numbers = None if weights is None else _read_id_weights(field, weights, lengths)
-    ends = np.cumsum(lengths)
-    begins = ends - lengths
-    if field.max_length is not None and len(lengths) and lengths.max() > field.max_length:
-        lengths = np.minimum(lengths, field.max_length)
-        begins = begins if field.keep == "first" else ends - lengths
-        indices = gather_bags(np.arange(len(elements)), begins, lengths)
-        elements, offsets = elements.take(pa.array(indices.values)), indices.offsets
-        numbers = None if numbers is None else numbers.take(indices.values)
-    else:
-        offsets = np.append(begins, ends[-1:] if len(ends) else [0])
+    rows = np.repeat(np.arange(len(lengths)), lengths)
     try:
-        return Bags(encode_ids(field, elements), offsets, numbers)
+        if version > 1 or field.padding is not None:
+            elements, is_item = _mark_items(field, elements, version)
+            if not is_item.all():
+                elements, rows = elements.filter(pa.array(is_item)), rows[is_item]
+                numbers = None if numbers is None else numbers[is_item]
+                lengths = np.bincount(rows, minlength=len(lengths))
+        ends = np.cumsum(lengths)
+        begins = ends - lengths
+        offsets = np.append(begins, ends[-1:] if len(ends) else [0])
+        if field.max_length is not None and len(lengths) and lengths.max() > field.max_length:
+            lengths = np.minimum(lengths, field.max_length)
+            begins = begins if field.keep == "first" else ends - lengths
+            indices = gather_bags(np.arange(len(elements)), begins, lengths)
+            elements, offsets = elements.take(pa.array(indices.values)), indices.offsets
+            rows = rows[indices.values]
+            numbers = None if numbers is None else numbers.take(indices.values)
+        return Bags(encode_ids(field, elements, version), offsets, numbers)
     except InvalidValue as fault:
-        fault.row = int(np.searchsorted(offsets, fault.row, side="right")) - 1
+        fault.row = int(rows[fault.row])
         raise
+
+
+def _mark_items(
+    field: Bag | Sequence, elements: pa.Array, version: int
+) -> tuple[pa.Array, NDArray[np.bool_]]:
+    """Return the elements of lists, integers parsed, and a mask (E,) of those that are items."""
+    if pa.types.is_dictionary(elements.type):
+        elements = elements.dictionary_decode()
+    elements = _convert_to_integers(field, elements)
+    is_item = np.ones(len(elements), np.bool_)
+    if version > 1 and field.missing == "row":
+        missing = _mark_missing_values(elements, _get_null_values(field, version))
+        is_item = is_item if missing is None else ~missing
+    if isinstance(field.padding, str):
+        is_item &= ~_mark_texts(elements, [field.padding])
+    elif field.padding is not None:
+        is_item &= _to_int64(elements) != wrap_unsigned(field.padding)
+    return elements, is_item
 
 
 def _list_lengths(lists: pa.Array) -> Longs:
@@ -460,24 +541,27 @@ def encode_required_ids(field: Group | Key, array: pa.Array) -> Longs:
 def _parse_integer_texts(
     field: Category | Bag | Sequence | Group | Key, array: pa.Array
 ) -> pa.Array:
-    """Parse texts as integers, including "31.0", "1e+15" and "true", which pandas and pyarrow write."""
+    """Parse texts as integers, including unsigned ones, and "31.0", "1e+15", "true" of pandas, pyarrow."""
     try:
         return parse_number_texts(field, array, pa.int64(), "an integer")
     except InvalidValue:
         texts = pc.utf8_lower(pc.utf8_trim_whitespace(array.cast(pa.string())))
         texts = pc.replace_substring_regex(texts, r"^(-?[0-9]+)\.0*$", r"\1")
-        for word, number in (("true", "1"), ("false", "0"), ("nan", None)):
+        for word, number in (("true", "1"), ("false", "0")):
             texts = pc.if_else(pc.equal(texts, word), number, texts)
         is_float = pc.match_substring_regex(texts, r"^[+-]?[0-9.]+e[+-]?[0-9]+$")
-        integers = parse_number_texts(
-            field, pc.if_else(is_float, None, texts), pa.int64(), "an integer"
-        )
-        if not pc.any(is_float).as_py():
-            return integers
-        floats = parse_number_texts(
-            field, pc.if_else(is_float, texts, None), pa.float64(), "an integer"
-        )
-        return pc.coalesce(integers, _convert_to_integers(field, floats))
+        # A key is joined unchanged, so that it does not wrap around.
+        long = r"^$" if isinstance(field, Key) else r"^[0-9]{19,}$"
+        is_long = pc.match_substring_regex(texts, long)
+
+        def parse(mask: pa.Array, number_type: pa.DataType) -> pa.Array:
+            chosen = pc.if_else(mask, texts, None)
+            return parse_number_texts(field, chosen, number_type, "an integer")
+
+        integers = parse(pc.invert(pc.or_(is_float, is_long)), pa.int64())
+        unsigned = parse(is_long, pa.uint64()).view(pa.int64())
+        floats = _convert_to_integers(field, parse(is_float, pa.float64()))
+        return pc.coalesce(integers, unsigned, floats)
 
 
 def read_join_keys(field: Key, array: pa.Array) -> NDArray:
@@ -512,7 +596,7 @@ def encode_block(
     Raises InvalidValue for the first value that does not fit its field.
     """
     columns = {name: replace_null_type(array) for name, array in columns.items()}
-    numbers = file_schema.numbers
+    numbers, version = file_schema.numbers, file_schema.encoding_version
     dense = np.empty((num_samples, len(numbers)), dtype=np.float32)
     for j, field in enumerate(numbers):
         encode_number(field, columns[field.column], dense[:, j])
@@ -530,14 +614,14 @@ def encode_block(
         elif isinstance(id_field, Time):
             ids[id_field.name] = encode_time(id_field, array)
         elif isinstance(id_field, Category):
-            ids[id_field.name] = encode_ids(id_field, array)
+            ids[id_field.name] = encode_ids(id_field, array, version)
         else:
             weights = (
                 columns[id_field.weights]
                 if isinstance(id_field, Bag) and id_field.weights
                 else None
             )
-            ids[id_field.name] = encode_lists(id_field, array, weights)
+            ids[id_field.name] = encode_lists(id_field, array, weights, version)
     for cross in file_schema.categorical:
         if isinstance(cross, Cross):
             crossed = combine_ids([ids[part] for part in cross.of])  # type: ignore[misc]
@@ -547,7 +631,7 @@ def encode_block(
     if file_schema.labels:
         label = np.empty((num_samples, len(file_schema.labels)), dtype=np.float32)
         for j, task in enumerate(file_schema.labels):
-            label[:, j] = encode_label(task, columns[task.column])
+            label[:, j] = encode_label(task, columns[task.column], version)
     weight, group, key = (file_schema.find_field(kind) for kind in (Weight, Group, Key))
     return Chunk(
         dense,

@@ -1,7 +1,8 @@
 """Field types of a file schema: frozen values, declared in Python or YAML.
 
 A field reads the file's column `column` (default: the field's name), so two fields may read one column.
-An empty text, a null, an empty CSV field and a NaN are all *missing*.
+An empty text, a null, an empty CSV field and a NaN are all *missing*. So are, in numbers, the texts NULL, \\N, NA, None
+and nan, and, in text ids, those of `null_values`.
 
 ids of a column            declared by            the table's rows
 any 64-bit id              nothing                open: rows appear when first trained
@@ -9,7 +10,8 @@ hashed into N rows         rows=N                 N; mix64(id) mod N; a missing 
 0 .. N-1, not hashed       cardinality=N          N, then one for missing values
 a known list of values     vocabulary=[...]       one per value, then `unknown_rows`, then one for missing values
 
-Integers are used as ids directly; a text's id is its 64-bit hash (hashing.py). The row for missing values
+Integers are used as ids directly, from 2^63 on as the negative number of the same 64 bits; -2^63 (2^63), which stands
+for missing values, is refused. A text's id is its 64-bit hash (hashing.py). The row for missing values
 exists unless `missing: error`.
 """
 
@@ -33,7 +35,7 @@ from colonnade.errors import ConfigError
 Count = Annotated[int, Strict(), Limits(ge=1, lt=2**62)]
 Amount = Annotated[int, Strict(), Limits(ge=0, lt=2**62)]
 Real = Annotated[float, Strict(), AllowInfNan(False)]
-Value = Annotated[str, Strict()] | Annotated[int, Strict(), Limits(ge=-(2**63), lt=2**63)]
+Value = Annotated[str, Strict()] | Annotated[int, Strict(), Limits(ge=-(2**63), lt=2**64)]
 Name = Annotated[str, Strict()]
 Missing = Literal["row", "error"]
 Moment = Annotated[
@@ -41,6 +43,8 @@ Moment = Annotated[
 ]
 """ISO time; YAML reads one without quotes as a date."""
 NEWEST = "newest"
+NULL_VALUES = ("NULL", r"\N")
+"""Default texts that are missing values in text ids. NA, None and nan are also countries, names and words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +80,6 @@ class DeclaredField:
         """Names of the file's columns that the field reads."""
         return (self.column,)
 
-    @property
-    def encoding(self) -> dict[str, Any]:
-        """Settings that decide the row of a value, by name; fields that share a table have equal ones."""
-        return {}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _IdField(DeclaredField):
@@ -97,6 +96,8 @@ class _IdField(DeclaredField):
     """Number of rows that values outside the vocabulary share, by hash; 0: such a value is an error."""
     missing: Missing = "row"
     """Treatment of missing values: a separate row, or an error."""
+    null_values: tuple[Name, ...] | None = None
+    """Texts that are missing values, instead of NULL and \\N. For text ids."""
     table: Name = ""
     """Name of the table; fields of one table share rows. Default: a separate table."""
     namespace: Annotated[bool, Strict()] = False
@@ -116,6 +117,10 @@ class _IdField(DeclaredField):
             raise ConfigError(
                 f"field {self.name!r}: got both {set_options[0]} and {set_options[1]}, wanted one of rows (hashed), "
                 "cardinality (integers as they are), vocabulary, or none of them for an open table"
+            )
+        if self.null_values is not None and self.declared_dtype == "integer":
+            raise self._build_setting_error(
+                "null_values", "In integers NULL, \\N, NA, None and nan are missing; leave it out"
             )
         if self.cardinality is not None and self.dtype == "text":
             raise self._build_setting_error(
@@ -154,18 +159,10 @@ class _IdField(DeclaredField):
     @property
     def declared_dtype(self) -> Dtype | None:
         """Dtype of the settings: `dtype`, or what cardinality or vocabulary imply; None: the file's type decides."""
-        if self.cardinality is not None:
-            return "integer"
-        if self.vocabulary is not None:
-            return "text" if isinstance(self.vocabulary[0], str) else "integer"
-        return self.dtype
-
-    @property
-    def encoding(self) -> dict[str, Any]:
-        if self.namespace:  # shares no id with other fields
-            return {}
-        settings = ("rows", "cardinality", "vocabulary", "unknown_rows")
-        return {"dtype": self.declared_dtype} | {name: getattr(self, name) for name in settings}
+        if self.dtype is not None or self.cardinality is not None:
+            return self.dtype or "integer"
+        known = (*(self.vocabulary or ()), getattr(self, "padding", None))[0]
+        return None if known is None else "text" if isinstance(known, str) else "integer"
 
     @property
     def num_rows(self) -> int | None:
@@ -228,10 +225,17 @@ class _ListField(_IdField):
     """Maximal number of values of a sample."""
     keep: Literal["first", "last"] = "first"
     """Values that are used of a sample with more than max_length."""
+    padding: Value | None = None
+    """Value that only fills lists up to a length: it is no item."""
 
     def _check_settings(self) -> None:
         # slots=True creates a new class, which super() without arguments does not know.
         _IdField._check_settings(self)
+        is_integer = self.declared_dtype == "integer"
+        if self.padding is not None and isinstance(self.padding, int) != is_integer:
+            raise self._build_setting_error(
+                "padding", f"Wanted a value of dtype {self.declared_dtype}"
+            )
         if not self.separator:
             raise self._build_setting_error("separator", "Wanted at least one character")
 
@@ -272,10 +276,6 @@ class Bucket(DeclaredField):
             raise self._build_setting_error(
                 "boundaries", "Wanted at least one number, in rising order"
             )
-
-    @property
-    def encoding(self) -> dict[str, Any]:
-        return {"boundaries": self.boundaries}
 
     @property
     def num_rows(self) -> int:

@@ -6,7 +6,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from colonnade.data.tabular.arrow import is_text_type, is_time
+from colonnade.data.tabular.arrow import MISSING_NUMBER, is_text_type, is_time
+from colonnade.data.tabular.fields import NULL_VALUES
 from colonnade.data.tabular.times import ISO, convert_to_microseconds
 
 BLANKS = " \t"
@@ -24,7 +25,8 @@ EXACT = 2.0**53
 def narrow_column(array: pa.Array) -> pa.Array:
     """Convert a column to null, int64, bool, double, timestamp[us] or string, whichever holds all its values.
 
-    Empty texts and NaN become null, whole floats integers, times UTC. Columns of other types are returned unchanged.
+    Empty texts, NULL_VALUES and NaN become null (in numbers and times, MISSING_NUMBER), whole floats integers, times
+    UTC. Columns of other types are returned unchanged.
     """
     if pa.types.is_dictionary(array.type):
         array = array.dictionary_decode()
@@ -51,9 +53,12 @@ def narrow_column(array: pa.Array) -> pa.Array:
 
 
 def _narrow_texts(texts: pa.Array) -> pa.Array:
-    blank = pc.equal(texts, "")
-    texts = pc.if_else(blank, None, texts) if pc.any(blank).as_py() else texts
+    missing = pc.is_in(texts, pa.array(["", *NULL_VALUES]))
+    texts = pc.if_else(missing, None, texts) if pc.any(missing).as_py() else texts
     trimmed = pc.utf8_trim(texts, BLANKS)
+    trimmed = pc.if_else(pc.match_substring_regex(trimmed, MISSING_NUMBER), None, trimmed)
+    if trimmed.null_count == len(trimmed):
+        return texts
     arrow_type = find_narrowest_type(trimmed)
     if arrow_type == pa.string():
         if matches_all(trimmed, BOOLEAN):
@@ -65,6 +70,14 @@ def _narrow_texts(texts: pa.Array) -> pa.Array:
                 return texts
         return texts
     return trimmed.cast(arrow_type)
+
+
+def count_missing_words(array: pa.Array) -> dict[str, int]:
+    """Count the values of a narrowed column that are categories as text and would be missing in numbers."""
+    if array.type != pa.string():
+        return {}
+    words = array.filter(pc.match_substring_regex(array, MISSING_NUMBER))
+    return {item["values"]: item["counts"] for item in words.value_counts().to_pylist()}
 
 
 def _narrow_floats(array: pa.Array) -> pa.Array:

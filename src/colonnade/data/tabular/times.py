@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from colonnade.data.tabular.arrow import is_integer, is_text_type, is_time
+from colonnade.data.tabular.arrow import MISSING_NUMBER, is_integer, is_text_type, is_time
 
 Unit = Literal["s", "ms", "us", "ns", "yyyymmdd"]
 ISO = (
@@ -67,7 +67,7 @@ def convert_to_microseconds(
 
 def _parse_time_texts(array: pa.Array, unit: Unit) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     texts = pc.utf8_trim_whitespace(array.cast(pa.string()))
-    texts = pc.if_else(pc.equal(texts, ""), None, texts)
+    texts = pc.if_else(pc.match_substring_regex(texts, MISSING_NUMBER), None, texts)
     if unit == "yyyymmdd":
         texts = pc.replace_substring_regex(texts, CALENDAR_DATE, r"\1-\2-\3")
     is_number = pc.match_substring_regex(texts, NUMBER)
@@ -90,7 +90,8 @@ def _parse_time_texts(array: pa.Array, unit: Unit) -> tuple[NDArray[np.int64], N
 
 def _read_numbers(array: pa.Array, unit: str) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     """Convert numbers of a unit, integers exactly. Raises pa.ArrowInvalid beyond the years 1 to 9999."""
-    array = array.cast(pa.int64()) if is_integer(array.type) else array.cast(pa.float64(), safe=False)  # fmt: skip
+    is_whole = is_integer(array.type)
+    array = array.cast(pa.int64() if is_whole else pa.float64(), safe=is_whole)
     x = pc.fill_null(array, 0).to_numpy(zero_copy_only=False)
     missing = array.is_null().to_numpy(zero_copy_only=False) | np.isnan(x)
     if unit == "yyyymmdd" and not missing.all():
