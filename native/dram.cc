@@ -355,7 +355,7 @@ std::vector<std::int64_t> Dram::clocks(std::int64_t table, std::span<const std::
   check_slots(table, slots);
   std::vector<std::int64_t> clocks(slots.size());
   std::ranges::transform(slots, clocks.begin(), [&](auto slot) {
-    return static_cast<std::int64_t>(at(table).layout().clock_of(slot));
+    return std::int64_t{count_updates(at(table).layout().clock_of(slot))};
   });
   return clocks;
 }

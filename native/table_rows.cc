@@ -273,7 +273,7 @@ void TableRows::resume(std::span<const std::uint32_t> slots, std::span<const std
 
 void TableRows::recall(std::span<const std::uint32_t> slots, std::int64_t steps) noexcept {
   if (!can_evict()) return;
-  for (const auto slot : slots) worth_.recall(slot, layout_.clock_of(slot), steps);
+  for (const auto slot : slots) worth_.recall(slot, count_updates(layout_.clock_of(slot)), steps);
 }
 
 // Pass rows to the sink, a run at a time.

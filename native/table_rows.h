@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "buffer.h"
+#include "clock.h"
 #include "dirty_bits.h"
 #include "index.h"
 #include "row_bits.h"
@@ -59,7 +60,7 @@ struct RowLayout {
   std::int64_t weights_stride;
   std::byte* states;  // plane of state elements of the compute dtype, low halves if split, clock
   std::int64_t state_stride;
-  std::int64_t lows_offset, clock_offset;  // bytes, within a slot's state; the clock is a uint32
+  std::int64_t lows_offset, clock_offset;  // bytes, within a slot's state; the clock is a Clock
   std::uint64_t seed;
   const std::byte* ids;  // an unaligned int64 every ids_stride bytes, by slot; null: a slot's number is its local row
   std::int64_t ids_stride;
@@ -75,12 +76,11 @@ struct RowLayout {
   }  // weights | state | low halves | clock
   std::byte* weights_of(std::uint32_t slot) const { return weights + slot * weights_stride; }
   std::byte* state_of(std::uint32_t slot) const { return states + slot * state_stride; }
-  std::uint32_t& clock_of(std::uint32_t slot) const {
-    return *reinterpret_cast<std::uint32_t*>(state_of(slot) + clock_offset);
+  Clock& clock_of(std::uint32_t slot) const {
+    return *reinterpret_cast<Clock*>(state_of(slot) + clock_offset);
   }
-  // A record's clock is a uint64; here it saturates.
   void pack(std::uint32_t slot, std::byte* record) const {
-    const std::uint64_t clock = clock_of(slot);
+    const std::uint64_t clock = pack_clock(clock_of(slot));
     std::memcpy(record, weights_of(slot), weights_bytes());
     std::memcpy(record + weights_bytes(), state_of(slot), state_bytes());
     std::memcpy(record + weights_bytes() + state_bytes(), &clock, 8);
@@ -95,7 +95,7 @@ struct RowLayout {
     std::memcpy(weights_of(slot), record, weights_bytes());
     std::memcpy(state_of(slot), record + weights_bytes(), state_bytes());
     std::memcpy(&clock, record + weights_bytes() + state_bytes(), 8);
-    clock_of(slot) = static_cast<std::uint32_t>(std::min<std::uint64_t>(clock, 0xffffffff));
+    clock_of(slot) = unpack_clock(clock);
   }
 };
 

@@ -124,7 +124,6 @@ void sum_rows(const Segments& segments, const GradientSource& source, const Part
 void update(Dram& dram, std::span<const std::uint32_t> given_slots, const Segments& given_segments,
             const GradientSource& source, const Parts& parts, std::span<const std::int32_t> optimizers,
             std::span<const double> settings) {
-  static_assert(std::is_same_v<Clock&, decltype(dram.layout(0).clock_of(0))>);
   const Dtype dtype = compute_dtype(dram.dtype());
   const auto num_parts = static_cast<std::int64_t>(parts.all().size());
   if (parts.num_tables() != dram.num_tables()) {

@@ -15,8 +15,8 @@ struct Adam {
 
   template <int kVectors>
   COLONNADE_INLINE_MEMBER void step(RowValues<T, kVectors>& w, const RowValues<T, kVectors>& g, T* state,
-                                    std::int64_t dim, std::uint64_t clock) const {
-    const auto corrections = moments.corrections(moments.lr, clock);
+                                    std::int64_t dim, std::uint64_t steps) const {
+    const auto corrections = moments.corrections(moments.lr, steps);
     for (std::int64_t v = 0; v < w.num_vectors(); ++v) {
       const Vector<T> m = moments.next_first(state, v, dim, g.get(v));
       const Vector<T> s = moments.next_second(state, v, dim, g.get(v));
@@ -35,9 +35,9 @@ struct AdamW {
 
   template <int kVectors>
   COLONNADE_INLINE_MEMBER void step(RowValues<T, kVectors>& w, const RowValues<T, kVectors>& g, T* state,
-                                    std::int64_t dim, std::uint64_t clock) const {
+                                    std::int64_t dim, std::uint64_t steps) const {
     for (std::int64_t v = 0; v < w.num_vectors(); ++v) w.set(v, w.get(v) * keep);
-    adam.step(w, g, state, dim, clock);
+    adam.step(w, g, state, dim, steps);
   }
 };
 

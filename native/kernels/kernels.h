@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "../clock.h"
 #include "../scalar.h"
 
 namespace colonnade {
@@ -92,8 +93,6 @@ struct UpdateTask {
   std::int64_t ids_stride;
   std::uint64_t num_owners, place;
 };
-
-typedef std::uint32_t Clock;  // saturates
 
 inline constexpr int kNumOptimizers = 9;
 

@@ -16,8 +16,8 @@ struct RowwiseAdam {
 
   template <int kVectors>
   COLONNADE_INLINE_MEMBER void step(RowValues<T, kVectors>& w, const RowValues<T, kVectors>& g, T* state,
-                                    std::int64_t dim, std::uint64_t clock) const {
-    const auto corrections = moments.corrections(moments.lr, clock);
+                                    std::int64_t dim, std::uint64_t steps) const {
+    const auto corrections = moments.corrections(moments.lr, steps);
     const T s = moments.second(state[dim], sum_squares(g, dim) / static_cast<T>(dim));
     state[dim] = s;
     const T step = corrections.step / (root(s) * corrections.inverse_root + moments.eps);
@@ -39,8 +39,8 @@ struct Lamb {
 
   template <int kVectors>
   COLONNADE_INLINE_MEMBER void step(RowValues<T, kVectors>& w, RowValues<T, kVectors>& g, T* state,
-                                    std::int64_t dim, std::uint64_t clock) const {
-    const auto corrections = moments.corrections(1.0, clock);
+                                    std::int64_t dim, std::uint64_t steps) const {
+    const auto corrections = moments.corrections(1.0, steps);
     for (std::int64_t v = 0; v < w.num_vectors(); ++v) {
       const Vector<T> m = moments.next_first(state, v, dim, g.get(v));
       const Vector<T> s = moments.next_second(state, v, dim, g.get(v));

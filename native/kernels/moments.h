@@ -20,13 +20,13 @@ struct Moments {
         rate2(static_cast<T>(1 - s.beta2)),
         eps(static_cast<T>(s.eps)) {}
 
-  // At the row's step t = clock + 1: lr / (1 - beta1^t), and 1 / sqrt(1 - beta2^t).
+  // At the row's step t = steps + 1: lr / (1 - beta1^t), and 1 / sqrt(1 - beta2^t).
   struct Corrections {
     T step, inverse_root;
   };
-  COLONNADE_INLINE_MEMBER Corrections corrections(double lr, std::uint64_t clock) const {
-    return {static_cast<T>(lr / (1 - power(powers1, clock + 1))),
-            static_cast<T>(1 / root(1 - power(powers2, clock + 1)))};
+  COLONNADE_INLINE_MEMBER Corrections corrections(double lr, std::uint64_t steps) const {
+    return {static_cast<T>(lr / (1 - power(powers1, steps + 1))),
+            static_cast<T>(1 / root(1 - power(powers2, steps + 1)))};
   }
   template <class Value>
   COLONNADE_INLINE_MEMBER Value first(Value m, Value g) const {

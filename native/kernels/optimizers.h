@@ -100,7 +100,7 @@ class Rows {
     return *reinterpret_cast<Clock*>(clocks_ + slots_[u] * state_stride_);
   }
   COLONNADE_INLINE_MEMBER void advance_clock(std::int64_t u) const {
-    if (is_last_) clock(u) += clock(u) != ~Clock{0};
+    if (is_last_) clock(u) = next_clock(clock(u));
   }
 
   COLONNADE_INLINE_MEMBER void fetch(std::int64_t u) const {
@@ -150,7 +150,7 @@ class Rows {
         return;
       }
       if (is_rounded_) {
-        const std::uint64_t start = stream_start(seed_, id(slots_[u]), clock(u));
+        const std::uint64_t start = stream_start(seed_, id(slots_[u]), count_updates(clock(u)));
         for (std::int64_t v = 0; v < values.num_vectors(); ++v) {
           const Halves random = random_halves(start, column_ + 16 * v);
           store_halves(row, v, dim_,
@@ -200,7 +200,7 @@ COLONNADE_INLINE void clamp(RowValues<T, kVectors>& values, T most) {
 // An optimizer is constructed from a task's settings, and has
 //   kIsDecayAdded           weight decay is added to the gradient
 //   state_elements(dim)     number of elements of a row's state that it uses
-//   step(w, g, state, dim, clock)    clock: number of earlier updates of the row; may overwrite g
+//   step(w, g, state, dim, steps)    steps: number of earlier ones of the row; may overwrite g
 template <template <class> class Optimizer>
 struct Updates {
   template <class T, int kVectors, bool kIsNarrow>
@@ -235,7 +235,7 @@ struct Updates {
       if (decay != 0) {  // zero decay adds nothing, not even a NaN
         for (std::int64_t v = 0; v < g.num_vectors(); ++v) g.set(v, g.get(v) + w.get(v) * decay);
       }
-      optimizer.step(w, g, rows.state(u), dim, std::uint64_t{rows.clock(u)});
+      optimizer.step(w, g, rows.state(u), dim, std::uint64_t{count_steps(rows.clock(u))});
       if (max_norm < kAny) {
         const T norm = root(sum_squares(w, dim));
         if (norm > max_norm) {

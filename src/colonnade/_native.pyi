@@ -187,7 +187,8 @@ class Dram:
     """Rows of T tables in this process's memory: index, slab on huge pages, pins, dirty bits, eviction by score.
 
     A slot has two planes: weights (the row's D elements of `dtype`) and state (optimizer state elements of the
-    compute dtype, then, with `split`, D uint16 low halves, then a uint32 clock that stops at its largest value).
+    compute dtype, then, with `split`, D uint16 low halves, then a uint32 clock: 31 bits count updates and stop at their
+    largest value, the last says that the weights were loaded).
     The compute dtype is float64 for float64 rows and float32 for all others.
     `split` (bfloat16 only): a row's float32 master is (high << 16) + low with signed low; high is the master
     rounded to nearest, so no bit is lost.
@@ -256,7 +257,8 @@ class Dram:
     def birth(self, ids: Array, slots: Array, table: int) -> None:
         """Initialise rows in their slots."""
     def pack(self, table: int, slots: Array, records: Array) -> None:
-        """Copy rows to records (N, record_bytes) uint8 = weights | state | low halves if split | clock (uint64)."""
+        """Copy rows to records (N, record_bytes) uint8 = weights | state | low halves if split | clock (uint64;
+        bit 62: loaded)."""
     def unpack(self, table: int, slots: Array, records: Array) -> None:
         """Copy records to rows, as `pack` lays them out."""
     def pack_blocks(self, slots: Array, counts: Array, widths: Array, message: Array) -> None:
@@ -278,7 +280,7 @@ class Dram:
     def resident(self, table: int) -> tuple[Array, Array]:
         """Return (ids, slots) of all resident rows, by ascending id."""
     def clocks(self, table: int, slots: Array) -> Array:
-        """Return the clocks of rows, (N,) int64."""
+        """Return the numbers of updates of rows, (N,) int64."""
     def erase(self, table: int, ids: Array) -> None:
         """Delete rows: their next read returns the initial value. A row that a batch uses is reinitialised in place,
         with clock 0; the slots of other rows become free. Absent ids are ignored."""

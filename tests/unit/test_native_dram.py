@@ -16,6 +16,7 @@ from native_batches import LIMITS, everywhere, running_on, same_bits, unmix64
 
 from colonnade import _native
 from colonnade.ops import reference
+from colonnade.ops.optimizers import IS_LOADED, LAST_UPDATE, count_updates
 
 
 def open_dram(
@@ -208,12 +209,12 @@ def test_records_round_trip(dim, state_elements, row_format, seed):
     state = torch.randn(40, state_elements, dtype=computed, generator=generator)
     lows = torch.randint(-(2**15), 2**15, (40, dim), generator=generator).short() if split else None
     clocks = torch.randint(0, 2**33, (40,), generator=generator)
-    clocks[:2] = torch.tensor([2**32 - 1, -1])  # -1: the largest uint64
-    saturated = torch.where((clocks < 0) | (clocks >= 2**32), 2**32 - 1, clocks)
+    clocks[:4] = torch.tensor([2**32 - 1, LAST_UPDATE, IS_LOADED | 1, IS_LOADED | 2**32])
+    saturated = count_updates(clocks).clamp(max=LAST_UPDATE) | clocks & IS_LOADED
     dram.unpack(0, slots, reference.pack(weights, state, clocks, lows))
     records = reference.pack(weights, state, saturated, lows)
     assert same_bits(records_of(dram, slots, records.shape[1]), records)
-    assert torch.equal(dram.clocks(0, slots), saturated)
+    assert torch.equal(dram.clocks(0, slots), count_updates(saturated))
     unpacked = reference.unpack(records, dim, state_elements, dtype, is_split=split)
     assert same_bits(unpacked[2], saturated)
     for own, wanted in zip(unpacked, (weights, state, saturated, lows), strict=True):

@@ -20,7 +20,9 @@ SUMS_OF_SQUARES = {
     3: -1,
     7: -1,
 }  # kinds whose first state elements begin where the user says; -1: D of them
-CLOCKS = [0, 0, 0, 1, 254, 255, 256, 65535, 2**24, 2**32 - 2, 2**32 - 1]
+LAST = optimizers.LAST_UPDATE
+CLOCKS = [0, 0, 0, 1, 254, 255, 256, 65535, 2**24, LAST - 1, LAST]
+CLOCKS += [optimizers.IS_LOADED | updates for updates in (1, 1, 2, 256, LAST)]
 
 
 def name_of(dtype):
@@ -213,7 +215,7 @@ class Table:
                 )
             updated[:, column : column + dim] = values
         self.weights = updated
-        self.clocks = (self.clocks + 1).clamp(max=2**32 - 1)
+        self.clocks = optimizers.advance_clocks(self.clocks)
 
     def records(self):
         if self.is_split:

@@ -30,6 +30,7 @@ from colonnade.lookup.layout import (
 from colonnade.lookup.outputs import build_outputs
 from colonnade.lookup.reads import list_reads
 from colonnade.lookup.views import Slices
+from colonnade.ops.optimizers import count_updates
 from colonnade.store.contract import Rows, RowView
 from colonnade.store.dram import DramStore
 from colonnade.store.hbm import HbmStore
@@ -104,7 +105,7 @@ def scan_rows(views: Slices, store: DramStore | HbmStore, table: str) -> Iterato
             yield Rows(
                 ids,
                 weights.view(views.declared.dtype),
-                clocks.view(torch.int64).flatten(),
+                count_updates(clocks.view(torch.int64).flatten()),
             )
 
 

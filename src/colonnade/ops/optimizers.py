@@ -19,7 +19,8 @@ row a parameter of its own that is stepped only when a batch touches it:
 |      |                 | each row a layer                          |                                  |              |
 
 The step count t of Adam and its variants is the row's own clock + 1. All state begins at 0, except the sums of squares
-(s, n), which begin at a setting.
+(s, n), which begin at a setting. Loading weights counts as an update, so that the row is stored, but not as a step: it
+sets IS_LOADED in the clock.
 
 Legend: U unique rows, D dim. Arithmetic is in the dtype of the weights (float32 or float64); every operation rounds
 once, in the order written; a number of the settings is rounded to that dtype where it meets a tensor.
@@ -38,6 +39,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from colonnade.ops.reference import GOLDEN, _shift, _sqrt, _word, mix64
+
+IS_LOADED = 1 << 62
+"""Bit of a clock: the first of the row's updates loaded its weights, so that its optimizer's steps are one fewer."""
+LAST_UPDATE = 2**31 - 1  # the count of updates stops here
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +72,7 @@ def apply_optimizer(
     kind: int,
     weights: Tensor,  # (U, D)
     state: Tensor,  # (U, state of the kind)
-    clocks: Tensor,  # (U,) int64: number of earlier updates of each row
+    clocks: Tensor,  # (U,) int64
     gradients: Tensor,  # (U, D): sums of the rows' entries
     settings: Settings,
 ) -> None:
@@ -235,6 +240,16 @@ def raise_to_powers(base: float, exponents: Tensor) -> Tensor:
     return product
 
 
+def count_updates(clocks: Tensor) -> Tensor:
+    """Return how often rows were updated, from their clocks (U,); loading weights counts."""
+    return clocks & (IS_LOADED - 1)
+
+
+def advance_clocks(clocks: Tensor) -> Tensor:
+    """Return the clocks (U,) after one more update."""
+    return clocks + (count_updates(clocks) < LAST_UPDATE).long()
+
+
 def round_stochastically(
     values: Tensor,  # (U, D) float32
     ids: Tensor,  # (U,) int64
@@ -251,7 +266,7 @@ def round_stochastically(
     infinity; NaN stays NaN. Below float16's smallest normal number the steps are 2^-24, counted in float32.
 
     Column c of a row takes bits 16 (c mod 4) and up of word c // 4 + 1 of the splitmix64 stream that starts at
-    mix64(mix64(mix64(id) ^ seed) ^ (clock + 1)).
+    mix64(mix64(mix64(id) ^ seed) ^ (updates + 1)).
     """
     random = draw_rounding_bits(ids, clocks, seed, values.shape[1], column=column)
     bits = values.view(torch.int32).long() & 0xFFFFFFFF
@@ -270,7 +285,7 @@ def round_stochastically(
 
 def draw_rounding_bits(ids: Tensor, clocks: Tensor, seed: int, dim: int, *, column: int) -> Tensor:
     """Return the random bits of `round_stochastically`, (U, dim) int64, 16 each, for the columns from `column` on."""
-    start = mix64(mix64(mix64(ids) ^ _word(seed)) ^ (clocks + 1))
+    start = mix64(mix64(mix64(ids) ^ _word(seed)) ^ (count_updates(clocks) + 1))
     columns = torch.arange(column, column + dim, device=ids.device)
     words = mix64(start[:, None] + (columns // 4 + 1) * _word(GOLDEN))
     random = torch.empty_like(words)
@@ -295,9 +310,10 @@ def _mean_squares(g: Tensor) -> Tensor:
 def _compute_bias_corrections(
     lr: float, clocks: Tensor, settings: Settings, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return lr / (1 - beta1^t) and 1 / sqrt(1 - beta2^t), (U,) each, t = clock + 1, from float64, rounded once."""
-    first = 1 - raise_to_powers(settings.beta1, clocks + 1)
-    second = 1 - raise_to_powers(settings.beta2, clocks + 1)
+    """Return lr / (1 - beta1^t) and 1 / sqrt(1 - beta2^t), (U,) each, t = steps + 1, from float64, rounded once."""
+    t = count_updates(clocks) - (clocks >= IS_LOADED).long() + 1
+    first = 1 - raise_to_powers(settings.beta1, t)
+    second = 1 - raise_to_powers(settings.beta2, t)
     return (
         (torch.full_like(first, lr) / first).to(dtype),
         (torch.ones_like(second) / _sqrt(second)).to(dtype),

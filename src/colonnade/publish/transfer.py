@@ -33,12 +33,12 @@ def load_rows(
     weights: Tensor | nn.Embedding | nn.EmbeddingBag,
     ids: Tensor | None = None,
 ) -> None:
-    """Load weights into rows of a table, as if the rows had just been trained. Collective, between steps.
+    """Load weights into rows of a table. Collective, between steps.
 
     weights (N, D), an nn.Embedding or an nn.EmbeddingBag, the same on every rank; each rank takes the rows it owns.
-    ids (N,) int64, without duplicates, by default 0 .. N-1. The rows' optimizer state is reset (for FTRL, to the state
-    that gives these weights) and their clocks are 1. Parts of a table are concatenated in D. Raises ConfigError,
-    DataError or IdRangeError with nothing changed.
+    ids (N,) int64, without duplicates, by default 0 .. N-1. The rows count as just trained, but their optimizer begins
+    anew: its state (for FTRL, the state that gives these weights) and its count of steps. Parts of a table are
+    concatenated in D. Raises ConfigError, DataError or IdRangeError with nothing changed.
     """
     collection.ensure_open()
     table_index = collection.declaration.table_index(table)

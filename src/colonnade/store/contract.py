@@ -4,7 +4,8 @@ Compute reads and updates the rows of a `Resident` in place. A `Backing` is read
 One call serves all tables of a rank: ids (U,) int64 are grouped by table, `offsets` (T + 1,) int64 delimits the groups,
 ids are unique within a group. Slots are 32-bit row numbers inside a table's slab, as int32 tensors of unsigned bits.
 
-A *record* is a row as stored: weights | optimizer state | clock (uint64), `Table.record_bytes` bytes.
+A *record* is a row as stored: weights | optimizer state | clock (uint64; bit 62: `ops.optimizers.IS_LOADED`),
+`Table.record_bytes` bytes.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class Rows:
 
     ids: Tensor  # (N,) int64
     weights: Tensor  # (N, width of this rank's slice) of the table's dtype
-    clocks: Tensor  # (N,) int64: updates applied
+    clocks: Tensor  # (N,) int64: updates applied; loading weights is one
 
 
 @dataclass(frozen=True, slots=True)

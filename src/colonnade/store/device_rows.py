@@ -15,8 +15,6 @@ from colonnade.ops import optimizers, reference
 from colonnade.store.contract import RowView
 from colonnade.table import Table
 
-LAST_CLOCK = 2**32 - 1  # clocks stop here
-
 
 @dataclass(frozen=True, eq=False, slots=True)
 class DeviceRows:
@@ -99,7 +97,7 @@ class DeviceRows:
         else:
             weights = values
         self.weights[slots], self.state[slots] = weights, state
-        self.clocks[slots] = (clocks + 1).clamp(max=LAST_CLOCK)
+        self.clocks[slots] = optimizers.advance_clocks(clocks)
 
 
 def update_device_rows(

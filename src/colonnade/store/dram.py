@@ -275,7 +275,7 @@ class DramStore:
             self._raise_fault(self.tiers.fault())
 
     def clocks(self, table_index: int, slots: Tensor) -> Tensor:
-        """Return the clocks (N,) int64 of rows in slots (N,) int32."""
+        """Return the numbers of updates (N,) int64 of rows in slots (N,) int32."""
         return torch.as_tensor(self.native.clocks(table_index, slots))
 
     def num_rows(self, table_index: int) -> int:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from colonnade.errors import BudgetExceeded, ConfigError, CorruptionError, StorageError
-from colonnade.ops.optimizers import Settings
+from colonnade.ops.optimizers import Settings, count_updates
 from colonnade.store.contract import Manifest, RowView
 from colonnade.store.device_rows import DeviceRows, reserve_device_rows, update_device_rows
 from colonnade.store.dram import WRITTEN_TOGETHER, DramStore, RowSources, table_seed
@@ -212,8 +212,9 @@ class HbmStore:
         return self.below.flush()
 
     def clocks(self, table_index: int, slots: Tensor) -> Tensor:
-        """Return the clocks (N,) int64 of rows in slots (N,) int32."""
-        return self.rows[table_index].clocks[self._slots_to_device(slots.numpy())].cpu()
+        """Return the numbers of updates (N,) int64 of rows in slots (N,) int32."""
+        slots = self._slots_to_device(slots.numpy())
+        return count_updates(self.rows[table_index].clocks[slots]).cpu()
 
     def update(
         self,

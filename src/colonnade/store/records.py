@@ -10,6 +10,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from colonnade.ops.optimizers import IS_LOADED
 from colonnade.table import CLOCK_BYTES, ITEM_BYTES, Part, Table
 
 
@@ -37,7 +38,7 @@ def clock_bytes(table: Table) -> slice:
 
 
 def build_fresh_records(table: Table, weights: Tensor) -> Tensor:
-    """Build records (N, record_bytes) uint8 of rows with these weights (N, D), first optimizer state and clock 1."""
+    """Build records (N, record_bytes) uint8 of rows that load these weights (N, D), with first optimizer state."""
     num_rows, width = weights.shape
     compute = getattr(torch, table.compute_dtype)
     exact = weights.to(compute)
@@ -53,7 +54,7 @@ def build_fresh_records(table: Table, weights: Tensor) -> Tensor:
         high = ((bits + 0x8000) >> 16 & 0xFFFF).to(torch.int32).to(torch.uint16)
         stored = high.view(torch.bfloat16)
         low = (bits & 0xFFFF).to(torch.int32).to(torch.uint16).view(torch.uint8)
-    clocks = torch.ones(num_rows, 1, dtype=torch.int64)
+    clocks = torch.full((num_rows, 1), IS_LOADED | 1)
     parts = [stored, state, low.reshape(num_rows, 2 * width * table.master), clocks]
     return torch.cat([byte_positions(part) for part in parts], dim=1)
 
