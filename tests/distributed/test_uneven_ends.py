@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 from ranks import run_ranks
@@ -10,8 +12,9 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 import colonnade
-from colonnade import Batch, Ids, Mesh
+from colonnade import Batch, Ids, Mesh, RowOptimizer
 from colonnade.data import Column, Schema, Splits, open_batches
+from colonnade.errors import PeerLost
 
 COUNTS = [5, 2, 0]  # batches of each rank in an epoch
 SIZE = 7  # samples of a batch
@@ -131,3 +134,29 @@ def test_every_batch_is_trained_on_once(tmp_path):
     for whole, parts in reported:
         assert parts[1] == whole["rows"][1]
         torch.testing.assert_close(parts[3], whole["rows"][3], rtol=0, atol=0)
+
+
+def train_own_loop(mesh: Mesh, counts: list[list[int]]) -> tuple[str, float]:
+    """Train epochs in a loop of one's own; return the error and the seconds that its step waited."""
+    model = Net(stays=None, seed=3)
+    model.embeddings.open(mesh=mesh)
+    rows = RowOptimizer(model.embeddings)
+    for epoch in counts:
+        batches = (batch_of(mesh.rank, step) for step in range(epoch[mesh.rank]))
+        began = time.monotonic()
+        try:
+            for batch in model.embeddings.lookahead(batches):
+                model(batch).sum().backward()
+                rows.step()
+                began = time.monotonic()
+        except PeerLost as error:
+            return str(error), time.monotonic() - began
+    return "", 0.0
+
+
+def test_the_rank_that_runs_out_of_batches_is_named():
+    """Another rank has more, and does not wait for its time-out."""
+    (error, seconds), other = run_ranks(2, train_own_loop, [[2, 2], [4, 3]])
+    assert "rank 1 (pid" in error and "has no more batches: its data ended after 3" in error
+    assert "step 3" in error.partition("has no more")[2] and seconds < 10
+    assert other == ("", 0.0)

@@ -60,6 +60,9 @@ def test_the_rank_that_caused_it_is_blamed_and_none_that_followed():
     followed = {"stop_reason": "rank 1 lost rank 3", "is_follower": True, "process_state": "gone"}
     assert blamed(r1=followed, r3={"process_state": "stopped"})[0] == (3,)
     assert blamed(r1=followed | {"lost_ranks": [9]})[0] == (9,)
+    over = {"ended_after": 3, "stop_reason": "it ended"}
+    assert blamed(r1=late, r2=over)[0] == (2,)
+    assert "no more batches: its data ended after 3" in blamed(r2=over)[1]
     everyone = {f"r{n}": {"silent_seconds": 5.0} for n in range(1, 4)}
     assert blamed(**everyone)[0] == (1, 2, 3)
 

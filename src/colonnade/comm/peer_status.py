@@ -11,7 +11,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -61,6 +61,8 @@ class PeerStatus:
     is_follower: bool = False
     """True if it stopped because of other ranks: `lost_ranks`, if it could name them."""
     lost_ranks: Sequence[int] = ()
+    ended_after: int | None = None
+    """Number of its batches, if its data ended before this rank's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,12 +107,22 @@ def diagnose_stuck_call(
         if s.calls is not None and s.calls.get(channel, 0) < call_number
         if participants is None or r in participants
     }
+    ended = {
+        r: f"has no more batches: its data ended after {s.ended_after}, and this rank has one more; give every rank as "
+        "many"
+        for r, s in statuses.items()
+        if s.ended_after is not None
+    }
     followers = {r for r, s in statuses.items() if s.is_follower}
     gone_or_silent = {**silent, **stopped, **gone}
-    for candidates in (failed, gone_or_silent, behind):
+    for candidates in (ended, failed, gone_or_silent, behind):
         causes = {r: why for r, why in candidates.items() if r not in followers}
         if causes:
-            is_certain = candidates is failed or any(r in gone or r in stopped for r in causes)
+            is_certain = (
+                candidates is ended
+                or candidates is failed
+                or any(r in gone or r in stopped for r in causes)
+            )
             return Diagnosis(
                 tuple(sorted(causes)), _describe_failure_causes(statuses, causes), is_certain
             )
@@ -164,6 +176,9 @@ class PeerMonitor:
         self.lost_ranks: tuple[int, ...] = ()
         self.participants: dict[str, Collection[int]] = {}  # by channel, if not all ranks
         self._calls: dict[str, int] = {}
+        self._num_lookaheads = 0
+        # Number of a lookahead, number of batches read from its data, whether these were all.
+        self._batches = 0, 0, False
         self._waiting: dict[str, float] = {}
         self._idle_since = time.monotonic()
         self._stop_reason, self._stopped_at = "", 0.0
@@ -197,6 +212,23 @@ class PeerMonitor:
         """True once this rank has announced its end."""
         return self._over.is_set()
 
+    def watch_batches(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """Return an iterator over the batches of this rank's next lookahead that reports their end to other ranks."""
+        self._num_lookaheads += 1
+        return self._count_batches(batches, self._num_lookaheads)
+
+    def _count_batches(self, batches: Iterable[Any], lookahead: int) -> Iterator[Any]:
+        count = 0
+        for count, batch in enumerate(batches, 1):
+            self._batches = lookahead, count, False
+            yield batch
+        self._batches = lookahead, count, True
+
+    def _find_early_end(self, line: Mapping[str, Any]) -> int | None:
+        """Return after how many batches the rank of a status line ended, if this rank has more; else None."""
+        (lookahead, count, is_over), own = line["batches"], self._batches
+        return count if is_over and lookahead == own[0] and count < own[1] else None
+
     def begin_call(self, channel: str) -> None:
         """Count a call that begins. Raises PeerLost if an earlier call has failed."""
         if self.lost:
@@ -223,7 +255,11 @@ class PeerMonitor:
                 now = time.monotonic()
                 if self.lost:
                     raise PeerLost(self.lost)
-                if now - began > limit:
+                has_ended = "route" in channel and any(
+                    self._find_early_end(line) is not None
+                    for _, _, line in list(self._lines.values())
+                )
+                if has_ended or now - began > limit:
                     raise self.diagnose_loss(channel, None)
                 if self._stop_reason and now - max(began, self._stopped_at) > LEAVE_SECONDS:
                     self.lost = f"rank {self.rank} stopped: {self._stop_reason}"
@@ -317,6 +353,7 @@ class PeerMonitor:
         line = {
             "beat": self._beats,
             "step": self.step,
+            "batches": self._batches,
             "calls": dict(self._calls),
             "waiting": {channel: now - began for channel, began in list(self._waiting.items())},
             "idle": now - self._idle_since,
@@ -365,7 +402,7 @@ class PeerMonitor:
         _, read_at, line = self._lines[rank]
         return PeerStatus(
             peer, now - read_at, state, line["step"], line["calls"], line["waiting"], line["idle"],
-            line["left"], line["follows"], line["lost"],
+            line["left"], line["follows"], line["lost"], self._find_early_end(line),
         )  # fmt: skip
 
 

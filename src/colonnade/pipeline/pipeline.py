@@ -67,6 +67,8 @@ class Pipeline:
         the values that all ranks had fetched for it."""
         self.updates.apply_pending()
         rows = self.rows
+        if rows.mesh.peer_monitor is not None:
+            batches = rows.mesh.peer_monitor.watch_batches(batches)
         lookahead = Lookahead(
             batches if rows.cached is None else rows.cached.preview_batches(batches, self.views),
             prepare=self.prepare_batch,
@@ -225,6 +227,7 @@ class Pipeline:
             Update(step, pushed, contexts, optimizers, settings.clone())
         )
         self.steps.value += 1
+        self.rows.mesh.publish_step(self.steps.value)
 
     def drop_batch(self, context: LookupContext) -> None:
         """Drop a prepared batch: unpin its rows and apply nothing."""
