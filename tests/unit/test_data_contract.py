@@ -169,6 +169,31 @@ def test_any_position_resumes_exactly(source):
         assert all(same(a, b) for a, b in zip(rest, whole[step:], strict=True)), step
 
 
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_a_small_last_batch_is_dropped_or_merged(source, num_ranks):
+    size = next(size for size in (16, 17) if source.num_samples % size)
+    whole = list(source.batches(size))
+
+    def read(last_batch, step):
+        by_rank = [
+            source.batches(
+                size, rank=r, num_ranks=num_ranks, start=Position(0, step), last_batch=last_batch
+            )
+            for r in range(num_ranks)
+        ]
+        return [joined(blocks) for blocks in zip(*by_rank, strict=True)]
+
+    assert num_steps(source.num_samples, size, "drop") == len(whole) - 1
+    assert num_steps(source.num_samples, size, "merge") == len(whole) - 1
+    for step in (0, len(whole) - 2, len(whole) - 1):
+        wanted = {"drop": whole[step:-1], "merge": [*whole[step:-2], joined(whole[-2:])]}
+        for last_batch, batches in wanted.items():
+            batches = batches if step < len(whole) - 1 else []
+            result = read(last_batch, step)
+            assert len(result) == len(batches)
+            assert all(same(a, b) for a, b in zip(result, batches, strict=True))
+
+
 def test_an_epoch_reads_every_sample_once_and_batch_size_does_not_reorder(source):
     small = joined(list(source.batches(3)))
     assert same(small, joined(list(source.batches(1000))))

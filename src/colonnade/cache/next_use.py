@@ -23,7 +23,9 @@ import dataclasses
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,7 +34,7 @@ from torch import Tensor
 from colonnade import _native
 from colonnade.batch import Batch
 from colonnade.data.batches import BatchSource
-from colonnade.data.contract import START, Position, Schema, Source, Splits
+from colonnade.data.contract import START, LastBatch, Position, Schema, Source, Splits
 from colonnade.errors import ConfigError
 from colonnade.lookup.layout import Lookups
 
@@ -258,7 +260,8 @@ class NextUseSource:
     def __init__(self, source: Source, epochs: int) -> None:
         self._source = source
         self._epochs = epochs
-        self._known: tuple[int, int, int, EpochCodes] | None = None  # epoch, batch size, ranks
+        # Of the epoch, batch size, number of ranks and treatment of the last batch.
+        self._known: tuple[tuple[Any, ...], EpochCodes] | None = None
 
     @property
     def schema(self) -> Schema:
@@ -275,30 +278,30 @@ class NextUseSource:
         rank: int = 0,
         num_ranks: int = 1,
         start: Position = START,
+        last_batch: LastBatch = "keep",
     ) -> Iterator[Batch]:
-        batches = self._source.batches(batch_size, rank=rank, num_ranks=num_ranks, start=start)
-        return self._add_codes(batches, batch_size, rank, num_ranks, start)
+        read = partial(self._source.batches, batch_size, num_ranks=num_ranks, last_batch=last_batch)
+        return self._add_codes(read, rank, start)
 
     def _add_codes(
-        self, batches: Iterator[Batch], batch_size: int, rank: int, num_ranks: int, start: Position
+        self, read: partial[Iterator[Batch]], rank: int, start: Position
     ) -> Iterator[Batch]:
-        codes = self._compute_epoch_codes(start.epoch, batch_size, num_ranks)
-        for step, batch in enumerate(batches, start.step):
+        codes = self._compute_epoch_codes(start.epoch, read)
+        for step, batch in enumerate(read(rank=rank, start=start), start.step):
             yield dataclasses.replace(batch, next_use=codes.batch_codes(step, batch, rank))
 
-    def _compute_epoch_codes(self, epoch: int, batch_size: int, num_ranks: int) -> EpochCodes:
-        if self._known is None or self._known[:3] != (epoch, batch_size, num_ranks):
+    def _compute_epoch_codes(self, epoch: int, read: partial[Iterator[Batch]]) -> EpochCodes:
+        key = (epoch, *read.args, *read.keywords.values())
+        if self._known is None or self._known[0] != key:
             self._known = None  # frees its memory first
+            num_ranks = read.keywords["num_ranks"]
             codes = EpochCodes(self.schema, num_ranks)
-            parts = [
-                self._source.batches(batch_size, rank=r, num_ranks=num_ranks, start=Position(epoch))
-                for r in range(num_ranks)
-            ]
+            parts = [read(rank=r, start=Position(epoch)) for r in range(num_ranks)]
             for batch in zip(*parts, strict=True):
                 codes.add_batch(*batch)
             codes.finish_epoch(is_last=epoch >= self._epochs - 1)
-            self._known = (epoch, batch_size, num_ranks, codes)
-        return self._known[3]
+            self._known = (key, codes)
+        return self._known[1]
 
 
 def add_next_use_codes(source: Source, *, epochs: int = 1) -> NextUseSource:

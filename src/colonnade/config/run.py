@@ -44,6 +44,9 @@ class DataConfig(Section):
     """Options of the source, by name (`colonnade settings data.options` lists them)."""
     readers: int = Field(0, ge=0)
     """Number of processes per rank that read training batches ahead; 0: the lookahead thread reads them."""
+    last_batch: Literal["keep", "drop", "merge"] = "keep"
+    """What becomes of the last batch of a training epoch, of all ranks together, if it is smaller than the others:
+    keep it, drop it, or merge it into the batch before it. BatchNorm needs two samples on every rank."""
     next_use_hints: bool = False
     """Read each epoch once before training on it, so that memory keeps the rows needed soonest. Fewer reads from files,
     the same results."""

@@ -34,6 +34,7 @@ from colonnade.comm.mesh import Mesh
 from colonnade.data.contract import (
     START,
     Column,
+    LastBatch,
     Position,
     Schema,
     Source,
@@ -112,8 +113,14 @@ class BatchSource:
         rank: int = 0,
         num_ranks: int = 1,
         start: Position = START,
+        last_batch: LastBatch = "keep",
     ) -> Iterator[Batch]:
         iterate_rank_blocks(0, batch_size, rank=rank, num_ranks=num_ranks, start=start)
+        if last_batch != "keep":
+            raise ConfigError(
+                f"{self.name}: got data.last_batch={last_batch} for a data set that makes its own batches, wanted "
+                "keep: leave out or add the last samples there, e.g. DataLoader(drop_last=True)"
+            )
         return self._read_epoch(-(-batch_size // num_ranks), start)
 
     def _read_epoch(self, max_samples: int, start: Position) -> Iterator[Batch]:
@@ -275,7 +282,13 @@ def _format_type(shape: tuple[int, ...], dtype: torch.dtype) -> str:
 
 
 def read_rank_batches(
-    source: Source, batch_size: int, mesh: Mesh, *, channel: str, start: Position = START
+    source: Source,
+    batch_size: int,
+    mesh: Mesh,
+    *,
+    channel: str,
+    start: Position = START,
+    last_batch: LastBatch = "keep",
 ) -> Iterator[Batch]:
     """Return this rank's batches of a source; every rank gets the same number, and servers get empty ones.
 
@@ -284,12 +297,14 @@ def read_rank_batches(
     """
     num_samples, trainers = source.num_samples, mesh.trainers
     if not mesh.is_server:
+        # A user's own source need not know of last batches.
+        ending: dict[str, Any] = {} if last_batch == "keep" else {"last_batch": last_batch}
         batches = source.batches(
-            batch_size, rank=trainers.rank, num_ranks=trainers.num_ranks, start=start
+            batch_size, rank=trainers.rank, num_ranks=trainers.num_ranks, start=start, **ending
         )
     else:
-        num_empty = 0 if num_samples is None else num_steps(num_samples, batch_size) - start.step
-        batches = (build_empty_batch(source.schema) for _ in range(num_empty))
+        num_all = 0 if num_samples is None else num_steps(num_samples, batch_size, last_batch)
+        batches = (build_empty_batch(source.schema) for _ in range(start.step, num_all))
     if num_samples is not None:
         return batches
     return pad_with_empty_batches(batches, source.schema, mesh, channel=channel)

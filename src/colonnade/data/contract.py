@@ -32,6 +32,9 @@ class Position:
 
 
 START = Position()
+# What becomes of the last global batch of an epoch if it is smaller than the others: it is read as it is, is left out,
+# or is added to the batch before it.
+LastBatch = Literal["keep", "drop", "merge"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +86,13 @@ class Source(Protocol):
         rank: int = 0,
         num_ranks: int = 1,
         start: Position = Position(),
+        last_batch: LastBatch = "keep",
     ) -> Iterator[Batch]:
         """Return this rank's block of each global batch of epoch `start.epoch`, from step `start.step` on.
 
         `batch_size` counts samples over all ranks. The last global batch may be smaller, and a rank's
-        block of it empty, but it is still yielded. Raises ConfigError at the call, DataError while reading.
+        block of it empty, but it is still yielded, unless `last_batch` says otherwise. Raises ConfigError at the call,
+        DataError while reading.
         """
         ...
 
@@ -105,9 +110,11 @@ class Splits:
     days: tuple[Source, ...] = ()
 
 
-def num_steps(num_samples: int, batch_size: int) -> int:
-    """Return the number of global batches in an epoch, including a smaller last one."""
-    return -(-num_samples // batch_size)
+def num_steps(num_samples: int, batch_size: int, last_batch: LastBatch = "keep") -> int:
+    """Return the number of global batches in an epoch."""
+    if last_batch == "keep" or (last_batch == "merge" and num_samples < batch_size):
+        return -(-num_samples // batch_size)
+    return num_samples // batch_size
 
 
 def rank_block(size: int, rank: int, num_ranks: int) -> tuple[int, int]:
@@ -119,7 +126,13 @@ def rank_block(size: int, rank: int, num_ranks: int) -> tuple[int, int]:
 
 
 def iterate_rank_blocks(
-    num_samples: int, batch_size: int, *, rank: int, num_ranks: int, start: Position
+    num_samples: int,
+    batch_size: int,
+    *,
+    rank: int,
+    num_ranks: int,
+    start: Position,
+    last_batch: LastBatch = "keep",
 ) -> Iterator[tuple[int, int]]:
     """Return this rank's samples [begin, end) of each step from `start.step` on, counted in the epoch's order.
 
@@ -131,10 +144,18 @@ def iterate_rank_blocks(
         raise ConfigError(f"got rank={rank} of num_ranks={num_ranks}, wanted 0 <= rank < num_ranks")
     if start.epoch < 0 or start.step < 0:
         raise ConfigError(f"got start={start}, wanted epoch and step of 0 or more")
+    last = num_steps(num_samples, batch_size, last_batch) - 1
+    if num_samples and last < 0:
+        raise ConfigError(
+            f"got data.last_batch=drop and {num_samples} samples, fewer than the {batch_size} of a batch, wanted at "
+            "least one whole batch: make train.batch_size smaller, or set data.last_batch to merge"
+        )
 
     def iterate_blocks() -> Iterator[tuple[int, int]]:
-        for first in range(start.step * batch_size, num_samples, batch_size):
-            begin, end = rank_block(min(batch_size, num_samples - first), rank, num_ranks)
+        for step in range(start.step, last + 1):
+            first = step * batch_size
+            size = num_samples - first if step == last and last_batch != "drop" else batch_size
+            begin, end = rank_block(size, rank, num_ranks)
             yield first + begin, first + end
 
     return iterate_blocks()

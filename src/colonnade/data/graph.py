@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 
 from colonnade.batch import Batch, Ids
-from colonnade.data.contract import START, Column, Position, Schema, Splits, iterate_rank_blocks
+from colonnade.data.contract import (
+    START,
+    Column,
+    LastBatch,
+    Position,
+    Schema,
+    Splits,
+    iterate_rank_blocks,
+)
 from colonnade.data.counter import Words, random_words, stream_key
 from colonnade.data.interactions import (
     LOG_Q,
@@ -194,11 +202,24 @@ class NeighbourSource:
         return self.pairs.num_samples
 
     def batches(
-        self, batch_size: int, *, rank: int = 0, num_ranks: int = 1, start: Position = START
+        self,
+        batch_size: int,
+        *,
+        rank: int = 0,
+        num_ranks: int = 1,
+        start: Position = START,
+        last_batch: LastBatch = "keep",
     ) -> Iterator[Batch]:
-        pairs = self.pairs.batches(batch_size, rank=rank, num_ranks=num_ranks, start=start)
+        pairs = self.pairs.batches(
+            batch_size, rank=rank, num_ranks=num_ranks, start=start, last_batch=last_batch
+        )
         blocks = iterate_rank_blocks(
-            self.num_samples, batch_size, rank=rank, num_ranks=num_ranks, start=start
+            self.num_samples,
+            batch_size,
+            rank=rank,
+            num_ranks=num_ranks,
+            start=start,
+            last_batch=last_batch,
         )
         return (
             self._add_neighbour_columns(batch, begin, start.epoch)

@@ -14,7 +14,15 @@ import torch
 from torch import Tensor
 
 from colonnade.batch import Batch, Ids
-from colonnade.data.contract import START, Column, Position, Schema, Splits, iterate_rank_blocks
+from colonnade.data.contract import (
+    START,
+    Column,
+    LastBatch,
+    Position,
+    Schema,
+    Splits,
+    iterate_rank_blocks,
+)
 from colonnade.data.counter import random_permutation, random_words, stream_key
 from colonnade.data.tensors import TensorColumns, gather_ids
 
@@ -141,11 +149,22 @@ class PairSource:
         return (position < (self.max_pairs or len(position) + 1)).nonzero()[:, 0]
 
     def batches(
-        self, batch_size: int, *, rank: int = 0, num_ranks: int = 1, start: Position = START
+        self,
+        batch_size: int,
+        *,
+        rank: int = 0,
+        num_ranks: int = 1,
+        start: Position = START,
+        last_batch: LastBatch = "keep",
     ) -> Iterator[Batch]:
         pairs = self._select_pairs()
         blocks = iterate_rank_blocks(
-            len(pairs), batch_size, rank=rank, num_ranks=num_ranks, start=start
+            len(pairs),
+            batch_size,
+            rank=rank,
+            num_ranks=num_ranks,
+            start=start,
+            last_batch=last_batch,
         )
         order = pairs[_epoch_order(len(pairs), self.shuffle_key, start.epoch)]
         lists, log_shares = self.interactions.train, self.interactions.log_shares()
@@ -199,11 +218,22 @@ class SequenceSource:
         return (self.interactions.train.counts >= 2).nonzero()[:, 0]
 
     def batches(
-        self, batch_size: int, *, rank: int = 0, num_ranks: int = 1, start: Position = START
+        self,
+        batch_size: int,
+        *,
+        rank: int = 0,
+        num_ranks: int = 1,
+        start: Position = START,
+        last_batch: LastBatch = "keep",
     ) -> Iterator[Batch]:
         users = self._select_users()
         blocks = iterate_rank_blocks(
-            len(users), batch_size, rank=rank, num_ranks=num_ranks, start=start
+            len(users),
+            batch_size,
+            rank=rank,
+            num_ranks=num_ranks,
+            start=start,
+            last_batch=last_batch,
         )
         users = users[_epoch_order(len(users), self.shuffle_key, start.epoch)]
         lists = self.interactions.train
@@ -262,11 +292,22 @@ class QuerySource:
         return (self.truth.counts > 0).nonzero()[:, 0]
 
     def batches(
-        self, batch_size: int, *, rank: int = 0, num_ranks: int = 1, start: Position = START
+        self,
+        batch_size: int,
+        *,
+        rank: int = 0,
+        num_ranks: int = 1,
+        start: Position = START,
+        last_batch: LastBatch = "keep",
     ) -> Iterator[Batch]:
         users = self._select_users()
         blocks = iterate_rank_blocks(
-            len(users), batch_size, rank=rank, num_ranks=num_ranks, start=start
+            len(users),
+            batch_size,
+            rank=rank,
+            num_ranks=num_ranks,
+            start=start,
+            last_batch=last_batch,
         )
         return (self._build_query_batch(users[begin:end]) for begin, end in blocks)
 

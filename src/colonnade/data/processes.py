@@ -41,7 +41,15 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from colonnade.batch import Batch, Ids
 from colonnade.comm.peer_status import read_process_state
 from colonnade.data.batches import BatchSource
-from colonnade.data.contract import START, Position, Schema, Source, Splits, iterate_rank_blocks
+from colonnade.data.contract import (
+    START,
+    LastBatch,
+    Position,
+    Schema,
+    Source,
+    Splits,
+    iterate_rank_blocks,
+)
 from colonnade.errors import ConfigError, ReaderLost
 from colonnade.processors import check_worker_count
 
@@ -227,12 +235,14 @@ class ProcessSource:
         rank: int = 0,
         num_ranks: int = 1,
         start: Position = START,
+        last_batch: LastBatch = "keep",
     ) -> Iterator[Batch]:
         if self.num_processes < 1:
             raise ConfigError(f"got num_processes={self.num_processes}, wanted at least 1")
         iterate_rank_blocks(0, batch_size, rank=rank, num_ranks=num_ranks, start=start)
         steps = max(1, RUN_SAMPLES * num_ranks // batch_size)
-        return self._read_runs(_RunReader(self.source, batch_size, rank, num_ranks, start, steps))
+        runs = _RunReader(self.source, batch_size, rank, num_ranks, start, steps, last_batch)
+        return self._read_runs(runs)
 
     def _read_runs(self, runs: _RunReader) -> Iterator[Batch]:
         loader: DataLoader = DataLoader(
@@ -335,6 +345,7 @@ class _RunReader(IterableDataset):
     num_ranks: int
     start: Position
     steps: int
+    last_batch: LastBatch
 
     def __iter__(self) -> Iterator[tuple[PackedBatches, BaseException | None]]:
         process = get_worker_info()
@@ -351,6 +362,7 @@ class _RunReader(IterableDataset):
                         rank=self.rank,
                         num_ranks=self.num_ranks,
                         start=Position(self.start.epoch, first),
+                        last_batch=self.last_batch,
                     )
                 for batch in islice(source_batches, self.steps):
                     batches.append(batch)

@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from colonnade.batch import Batch, Ids
-from colonnade.data.contract import START, Column, Position, Schema, iterate_rank_blocks
+from colonnade.data.contract import START, Column, LastBatch, Position, Schema, iterate_rank_blocks
 from colonnade.data.counter import random_permutation, stream_key
 from colonnade.errors import DataError, IdRangeError
 
@@ -94,9 +94,15 @@ class TensorSource:
         rank: int = 0,
         num_ranks: int = 1,
         start: Position = START,
+        last_batch: LastBatch = "keep",
     ) -> Iterator[Batch]:
         blocks = iterate_rank_blocks(
-            self.num_samples, batch_size, rank=rank, num_ranks=num_ranks, start=start
+            self.num_samples,
+            batch_size,
+            rank=rank,
+            num_ranks=num_ranks,
+            start=start,
+            last_batch=last_batch,
         )
         order = self.epoch_order(start.epoch)
         return (self.columns.gather_rows(order[begin:end]) for begin, end in blocks)

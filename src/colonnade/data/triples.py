@@ -14,7 +14,15 @@ import torch
 from torch import Tensor
 
 from colonnade.batch import Batch, Ids
-from colonnade.data.contract import START, Column, Position, Schema, Splits, iterate_rank_blocks
+from colonnade.data.contract import (
+    START,
+    Column,
+    LastBatch,
+    Position,
+    Schema,
+    Splits,
+    iterate_rank_blocks,
+)
 from colonnade.data.counter import random_permutation, random_words, stream_key
 from colonnade.errors import ConfigError
 
@@ -174,10 +182,18 @@ class TripleSource:
         return self.index.num_entities
 
     def batches(
-        self, batch_size: int, *, rank: int = 0, num_ranks: int = 1, start: Position = START
+        self,
+        batch_size: int,
+        *,
+        rank: int = 0,
+        num_ranks: int = 1,
+        start: Position = START,
+        last_batch: LastBatch = "keep",
     ) -> Iterator[Batch]:
         size = len(self.triples)
-        blocks = iterate_rank_blocks(size, batch_size, rank=rank, num_ranks=num_ranks, start=start)
+        blocks = iterate_rank_blocks(
+            size, batch_size, rank=rank, num_ranks=num_ranks, start=start, last_batch=last_batch
+        )
         order = torch.arange(size)
         if self.is_shuffled:
             order = torch.from_numpy(

@@ -99,7 +99,7 @@ def fit(
     row_schedule     the same for the rows: the RowOptimizer has a param group per table (or part)
     config           settings to start from
     settings         by name: fields of TrainConfig and PlanConfig (epochs, batch_size, patience, memory ...; dram is
-                     memory.dram), of DenseConfig with prefix dense_ (dense_lr, dense_clip_norm), and
+                     memory.dram), of DenseConfig with prefix dense_ (dense_lr, dense_clip_norm), and last_batch,
                      embedding_clip_norm, embedding_clip_value; optimizers of rows are declared with the tables
 
     Ctrl-C saves a checkpoint and stops (`outcome.stopped`); the same call resumes from there. A finished run is opened
@@ -236,6 +236,7 @@ def _expand_setting_names(settings: Mapping[str, Any]) -> dict[str, Any]:
         **{name: f"train.{name}" for name in TrainConfig.model_fields},
         **{name: f"plan.{name}" for name in PlanConfig.model_fields},
         "dram": "plan.memory.dram",
+        "last_batch": "data.last_batch",
         **{
             f"dense_{name}": f"dense.{name}"
             for name in DenseConfig.model_fields

@@ -215,11 +215,18 @@ def read_sample_batches(
     return sample
 
 
+def count_epoch_steps(config: RunConfig, num_samples: int) -> int:
+    """Count the steps of an epoch. The last batch is one of those that the model gets: a micro-batch."""
+    parts = config.train.accumulate
+    size = config.train.samples_per_step // parts
+    return -(-num_steps(num_samples, size, config.data.last_batch) // parts)
+
+
 def count_run_steps(config: RunConfig, source: Source, unknown: int) -> int:
     """Count the steps of the whole run. unknown: result if the number of samples is unknown."""
     train = config.train
     num_samples = source.num_samples
     if num_samples is None:
         return unknown if train.max_steps is None else train.max_steps
-    steps = num_steps(num_samples, train.samples_per_step) * max(train.num_epochs, 1)
+    steps = count_epoch_steps(config, num_samples) * max(train.num_epochs, 1)
     return steps if train.max_steps is None else min(steps, train.max_steps)

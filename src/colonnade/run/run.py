@@ -34,7 +34,7 @@ from colonnade.comm.process_groups import assign_server_ranks
 from colonnade.comm.traffic import Traffic
 from colonnade.config.plan import MemoryConfig
 from colonnade.config.run import OWN, RunConfig, dump_config, load_config, override_settings
-from colonnade.data import Splits, num_steps
+from colonnade.data import Splits
 from colonnade.data.processes import read_in_processes
 from colonnade.data.tabular.tables import build_portable_options
 from colonnade.embedding import EmbeddingCollection
@@ -62,7 +62,7 @@ from colonnade.run.defaults import (
     resolve_settings,
     warn_of_few_steps,
 )
-from colonnade.run.placement import PROFILE_FILE, SAMPLE_LOOKUPS, Placement
+from colonnade.run.placement import PROFILE_FILE, SAMPLE_LOOKUPS, Placement, count_epoch_steps
 from colonnade.run.plan_timing import choose_plan
 from colonnade.run.planner import apply_tower_partition
 from colonnade.run.planning import PlanningResult, complete_plan, plan_from_sample
@@ -596,7 +596,7 @@ def _check_can_resume(folder: Path, config: RunConfig) -> None:
     fixed_prefixes = (
         "model.", "embedding.optimizer", "embedding.wide.optimizer",
         "embedding.admission", "embedding.eviction", "embedding.tables",
-        "dense.optimizer", "data.name", "data.options", "train.seed", "train.progressive",
+        "dense.optimizer", "data.name", "data.options", "data.last_batch", "train.seed", "train.progressive",
     )  # fmt: skip
     free_names = ["model.compile", "data.options.threads"]
     recorded_settings, settings = (
@@ -624,7 +624,7 @@ def count_total_steps(config: RunConfig, data: Splits) -> int | None:
     max_steps, train = config.train.max_steps, config.train
     parts = data.days if train.progressive else (data.train,) * train.num_epochs
     counts = [part.num_samples for part in parts]
-    steps = sum(num_steps(count, train.samples_per_step) for count in counts if count is not None)
+    steps = sum(count_epoch_steps(config, count) for count in counts if count is not None)
     if any(count is None for count in counts):
         return max_steps
     return steps if max_steps is None else min(steps, max_steps)

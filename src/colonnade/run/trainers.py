@@ -134,7 +134,9 @@ def open_timed_trainer(
     }  # fmt: skip
     config = setup.config.model_copy(
         update={
-            "data": setup.config.data.model_copy(update={"next_use_hints": False}),
+            "data": setup.config.data.model_copy(
+                update={"next_use_hints": False, "last_batch": "keep"}
+            ),
             "train": setup.config.train.model_copy(update=train_update),
         }
     )
@@ -159,6 +161,7 @@ def build_training_schedule(setup: RunSetup) -> Schedule:
         epochs=train.num_epochs,
         max_steps=train.max_steps,
         accumulate=train.accumulate,
+        last_batch=config.data.last_batch,
         evaluate_steps=train.evaluate_steps,
         test_at="best" if train.test_at == "end" and not is_reopened else train.test_at,
         monitor=train.monitor,

@@ -21,9 +21,9 @@ from colonnade.comm.collectives import notify_servers
 from colonnade.comm.mesh import Mesh
 from colonnade.comm.peer_status import report_errors_to_peers
 from colonnade.data.batches import build_empty_batch, read_rank_batches
-from colonnade.data.contract import Position, Source, Splits
+from colonnade.data.contract import LastBatch, Position, Source, Splits
 from colonnade.embedding import EmbeddingCollection
-from colonnade.errors import CheckpointError, DataError, NonFiniteError
+from colonnade.errors import CheckpointError, ConfigError, DataError, NonFiniteError
 from colonnade.exchange.cached_state import apply_planned_bounds
 from colonnade.models.ranking import BlockedMetrics
 from colonnade.pipeline.lookahead import Lookahead
@@ -105,6 +105,7 @@ class Schedule:
     epochs: int = 1
     max_steps: int | None = None
     accumulate: int = 1
+    last_batch: LastBatch = "keep"
     evaluate_steps: int = 0
     test_at: Literal["end", "best", "evaluations"] = "end"  # best: at each best score so far
     monitor: str | None = None  # None: the objective's
@@ -344,7 +345,15 @@ class Trainer:
             return self._serve_rows(batch)
         loss_scale = gradient_scale = self.loss_scale.value
         with self.phases("forward"):
-            loss = self.objective.loss(self.model, batch, self.mesh.trainers)
+            try:
+                loss = self.objective.loss(self.model, batch, self.mesh.trainers)
+            except ValueError as error:
+                if "more than 1 value per channel" not in str(error):  # BatchNorm's
+                    raise
+                raise ConfigError(
+                    f"got a batch of {batch.size} sample on rank {self.mesh.rank}, wanted at least 2 for BatchNorm: "
+                    "set data.last_batch to merge (or drop), or train.batch_size to another number"
+                ) from error
             if self.schedule.accumulate > 1:  # the weight of the whole step is known at its end
                 loss = loss * batch.world_weight
                 gradient_scale *= max(weight + batch.world_weight, 1e-12)
@@ -439,6 +448,7 @@ class Trainer:
                 self.mesh,
                 channel="route",
                 start=Position(position.epoch, first, position.state),
+                last_batch=self.schedule.last_batch,
             )
             for index, batch in enumerate(_mark_last_batch(batches), first):
                 if index % num_parts == 0:

@@ -24,7 +24,15 @@ import torch
 from numpy.typing import NDArray
 
 from colonnade.batch import Batch, Ids
-from colonnade.data.contract import START, Column, Position, Schema, Splits, iterate_rank_blocks
+from colonnade.data.contract import (
+    START,
+    Column,
+    LastBatch,
+    Position,
+    Schema,
+    Splits,
+    iterate_rank_blocks,
+)
 from colonnade.data.counter import mix64
 from colonnade.data.lines import (
     LineFile,
@@ -143,9 +151,15 @@ class CriteoSource:
         rank: int = 0,
         num_ranks: int = 1,
         start: Position = START,
+        last_batch: LastBatch = "keep",
     ) -> Iterator[Batch]:
         blocks = iterate_rank_blocks(
-            self.num_samples, batch_size, rank=rank, num_ranks=num_ranks, start=start
+            self.num_samples,
+            batch_size,
+            rank=rank,
+            num_ranks=num_ranks,
+            start=start,
+            last_batch=last_batch,
         )
         return chain.from_iterable(map(self._read_run, _group_adjacent(blocks)))
 

@@ -28,7 +28,15 @@ import torch
 from numpy.typing import NDArray
 
 from colonnade.batch import Batch, Ids
-from colonnade.data.contract import START, Column, Position, Schema, Splits, iterate_rank_blocks
+from colonnade.data.contract import (
+    START,
+    Column,
+    LastBatch,
+    Position,
+    Schema,
+    Splits,
+    iterate_rank_blocks,
+)
 from colonnade.data.counter import GAMMA, MASK, mix64, random_permutation, random_words, stream_key
 from colonnade.errors import ConfigError
 
@@ -452,9 +460,15 @@ class SyntheticSource:
         rank: int = 0,
         num_ranks: int = 1,
         start: Position = START,
+        last_batch: LastBatch = "keep",
     ) -> Iterator[Batch]:
         blocks = iterate_rank_blocks(
-            self.num_samples, batch_size, rank=rank, num_ranks=num_ranks, start=start
+            self.num_samples,
+            batch_size,
+            rank=rank,
+            num_ranks=num_ranks,
+            start=start,
+            last_batch=last_batch,
         )
         return (self.read(begin, end) for begin, end in blocks)
 

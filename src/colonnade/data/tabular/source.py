@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from pydantic import Field as Limits
 
 from colonnade.config.validation import Expected, Fraction, validate_dataclass_fields
-from colonnade.data.contract import START, Position, Schema, Splits, iterate_rank_blocks
+from colonnade.data.contract import START, LastBatch, Position, Schema, Splits, iterate_rank_blocks
 from colonnade.data.counter import mix64, random_permutation, stream_key
 from colonnade.data.tabular.chunk import Chunk, concat_chunks
 from colonnade.data.tabular.declaration import FileSchema
@@ -128,9 +128,15 @@ class TableSource:
         rank: int = 0,
         num_ranks: int = 1,
         start: Position = START,
+        last_batch: LastBatch = "keep",
     ) -> Iterator[Batch]:
         blocks = iterate_rank_blocks(
-            self.num_samples, batch_size, rank=rank, num_ranks=num_ranks, start=start
+            self.num_samples,
+            batch_size,
+            rank=rank,
+            num_ranks=num_ranks,
+            start=start,
+            last_batch=last_batch,
         )
         return self._read_batches(blocks, self.plan_epoch(start.epoch), start.step * batch_size)
 
