@@ -64,14 +64,14 @@ def pytest_runtest_makereport(item, call):
     report = yield
     budget = item.get_closest_marker("budget")
     if call.when == "teardown" and report.passed:
-        most = MOST_SECONDS if item.get_closest_marker("slow") is None else math.inf
+        limit = MOST_SECONDS if item.get_closest_marker("slow") is None else math.inf
         if budget is not None:
-            most = 2 * budget.args[0]
+            limit = 2 * budget.args[0]
         used = processor_seconds() - item.stash[_began]
-        if used > most:
+        if used > limit:
             report.outcome = "failed"
             report.longrepr = (
                 f"got {used:.1f} s of processor time, of this test with its fixtures and processes, wanted at most "
-                f"{most:g} s; do less, or mark it slow and keep a shorter test of the same"
+                f"{limit:g} s; do less, or mark it slow and keep a shorter test of the same"
             )
     return report

@@ -14,6 +14,7 @@ dense: {optimizer: sgd, lr: 0.05, weight_decay: 0}
 train: {batch_size: 20, epochs: 2, checkpoint_steps: 25, threads: 1, timeout: 120}
 """
 """Optimizers that do not amplify rounding, so that runs on other numbers of ranks can be compared closely."""
+LAST_STEP = 540
 ROUNDING = 2e-4
 """Largest difference of two probabilities that only differ by the order in which sums were computed."""
 
@@ -30,10 +31,10 @@ def write_clicks(shell: Shell, name: str, count: int, seed: int) -> None:
     shell.write_table(name, "label,user,item,price", (sample() for _ in range(count)))
 
 
-def write_shop(shell: Shell, count: int = 12_000) -> None:
+def write_shop(shell: Shell, count: int = 6_000) -> None:
     """Write clicks.csv and test.csv, and clicks.yaml that trains on them.
 
-    A tenth of the clicks is the validation part; the others are 540 steps an epoch.
+    A tenth of the clicks is the validation part; the others are 270 steps an epoch.
     """
     write_clicks(shell, "clicks.csv", count, seed=1)
     write_clicks(shell, "test.csv", 500, seed=2)

@@ -1,4 +1,4 @@
-"""The folder of a journey, and the seconds that each one took, printed after the last."""
+"""Folder of a journey, and the seconds that each one took, which are printed after the last."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from budget import processor_seconds
 from shell import Shell
 
 SECONDS = "journey_seconds"
@@ -21,24 +22,27 @@ def shell(tmp_path) -> Iterator[Shell]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
-    began = time.monotonic()
+    began, used = time.monotonic(), processor_seconds()
     try:
         return (yield)
     finally:
-        item.user_properties.append((SECONDS, time.monotonic() - began))
+        seconds = time.monotonic() - began, processor_seconds() - used
+        item.user_properties.append((SECONDS, seconds))
 
 
 def pytest_terminal_summary(terminalreporter):
-    """Print the seconds of each journey, and of all."""
-    lines = []
+    """Print the seconds of each journey, and those of processors."""
+    total = 0.0
     for outcome in ("passed", "failed"):
         for report in terminalreporter.stats.get(outcome, ()):
-            properties = dict(getattr(report, "user_properties", ()))
-            if SECONDS in properties and report.when == "call":
-                seconds = properties[SECONDS]
-                lines.append((seconds, f"{seconds:6.1f} s  {outcome}  {report.nodeid}"))
-    if lines:
-        terminalreporter.section("journeys")
-        for _, line in lines:
-            terminalreporter.line(line)
-        terminalreporter.line(f"{sum(seconds for seconds, _ in lines):6.1f} s  all")
+            seconds = dict(report.user_properties).get(SECONDS)
+            if seconds is None or report.when != "call":
+                continue
+            if not total:
+                terminalreporter.section("journeys: seconds, and those of processors")
+            total += seconds[0]
+            terminalreporter.line(
+                f"{seconds[0]:6.1f} {seconds[1]:6.1f}  {outcome}  {report.nodeid}"
+            )
+    if total:
+        terminalreporter.line(f"{total:6.1f}         all")

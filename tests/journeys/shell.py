@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -26,7 +27,7 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 """The module behind `torchrun`: the command of another environment on PATH would start that environment's Python."""
 WAIT_SECONDS = 240.0
 """Longest wait for a command or for one of its effects on a busy machine."""
-POLL_SECONDS = 0.01
+POLL_SECONDS = 0.02
 
 
 class Shell:
@@ -90,6 +91,57 @@ class Shell:
             "OMP_WAIT_POLICY": "passive",
             **added,
         }
+
+    def start_training(self, command: str, run: str, steps: int = 75) -> Process:
+        """Start a command, and return it when its run has a checkpoint at least `steps` beyond those that it had."""
+        step = max(self.list_checkpoints(run), default=0) + steps
+        process = self.start(command)
+        self.wait_for_checkpoint(run, step, process)
+        return process
+
+    def stop_training(
+        self, command: str, run: str, stop: Callable[[Process], None] | None = None, steps: int = 75
+    ) -> int:
+        """Start a command, stop it some steps later and return the newest checkpoint's step.
+
+        stop: a method of `Process` after which the command ends in order; None: it is killed.
+        """
+        process = self.start_training(command, run, steps)
+        if stop is None:
+            process.kill()
+        else:
+            stop(process)
+            assert "Traceback" not in process.wait()
+        return self.list_checkpoints(run)[-1]
+
+    def resume(self, command: str, run: str) -> str:
+        """Run a command to its end, and check that it goes on at the newest checkpoint; return what it printed."""
+        newest = self.list_checkpoints(run)[-1]
+        output = self.run(command)
+        assert f"resuming {run} at step {newest}" in output, output
+        return output
+
+    def predict(self, model: str, path: str = "test.csv") -> str:
+        """Score a file with a run or an export; return the name of the file of scores."""
+        self.run(f"colonnade predict {model} --path {path} --output {model}.csv")
+        return f"{model}.csv"
+
+    def check_same_scores(self, model: str, other: str) -> None:
+        """Check that two models score the test file to the same bits."""
+        one, two = self.predict(model), self.predict(other)
+        difference = self.largest_difference(one, two)
+        assert self.are_same_files(one, two), f"scores differ by up to {difference}"
+
+    def check_same_metrics(self, run: str, other: str) -> None:
+        """Check that two finished runs measured the same to the last bit, as models of the same bits do."""
+        one, two = (self.read_summary(name)["metrics"] for name in (run, other))
+        # Texts, because a metric may be NaN, which equals nothing.
+        assert json.dumps(one) == json.dumps(two) and "test_" in json.dumps(one), f"{one} and {two}"
+
+    def check_equal_losses(self, run: str, other: str, tolerance: float = 1e-5) -> None:
+        """Check that two finished runs have the same log loss on the test part, to rounding."""
+        one, two = (self.read_summary(name)["metrics"]["test_log_loss"] for name in (run, other))
+        assert abs(one - two) < tolerance, f"{one} and {two}"
 
     def read_scores(self, name: str) -> list[tuple[str, ...]]:
         """Return the rows of a CSV file of scores, without its header."""
@@ -170,6 +222,11 @@ class Process:
     @property
     def output(self) -> str:
         return self.log.read_text(errors="replace")
+
+    @property
+    def status(self) -> int | None:
+        """Exit status; None: still running."""
+        return self._process.poll()
 
     @property
     def is_running(self) -> bool:
@@ -270,11 +327,25 @@ def pick_port() -> int:
         return listener.getsockname()[1]
 
 
-def post(url: str, body: object, token: str | None = None) -> Any:
-    """Send JSON to a server and return the JSON that it answers."""
+def fetch(url: str, body: object = None, token: str | None = None) -> Any:
+    """Return what a server answers, as JSON where it is; None where it does not answer, or is not ready (503).
+
+    body: sent as JSON. token: that of administrative calls.
+    """
     headers = {"Content-Type": "application/json"}
     if token is not None:
         headers["Authorization"] = f"Bearer {token}"
-    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        return json.load(answer)
+    content = None if body is None else json.dumps(body).encode()
+    try:
+        request = urllib.request.Request(url, content, headers)
+        with urllib.request.urlopen(request, timeout=60) as response:
+            text = response.read().decode()
+    except urllib.error.HTTPError as error:
+        assert error.code == 503, f"{url}: {error.code}: {error.read().decode()}"
+        return None
+    except OSError:
+        return None
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
