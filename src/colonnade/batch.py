@@ -7,9 +7,9 @@ Legend: B samples, n dense columns, E lookups of one feature.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -134,14 +134,10 @@ class Batch:
     """Sum of sample weights over all ranks' batches of this step, once its rows are looked up."""
 
     def __post_init__(self) -> None:
-        if type(self.size) is not int:
-            try:
-                self.size = operator.index(self.size)
-            except TypeError:
-                raise DataError(
-                    f"got a batch of size {self.size!r}, wanted its number of samples, an integer: Batch(len(labels), "
-                    "...)"
-                ) from None
+        if not isinstance(self.size, Integral):
+            raise DataError(
+                f"got a batch of size {self.size!r}, wanted its number of samples, an integer: Batch(len(labels), ...)"
+            )
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         """Move dense, label and sample_weight to a device. Ids remain on the CPU, where rows are looked up.

@@ -13,12 +13,29 @@ from pathlib import Path
 from typing import Any
 
 from colonnade import _native
+from colonnade.errors import ConfigError
 from colonnade.processors import count_usable_processors
 
 FEATURES = ("avx2", "fma", "avx512f", "avx512bw", "avx512_bf16", "amx_bf16")
 LIBRARIES = ("colonnade", "torch", "numpy", "pyarrow")
 IO_URING_SETUP = 425
 ENOSYS = 38
+
+MAX_WORKERS = 256
+"""Limit on threads, or processes, of one setting, or 8 for each usable processor if that is more."""
+
+
+def check_worker_count(setting: str, count: int) -> int:
+    """Return a number of threads or processes. Raises ConfigError for so many that starting them would bring down this
+    process, or the machine."""
+    processors = count_usable_processors()
+    limit = max(MAX_WORKERS, 8 * processors)
+    if count > limit:
+        raise ConfigError(
+            f"{setting}: got {count:,}, wanted at most {limit:,} on this machine of {processors} usable processors; "
+            "give about one per processor"
+        )
+    return count
 
 
 def collect_machine_facts(path: Path) -> dict[str, Any]:

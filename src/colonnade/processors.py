@@ -5,14 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, MutableMapping
 
-from colonnade.errors import ConfigError
-
 CGROUPS = "/sys/fs/cgroup"
 WAITING = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "10000"}
 """Settings of idle threads. A thread of GNU's OpenMP, which torch's packages include, checks for work this many times
 before it sleeps: 0.2 ms on a Xeon at 2.8 GHz. Threads of other OpenMPs sleep at once."""
-MAX_WORKERS = 256
-"""Limit on threads, or processes, of one setting, or 8 for each usable processor if that is more."""
 WAIT_SETTINGS = (*WAITING, "KMP_BLOCKTIME")
 
 
@@ -25,19 +21,6 @@ def limit_openmp_spinning(environment: MutableMapping[str, str] = os.environ) ->
     """
     if not any(name in environment for name in WAIT_SETTINGS):
         environment.update(WAITING)
-
-
-def check_worker_count(setting: str, count: int) -> int:
-    """Return a number of threads or processes. Raises ConfigError for so many that starting them would bring down this
-    process, or the machine."""
-    processors = count_usable_processors()
-    limit = max(MAX_WORKERS, 8 * processors)
-    if count > limit:
-        raise ConfigError(
-            f"{setting}: got {count:,}, wanted at most {limit:,} on this machine of {processors} usable processors; "
-            "give about one per processor"
-        )
-    return count
 
 
 def count_usable_processors() -> int:

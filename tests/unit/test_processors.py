@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from colonnade import Mesh, processors
+from colonnade import Mesh, machine, processors
 from colonnade.data.contract import Splits
 from colonnade.data.processes import read_in_processes
 from colonnade.errors import ConfigError
+from colonnade.machine import check_worker_count
 from colonnade.processors import (
-    check_worker_count,
     count_usable_processors,
     limit_openmp_spinning,
     read_processor_quota,
@@ -61,7 +61,7 @@ def test_a_quota_bounds_the_processors_rounded_up(monkeypatch, quota, wanted):
 
 def test_more_threads_than_a_machine_can_start_are_refused(monkeypatch):
     """OpenMP ends the process when it cannot start one."""
-    monkeypatch.setattr(processors, "count_usable_processors", lambda: 4)
+    monkeypatch.setattr(machine, "count_usable_processors", lambda: 4)
     wanted = "got 1,000,000, wanted at most 256 on this machine of 4 usable processors"
     before = torch.get_num_threads()
     with pytest.raises(ConfigError, match=f"train.threads: {wanted}"):
@@ -70,7 +70,7 @@ def test_more_threads_than_a_machine_can_start_are_refused(monkeypatch):
         read_in_processes(Splits(object()), 1_000_000)
     assert torch.get_num_threads() == before
     assert check_worker_count("train.threads", 256) == 256
-    monkeypatch.setattr(processors, "count_usable_processors", lambda: 96)
+    monkeypatch.setattr(machine, "count_usable_processors", lambda: 96)
     assert check_worker_count("train.threads", 768) == 768
 
 

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from colonnade.errors import ColonnadeError, ConfigError, PeerLost, WorldError
-from colonnade.processors import check_worker_count, count_usable_processors
+from colonnade.machine import check_worker_count
+from colonnade.processors import count_usable_processors
 from colonnade.terminal import Terminal, escape_control_characters
 from colonnade.train.interrupt import REPEAT_SECONDS
 

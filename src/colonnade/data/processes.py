@@ -51,7 +51,7 @@ from colonnade.data.contract import (
     iterate_rank_blocks,
 )
 from colonnade.errors import ConfigError, ReaderLost
-from colonnade.processors import check_worker_count
+from colonnade.machine import check_worker_count
 
 CHECK_SECONDS = 1.0
 """Interval at which reader processes are checked."""

@@ -41,12 +41,12 @@ from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import CheckpointError, ConfigError
 from colonnade.formats import make_format_stamp
 from colonnade.interaction import TowerModule
-from colonnade.machine import collect_machine_facts
+from colonnade.machine import check_worker_count, collect_machine_facts
 from colonnade.plan.constraints import resolve_plan_config
 from colonnade.plan.plan import Plan, build_plan
 from colonnade.plan.search.candidates import Memory
 from colonnade.plan.towers.advice import advise_tower_modules
-from colonnade.processors import check_worker_count, count_usable_processors
+from colonnade.processors import count_usable_processors
 from colonnade.publish.delivery import open_destinations
 from colonnade.row_optimizer import RowOptimizer
 from colonnade.run.build import build_model, resolve_tower_settings
