@@ -10,6 +10,7 @@ import json
 import os
 import stat
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,11 @@ VERSIONS = {
 }
 """Version of each format; files contain both as the fields `format` and `version`."""
 
+YamlLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+YamlDumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+"""libyaml's parser and writer, which are ten times as fast as PyYAML's own, where PyYAML was built with it."""
+MAX_REPEATED_VALUES = 10_000
+"""Limit on the values of a YAML file with those that its aliases repeat, or its length if that is more."""
 REMEDY = "read it with the Colonnade that wrote it, or write it again with this one"
 
 
@@ -105,14 +111,42 @@ def describe_file_kind(mode: int) -> str:
     return next((name for is_kind, name in kinds if is_kind(mode)), "a device")
 
 
-def parse_yaml(text: str, loader: Any = yaml.SafeLoader) -> Any:
-    """Parse YAML. Raises ValueError, with the reason in one line, for invalid or too deeply nested text."""
+def parse_yaml(text: str, loader: Any = YamlLoader) -> Any:
+    """Parse YAML. Raises ValueError, with the reason in one line, for invalid or too deeply nested text, and for
+    aliases that repeat values more often than a file of its length could write them."""
     try:
-        return yaml.load(text, Loader=loader)
+        opened = loader(text)
+        try:
+            node = opened.get_single_node()
+            limit = max(MAX_REPEATED_VALUES, len(text))
+            if "*" in text and node is not None and _count_values(node, {}) > limit:
+                raise ValueError(
+                    f"its aliases (*) repeat more than {limit:,} values; write them out"
+                )
+            return None if node is None else opened.construct_document(node)
+        finally:
+            opened.dispose()
     except (yaml.YAMLError, ValueError) as error:  # ValueError: an invalid date
         raise ValueError(" ".join(str(error).split())) from None
     except RecursionError:
         raise ValueError("values are nested too deeply") from None
+
+
+def _count_values(node: yaml.Node, counts: dict[int, int]) -> int:
+    """Count a value and those inside it, each as often as aliases repeat it. Raises ValueError if one contains itself.
+
+    counts: of the nodes visited before; 0 while those inside a node are counted.
+    """
+    if isinstance(node, yaml.ScalarNode):
+        return 1
+    if counts.get(id(node)) == 0:
+        raise ValueError("a value contains itself by an alias (*); write it out")
+    if id(node) not in counts:
+        counts[id(node)] = 0
+        pairs = isinstance(node, yaml.MappingNode)
+        inside = chain.from_iterable(node.value) if pairs else node.value
+        counts[id(node)] = 1 + sum(_count_values(value, counts) for value in inside)
+    return counts[id(node)]
 
 
 def parse_json_object(path: Path | str, content: str | bytes) -> dict[str, Any]:

@@ -282,7 +282,7 @@ REFUSED_YAML = {
     "hash_version=True": "hash_version: true\nfields: {a: number}",
     "got rows=-1": "fields: {a: {type: category, rows: -1}}",
     "got missing='0,5'": "fields: {a: {type: number, missing: '0,5'}}",
-    "found character '\\t'": "fields:\n\ta: number",
+    "found character that cannot start any token": "fields:\n\ta: number",
     "could not determine a constructor": "fields: !!python/object:os.system {}",
     "unhashable": "fields: {[1]: number}",
 }

@@ -24,7 +24,13 @@ from colonnade.config.problems import explain_errors, explain_unknown_setting
 from colonnade.config.retention import AdmissionConfig, EvictionConfig, OpenTableConfig
 from colonnade.config.section import Section
 from colonnade.errors import CheckpointError, ConfigError
-from colonnade.formats import check_format_version, make_format_stamp, parse_yaml, read_text_file
+from colonnade.formats import (
+    YamlDumper,
+    check_format_version,
+    make_format_stamp,
+    parse_yaml,
+    read_text_file,
+)
 
 Width = Annotated[int, Field(ge=1)]
 DEFAULT_BATCH_SIZE = 4096
@@ -425,4 +431,5 @@ def override_settings(config: RunConfig, settings: Mapping[str, Any]) -> RunConf
 
 
 def dump_config(config: RunConfig) -> str:
-    return yaml.safe_dump({**make_format_stamp(FORMAT), **config.model_dump()}, sort_keys=False)
+    values = {**make_format_stamp(FORMAT), **config.model_dump()}
+    return yaml.dump(values, Dumper=YamlDumper, sort_keys=False)

@@ -49,7 +49,7 @@ from colonnade.data.tabular.fields import (
 )
 from colonnade.data.tabular.hashing import HASH_VERSION
 from colonnade.errors import ConfigError
-from colonnade.formats import parse_yaml, read_text_file
+from colonnade.formats import YamlDumper, YamlLoader, parse_yaml, read_text_file
 
 ENCODING_VERSION = 2
 """Version of the rules by which new schemas are read."""
@@ -276,7 +276,7 @@ class _Line(dict):
     """Mapping that YAML writes in one line."""
 
 
-class _Dumper(yaml.SafeDumper):
+class _Dumper(YamlDumper):  # type: ignore[misc, valid-type]
     """YAML writer with one line per `_Line`."""
 
 
@@ -288,7 +288,7 @@ _Dumper.add_representer(
 )
 
 
-class _Loader(yaml.SafeLoader):
+class _Loader(YamlLoader):  # type: ignore[misc, valid-type]
     """YAML loader that refuses repeated keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
