@@ -162,6 +162,7 @@ def serve(
 
     Stops on SIGTERM or Ctrl-C after answering the requests in progress."""
     check_packages(grpc_port is not None)
+    from colonnade.machine import check_worker_count
     from colonnade.predict.approximate import check_index_kind
     from colonnade.processors import count_usable_processors
     from colonnade.serve.control import open_state_folder
@@ -172,6 +173,9 @@ def serve(
     check_model_path(model, copy, at, wait)
     if (tls_cert is None) != (tls_key is None):
         raise ConfigError("--tls-cert, --tls-key: got one of the two, wanted both or none")
+    threads = check_worker_count(
+        "--threads", threads or max(1, count_usable_processors() // workers)
+    )
     token = read_token(token_file)
     options = ServeOptions(
         path=model, name=name, copy=copy, index=index, network=network, at=at, poll_seconds=poll, host=host,
@@ -183,14 +187,30 @@ def serve(
         micro_batch=micro_batch,
         row_memory_bytes=None if row_memory is None else parse_size("--row-memory", row_memory),
         max_versions=max_versions, max_version_bytes=parse_size("--version-memory", version_memory), max_pins=max_pins,
-        drain_seconds=drain, threads=threads or max(1, count_usable_processors() // workers), access_log=access_log,
+        drain_seconds=drain, threads=threads, access_log=access_log,
         state_folder="",
     )  # fmt: skip
+    if tls_cert is not None and tls_key is not None:
+        check_certificate(tls_cert, tls_key)
     signal.signal(signal.SIGTERM, exit_at_once)
     with open_state_folder(state) as folder:
         items_file = write_items(items, folder)
         options = replace(options, state_folder=str(folder), items_file=items_file)
         run_server(options, port, workers)
+
+
+def check_certificate(certificate: Path, key: Path) -> None:
+    """Raise ConfigError for files that HTTPS cannot use; the errors of ssl name no file."""
+    import ssl
+
+    try:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(certificate, key, password=str)  # asks nobody for a password
+    except OSError as error:
+        raise ConfigError(
+            f"--tls-cert, --tls-key: got {certificate} and {key}: {error.strerror or error}; give a certificate and "
+            "its key in PEM, without a password"
+        ) from None
 
 
 def exit_at_once(*_: object) -> NoReturn:

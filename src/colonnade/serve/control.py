@@ -88,8 +88,13 @@ class ControlFolder:
             yield
 
     def serve(self, step: int | None) -> ServeOrder:
-        """Let all workers serve this step; None: the newest checkpoint again."""
+        """Let all workers serve this pinned step; None: the newest checkpoint again. Raises CheckpointError for a step
+        that is not pinned any more."""
         with self._locked() as order:
+            if step is not None and step not in order.pins:
+                raise CheckpointError(
+                    f"got step {step}, which was unpinned meanwhile; pin it again"
+                )
             return self._write(replace(order, serve_step=step))
 
     def stop(self) -> ServeOrder:
@@ -128,7 +133,12 @@ class ControlFolder:
             written = self._write(
                 replace(order, pins=tuple(pin for pin in order.pins if pin != step))
             )
-            shutil.rmtree(self.pin_folder(step), ignore_errors=True)
+            folder = self.pin_folder(step)
+            hidden = folder.with_name(f".{folder.name}.tmp")
+            shutil.rmtree(hidden, ignore_errors=True)
+            with suppress(FileNotFoundError):
+                os.rename(folder, hidden)  # a worker that opens it finds all of it, or nothing
+            shutil.rmtree(hidden, ignore_errors=True)
             return written
 
     def pin_folder(self, step: int) -> Path:

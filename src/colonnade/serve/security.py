@@ -10,6 +10,7 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import os
+import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -83,11 +84,8 @@ class AccessPolicy:
 
 def parse_host(host: str) -> str:
     """Return the name in a header Host, lower-case, without the port and the brackets of IPv6; "" if it has none."""
-    host = host.strip().lower()
-    if host.startswith("["):
-        return host[1:].partition("]")[0]
-    name, colon, port = host.rpartition(":")
-    return name if colon and port.isdecimal() else host
+    match = re.fullmatch(r"(?:\[([^\]]*)\]|([^:\[]*))(?::\d*)?", host.strip().lower(), re.ASCII)
+    return (match[1] or match[2] or "") if match else host
 
 
 def is_ip_address(name: str) -> bool:

@@ -390,10 +390,7 @@ class ServedModel:
                 raise CheckpointError(
                     f"got version {step}, wanted {self.step}, the one of this export; serve a publication for others"
                 )
-            folder = self.control.pin_folder(step)
-            is_pinned = (folder / CURRENT).exists()
-            path = folder if is_pinned else self.publication
-            predictor = Predictor.open(path, at=step, model=self._build_network())
+            predictor = self._open_predictor(step)
             newer_bytes = predictor.rows.newer_bytes
             if newer_bytes > self.options.max_version_bytes:
                 predictor.close()
@@ -409,6 +406,17 @@ class ServedModel:
             self._report("version", {"step": step, "bytes": newer_bytes})
             self._evict()
             return version
+
+    def _open_predictor(self, step: int) -> Predictor:
+        """Open an older step by its pinned files, or by those of the publication."""
+        folder = self.control.pin_folder(step)
+        if (folder / CURRENT).exists():
+            try:
+                return Predictor.open(folder, at=step, model=self._build_network())
+            except (StorageError, CheckpointError):
+                if (folder / CURRENT).exists():  # else it was unpinned meanwhile
+                    raise
+        return Predictor.open(self.publication, at=step, model=self._build_network())
 
     def _evict(self) -> None:
         """Close older steps beyond the limits, those in use when their last user is done."""

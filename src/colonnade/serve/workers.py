@@ -17,6 +17,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,7 +31,7 @@ from colonnade.serve.options import ServeOptions, parse_options
 
 BACKLOG = 1024
 POLL_SECONDS = 0.1
-MAX_RESTART_SECONDS = 30.0
+MAX_RESTART_SECONDS = 5.0
 EXIT_CONFIG = 2
 METRIC_FILES = (
     "counter",
@@ -121,7 +122,6 @@ class WorkerProcess:
     process: subprocess.Popen[bytes]
     status: int
     """Readable end: `ready`, then the end of the file when the worker ends."""
-    started: float
     is_ready: bool = False
 
 
@@ -137,7 +137,8 @@ class Supervisor:
         self.control = ControlFolder(Path(options.state_folder))
         self.log = AccessLog(options.access_log)
         self.workers: dict[int, WorkerProcess] = {}
-        self.num_quick_deaths = 0
+        self.num_failed_starts: Counter[int] = Counter()
+        """By worker: starts that ended before it could serve, one after another."""
         self._selector = selectors.DefaultSelector()
         self._stop = threading.Event()
         self._is_announced = False
@@ -183,7 +184,7 @@ class Supervisor:
         with contextlib.suppress(BrokenPipeError):  # it ended at once; its status pipe reports that
             process.stdin.write(self._worker_options(index).to_json().encode() + b"\n")
             process.stdin.flush()
-        self.workers[index] = WorkerProcess(process, reader, time.monotonic())
+        self.workers[index] = WorkerProcess(process, reader)
         self._selector.register(reader, selectors.EVENT_READ, index)
 
     def _worker_options(self, index: int) -> ServeOptions:
@@ -213,9 +214,9 @@ class Supervisor:
         if code == EXIT_CONFIG and not worker.is_ready:
             return EXIT_CONFIG
         self.restarts.note_death(worker.process.pid)
-        is_quick = time.monotonic() - worker.started < MAX_RESTART_SECONDS
-        self.num_quick_deaths = self.num_quick_deaths + 1 if is_quick else 0
-        delay = compute_restart_delay(self.num_quick_deaths)
+        # A worker that has served was killed, or met a request that ends it: others wait for the next one.
+        self.num_failed_starts[index] = 0 if worker.is_ready else self.num_failed_starts[index] + 1
+        delay = compute_restart_delay(self.num_failed_starts[index])
         self.log.write("worker", {"index": index, "exit": code, "restart_seconds": delay})
         print(
             f"worker {index} ended with {code}; it is started again in {delay:g} s",
@@ -238,12 +239,12 @@ class Supervisor:
                 worker.process.wait()
 
 
-def compute_restart_delay(num_quick_deaths: int) -> float:
-    """Return the seconds before a worker is started again: none for the first death, then longer and longer."""
+def compute_restart_delay(num_failed_starts: int) -> float:
+    """Return the seconds before a worker is started again: none after one failed start, then longer and longer."""
     return (
         0.0
-        if num_quick_deaths <= 1
-        else min(0.25 * 2.0 ** (num_quick_deaths - 2), MAX_RESTART_SECONDS)
+        if num_failed_starts <= 1
+        else min(0.25 * 2.0 ** (num_failed_starts - 2), MAX_RESTART_SECONDS)
     )
 
 
@@ -312,7 +313,9 @@ def main() -> int:
         reserve_metric_files(Path(os.environ[MULTIPROCESS]))
         run_worker(options, socket.socket(fileno=listener_fd), tell_ready, orphaned.is_set)
     except (ColonnadeError, OSError) as error:
-        print(f"error: {getattr(error, 'strerror', None) or error}", file=sys.stderr, flush=True)
+        path = f"{error.filename}: " if getattr(error, "filename", None) else ""
+        text = getattr(error, "strerror", None) or error
+        print(f"error: {path}{text}", file=sys.stderr, flush=True)
         return EXIT_CONFIG
     return 0
 
