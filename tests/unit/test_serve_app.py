@@ -36,6 +36,7 @@ from colonnade.publish import deltas
 from colonnade.publish.delivery import list_published_steps
 from colonnade.publish.deltas import CURRENT, delta_file_name, read_current
 from colonnade.serve.control import ControlFolder, ServeOrder, copy_published_step
+from colonnade.serve.service import SharedResult
 from colonnade.store import mapped
 
 
@@ -230,6 +231,67 @@ def test_rollback_follow_pin_and_unpin(client, trained, batch, steps):
     assert admin("explode").status_code == 404
     assert client("POST", "/admin/follow").status_code == 401
     assert client("POST", "/admin/follow", headers=bearer("x" * 20)).status_code == 401
+
+
+def test_a_step_that_is_unpinned_meanwhile_is_not_served(trained, tmp_path, steps):
+    with opened(trained / "published", tmp_path / "state", poll_seconds=60) as client:
+        model = client.service.model
+        open_version = model.open_version
+        model.open_version = lambda step: (open_version(step), model.unpin(step))
+        with pytest.raises(CheckpointError, match="unpinned meanwhile"):
+            model.roll_back(steps[0])
+        assert model.step == steps[-1] and model.control.read().serve_step is None
+
+
+def test_pins_and_unpins_at_once_are_all_answered(trained, tmp_path, batch, steps):
+    """A worker may open the files of a step while they are removed."""
+    with opened(trained / "published", tmp_path / "state", max_versions=0) as client:
+        expected = score_step(trained, batch, steps[0])[:, 0].numpy()
+        failures: list[BaseException] = []
+        stop = time.monotonic() + 2
+
+        def repeat(action) -> None:
+            while time.monotonic() < stop:
+                try:
+                    action(steps[0])
+                except CheckpointError:  # it is not pinned now
+                    pass
+                except BaseException as error:
+                    failures.append(error)
+
+        model = client.service.model
+        threads = [threading.Thread(target=repeat, args=(a,)) for a in (model.pin, model.unpin) * 2]
+        for thread in threads:
+            thread.start()
+        while time.monotonic() < stop:
+            answer = infer(client, batch, f"/v2/models/model/versions/{steps[0]}/infer")
+            assert np.array_equal(scores_of(answer), expected)
+        for thread in threads:
+            thread.join()
+        assert not failures, failures[:3]
+
+
+def test_scrapes_at_once_share_their_work():
+    starts: list[float] = []
+
+    def compute() -> float:
+        starts.append(time.monotonic())
+        time.sleep(0.05)
+        return starts[-1]
+
+    shared, results = SharedResult(compute), []
+
+    def scrape() -> None:
+        since = time.monotonic()
+        results.append((since, shared.get(since)))
+
+    threads = [threading.Thread(target=scrape) for _ in range(64)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 64 and all(since <= start for since, start in results)
+    assert len(starts) <= 8  # two, where all threads start within 50 ms
 
 
 def test_pins_are_limited(trained, tmp_path, steps):

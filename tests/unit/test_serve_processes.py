@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import selectors
 import signal
 import socket
 import subprocess
@@ -12,6 +13,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import numpy as np
@@ -25,6 +27,7 @@ from tritonclient.utils import InferenceServerException
 
 from colonnade import Predictor
 from colonnade.serve.control import ControlFolder, remove_stale_folders
+from colonnade.serve.workers import Supervisor, WorkerProcess
 
 INFER = "/v2/models/ads/infer"
 
@@ -55,6 +58,53 @@ def server(trained):
         trained / "token",
     ) as server:
         yield server
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory):
+    """A server of a model of a CSV file with texts, and with a list of them."""
+    folder = tmp_path_factory.mktemp("shop")
+    lines = ["click,city,tags,item"]
+    lines += [f"{i * 7 % 3 // 2},c{i % 9},t{i % 5}|t{i % 7},{i % 30}" for i in range(600)]
+    (folder / "clicks.csv").write_text("\n".join(lines) + "\n")
+    command = ["train", "--data", "csv", "--path", folder / "clicks.csv", "--run", folder / "run"]
+    settings = ["train.epochs=1", "train.batch_size=64", "model.dim=4"]
+    arguments = [*map(str, command), *(a for s in settings for a in ("--set", s))]
+    process = ForkedCommand(arguments)
+    with process.stdout, process.stderr:
+        assert process.wait(120) == 0, process.stderr.read()
+    with serving(folder / "run", "--grpc-port", "0") as server:
+        yield server
+
+
+def test_tritonclient_sends_texts(shop):
+    """The scores are those of the same records."""
+    records = [
+        {"city": "c3", "tags": "t1|t2", "item": 7},
+        {"city": "Łódź", "tags": "t4", "item": 8},
+    ]
+    with shop.client() as client:
+        expected = client.post("/score", json=records).json()["scores"]
+        inputs = client.get("/v2/models/model").json()["inputs"]
+    assert {(t["name"], t["datatype"]) for t in inputs} >= {("city", "BYTES"), ("tags", "BYTES")}
+    values = {
+        "city": (np.array(["c3", "Łódź"], object), "BYTES"),
+        "tags": (np.array(["t1", "t2", "t4"], object), "BYTES"),
+        "tags.lengths": (np.array([2, 1], np.int32), "INT32"),
+        "item": (np.array([7, 8], np.uint64), "UINT64"),
+    }
+    http = triton_http.InferenceServerClient(f"127.0.0.1:{shop.port}")
+    rpc = triton_grpc.InferenceServerClient(f"127.0.0.1:{shop.grpc_port}")
+    for client, module, forms in (
+        (http, triton_http, ({"binary_data": True}, {"binary_data": False})),
+        (rpc, triton_grpc, ({},)),
+    ):
+        for form in forms:
+            tensors = [module.InferInput(n, list(v.shape), kind) for n, (v, kind) in values.items()]
+            for tensor, (value, _) in zip(tensors, values.values(), strict=True):
+                tensor.set_data_from_numpy(value, **form)
+            assert client.infer("model", tensors).as_numpy("score").tolist() == expected
+        client.close()
 
 
 @pytest.fixture(scope="module")
@@ -237,7 +287,7 @@ def test_trailers_are_no_headers(server):
 
 
 def test_many_pipelined_requests_are_all_answered(server):
-    """More than the limit of one header, sent at once."""
+    """They are sent at once, and have more bytes than one header may."""
     request = f"GET /v2/health/live HTTP/1.1\r\nHost: localhost:{server.port}\r\nX: {'y' * 100}\r\n"
     count = 1000
     content = (request + "\r\n") * (count - 1) + request + "Connection: close\r\n\r\n"
@@ -461,6 +511,27 @@ def test_workers_that_are_starting_end_with_their_supervisor_in_silence(trained,
     assert errors == "" and code == (0 if number == signal.SIGINT else -number)
 
 
+def test_only_failed_starts_delay_the_next_one(trained, tmp_path):
+    """A worker that has served and was killed is started again at once, however often."""
+    supervisor = Supervisor(served.options(trained, tmp_path), socket.socket(), 1, print)
+    supervisor.restarts = SimpleNamespace(note_death=lambda pid: None)
+
+    def end_worker(is_ready: bool) -> float:
+        reader, writer = os.pipe()
+        os.close(writer)
+        process = subprocess.Popen(["false"])
+        supervisor.workers[0] = WorkerProcess(process, reader, is_ready=is_ready)
+        supervisor._selector.register(reader, selectors.EVENT_READ, 0)
+        assert supervisor._read_status(0) == 0
+        return supervisor._restart_at[0] - time.monotonic()
+
+    with supervisor.listener:
+        assert all(end_worker(is_ready=True) <= 0 for _ in range(20))
+        delays = [end_worker(is_ready=False) for _ in range(12)]
+        assert delays[0] <= 0 < delays[1] < delays[2] and 4 < delays[-1] <= 5
+        assert end_worker(is_ready=True) <= 0
+
+
 def test_a_worker_that_cannot_start_ends_the_server(trained, tmp_path):
     """End with status 2, not with that of a crash, after which the server would start it again for ever."""
     words = [trained / "published", "--port", "0", "--workers", "2"]
@@ -534,6 +605,11 @@ def test_what_cannot_be_served_is_said_in_one_line(trained, server, tmp_path):
             ([published, "--host", "0.0.0.0"], "--token-file"),
             ([published, "--token-file", tmp_path / "short"], "at least 16"),
             ([published, "--tls-key", tmp_path / "short"], "wanted both or none"),
+            (
+                [published, "--tls-key", tmp_path / "short", "--tls-cert", tmp_path / "no"],
+                f"{tmp_path / 'no'} and {tmp_path / 'short'}: No such file",
+            ),
+            ([published, "--threads", "1000000"], "--threads: got 1,000,000, wanted at most"),
             (["s3://a/b"], "give --copy FOLDER"),
             ([published, "--max-body", "much"], "--max-body"),
         ):

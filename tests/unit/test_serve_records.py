@@ -193,6 +193,23 @@ def test_records_give_the_batches_of_a_file_with_these_rows(kind, write, tmp_pat
             assert torch.equal(values, ids.values[: len(values)])
 
 
+@pytest.mark.parametrize("null_values", [[], ["null"]])
+def test_texts_of_a_feature_have_the_ids_of_records(null_values):
+    encoder = encoder_of("csv", DECLARATION, null_values=null_values)
+    assert set(encoder.text_fields) == {"city", "city_rows", "known", "tags"}
+    texts = [*TEXTS, "", "Oslo"]
+    batch = encoder.encode([{"city": text, "price": 1.0, "shop": 3} for text in texts])
+    for name in ("city", "city_rows", "known"):
+        assert encoder.encode_texts(name, texts).tolist() == batch.ids[name].values.tolist()
+    batch = encoder.encode([{"tags": [text], "price": 1.0, "shop": 3} for text in TEXTS[:9]])
+    assert encoder.encode_texts("tags", TEXTS[:9]).tolist() == batch.ids["tags"].values.tolist()
+    strict = encoder_of(
+        "csv", FileSchema((Category("city", vocabulary=("Oslo",), unknown_rows=0),))
+    )
+    with pytest.raises(DataError, match="input 'city', element 1, column city: got 'Rom', wanted"):
+        strict.encode_texts("city", ["Oslo", "Rom"])
+
+
 @pytest.mark.parametrize(("kind", "write"), [("csv", write_csv), ("parquet", write_parquet)])
 def test_records_score_as_predict_and_evaluate_score_a_file(kind, write, tmp_path, colonnade):
     rows = make_rows(1000, seed=5)

@@ -118,7 +118,7 @@ class Gate:
         if sum(name == b"host" for name, _ in scope["headers"]) > 1:
             raise RequestError(400, "Host: got it twice, wanted it once")
         num_bytes = sum(len(name) + len(value) for name, value in scope["headers"])
-        if num_bytes + len(scope["raw_path"]) > MAX_HEADER_BYTES:
+        if num_bytes + len(scope["raw_path"]) + len(scope["query_string"]) > MAX_HEADER_BYTES:
             raise RequestError(431, HEADER_TOO_LARGE)
         self.service.policy.check(scope["method"], scope["path"], headers)
         limit = self.service.options.max_requests
@@ -334,12 +334,12 @@ async def model_config(service: Service, request: Request) -> Response:
 
 
 async def metrics(service: Service, request: Request) -> Response:
-    text = await asyncio.to_thread(service.format_metrics)
+    text = await asyncio.to_thread(service.metrics_text.get, time.monotonic())
     return Response(text, media_type=CONTENT_TYPE)
 
 
 async def status(service: Service, request: Request) -> Response:
-    return build_json(await asyncio.to_thread(service.describe_status))
+    return build_json(await asyncio.to_thread(service.status.get, time.monotonic()))
 
 
 async def administrate(service: Service, request: Request) -> Response:

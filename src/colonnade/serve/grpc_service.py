@@ -24,11 +24,14 @@ from colonnade.serve.protocol import (
     RequestError,
     Tensors,
     WantedOutput,
+    build_texts,
     check_shape,
     describe_value,
     get_datatype,
     get_dtype,
+    parse_data,
     read_tensor,
+    split_texts,
 )
 from colonnade.serve.scheduler import ScoreJob
 from colonnade.serve.service import RequestRecord, Service, describe_error
@@ -88,9 +91,10 @@ CONTENTS = {
     "BOOL": "bool_contents", "INT8": "int_contents", "INT16": "int_contents", "INT32": "int_contents",
     "INT64": "int64_contents", "UINT8": "uint_contents", "UINT16": "uint_contents", "UINT32": "uint_contents",
     "UINT64": "uint64_contents", "FP32": "fp32_contents", "FP64": "fp64_contents",
+    "BYTES": "bytes_contents",
 }  # fmt: skip
 """Field of InferTensorContents of each datatype."""
-TRITON_TYPES = {"TYPE_INT64": 9, "TYPE_FP32": 11, "TYPE_FP64": 12}
+TRITON_TYPES = {"TYPE_INT64": 9, "TYPE_FP32": 11, "TYPE_FP64": 12, "TYPE_STRING": 13}
 """Numbers of Triton's datatypes."""
 THREADS = 16
 
@@ -324,6 +328,10 @@ def parse_grpc_request(request: Any) -> InferRequest:
         shape, count = check_shape(list(entry.shape), label)
         if entry.name in inputs:
             raise RequestError(400, f"{label}: got it twice, wanted it once")
+        if raw and dtype.kind == "O":
+            texts = split_texts(raw[number], count, label)
+            inputs[entry.name] = build_texts(texts, shape, label)
+            continue
         if raw:
             if len(raw[number]) != count * dtype.itemsize:
                 raise RequestError(
@@ -333,27 +341,17 @@ def parse_grpc_request(request: Any) -> InferRequest:
             inputs[entry.name] = read_tensor(raw[number], dtype, shape)
             continue
         field = CONTENTS.get(entry.datatype)
-        values = getattr(entry.contents, field) if field else []
+        values = list(getattr(entry.contents, field)) if field else []
         if len(values) != count:
             raise RequestError(
                 400, f"{label}: got {len(values):,} values in contents.{field}, wanted {count:,}"
             )
-        inputs[entry.name] = _convert_values(values, dtype, label).reshape(shape)
+        if dtype.kind == "O":
+            inputs[entry.name] = build_texts(values, shape, label)
+        else:
+            inputs[entry.name] = parse_data(values, dtype, shape, count, label)
     outputs = tuple(WantedOutput(output.name, True) for output in request.outputs)
     return InferRequest(request.id, inputs, outputs, True)
-
-
-def _convert_values(values: Sequence[Any], dtype: np.dtype[Any], label: str) -> np.ndarray:
-    """Return typed contents as an array. Raises RequestError (400): int_contents may hold values beyond INT8."""
-    array = np.array(values)
-    if dtype.kind in "iu" and array.size:
-        limits = np.iinfo(dtype)
-        if array.min() < limits.min or array.max() > limits.max:
-            raise RequestError(
-                400,
-                f"{label}: got values from {array.min()} to {array.max()}, wanted {limits.min} to {limits.max}",
-            )
-    return array.astype(dtype)
 
 
 def format_grpc_response(request: InferRequest, scored: Scored, model: str) -> dict[str, Any]:

@@ -21,12 +21,12 @@ DTYPES: dict[str, np.dtype[Any]] = {
     name: np.dtype(kind)
     for name, kind in {
         "BOOL": "?", "UINT8": "u1", "UINT16": "<u2", "UINT32": "<u4", "UINT64": "<u8", "INT8": "i1", "INT16": "<i2",
-        "INT32": "<i4", "INT64": "<i8", "FP16": "<f2", "FP32": "<f4", "FP64": "<f8",
+        "INT32": "<i4", "INT64": "<i8", "FP16": "<f2", "FP32": "<f4", "FP64": "<f8", "BYTES": "O",
     }.items()
 }  # fmt: skip
-"""numpy's type of each datatype of fixed size."""
+"""numpy's type of each datatype; BYTES are arrays of str."""
 DATATYPES = {dtype: name for name, dtype in DTYPES.items()}
-MAX_DIMENSIONS = 8
+MAX_DIMENSIONS, MAX_ELEMENTS = 8, 1 << 40
 MAX_LAYOUTS, MAX_LAYOUT_BYTES = 64, 1 << 14
 """Limits on the remembered JSON parts: their number, and the length of each."""
 Tensors = dict[str, np.ndarray]
@@ -142,8 +142,9 @@ def parse_infer_request(body: bytearray | bytes, header_length: str | None) -> I
     if layout is not None:
         return layout.read(body)
     request = _parse_new_request(body, header)
-    size = sum(tensor.nbytes for tensor in request.inputs.values())
-    if length + size == len(body) and length <= MAX_LAYOUT_BYTES:  # no tensor is in JSON
+    tensors = request.inputs.values()
+    is_binary = length + sum(tensor.nbytes for tensor in tensors) == len(body)  # none is in JSON
+    if is_binary and length <= MAX_LAYOUT_BYTES and all(t.dtype.kind != "O" for t in tensors):
         if len(_layouts) >= MAX_LAYOUTS:
             _layouts.clear()
         blocks = _build_blocks(request.inputs, length)
@@ -217,13 +218,16 @@ def _parse_input(
     shape, count = check_shape(entry.get("shape"), label)
     parameters = _get_object(entry, "parameters", label)
     if "binary_data_size" not in parameters:
-        return name, _parse_data(entry.get("data"), dtype, shape, count, label), begin
+        return name, parse_data(entry.get("data"), dtype, shape, count, label), begin
     size = parameters["binary_data_size"]
-    if "data" in entry or size != count * dtype.itemsize or isinstance(size, bool):
+    has_texts = dtype.kind == "O"
+    is_right = type(size) is int and (size >= 0 if has_texts else size == count * dtype.itemsize)
+    if "data" in entry or not is_right:
+        wanted = "the" if has_texts else f"{count * dtype.itemsize:,}"
         raise RequestError(
             400,
             f"{label}: got binary_data_size {describe_value(size)}"
-            f"{' and data' if 'data' in entry else ''}, wanted {count * dtype.itemsize:,} bytes for its shape",
+            f"{' and data' if 'data' in entry else ''}, wanted {wanted} bytes for its shape",
         )
     if begin + size > len(body):
         raise RequestError(
@@ -231,7 +235,36 @@ def _parse_input(
             f"{label}: got {max(len(body) - begin, 0):,} bytes left in the body, wanted {size:,} "
             "(binary_data_size); send all of it",
         )
+    if has_texts:
+        texts = split_texts(memoryview(body)[begin : begin + size], count, label)
+        return name, build_texts(texts, shape, label), begin + size
     return name, read_tensor(body, dtype, shape, begin), begin + size
+
+
+def split_texts(content: memoryview | bytes, count: int, label: str) -> list[bytes]:
+    """Split binary BYTES: before each element its length, 4 bytes. Raises RequestError."""
+    texts: list[bytes] = []
+    end = 0
+    while end < len(content):
+        begin = end + 4
+        end = begin + int.from_bytes(content[end:begin], "little")
+        texts.append(bytes(content[begin:end]))
+    if len(texts) != count or end != len(content):
+        raise RequestError(
+            400,
+            f"{label}: got {len(content):,} bytes, wanted {count:,} elements, each after its length in 4 bytes",
+        )
+    return texts
+
+
+def build_texts(texts: Sequence[bytes], shape: tuple[int, ...], label: str) -> np.ndarray:
+    """Return the tensor of elements of BYTES. Raises RequestError for one that is not UTF-8."""
+    try:
+        return np.array([text.decode() for text in texts], object).reshape(shape)
+    except UnicodeDecodeError as error:
+        raise RequestError(
+            400, f"{label}: got {describe_value(error.object)}, wanted text in UTF-8"
+        ) from None
 
 
 def read_tensor(
@@ -246,7 +279,7 @@ def read_tensor(
 
 
 def get_dtype(name: object, label: str) -> np.dtype[Any]:
-    """Return numpy's type of a datatype. Raises RequestError for an unknown one, and BYTES."""
+    """Return numpy's type of a datatype. Raises RequestError for an unknown one."""
     dtype = DTYPES.get(name) if isinstance(name, str) else None
     if dtype is None:
         raise RequestError(
@@ -260,17 +293,20 @@ def check_shape(shape: object, label: str) -> tuple[tuple[int, ...], int]:
     """Return a tensor's shape and its number of elements. Raises RequestError."""
     is_valid = isinstance(shape, list | tuple) and 0 < len(shape) <= MAX_DIMENSIONS
     if is_valid:
-        is_valid = all(type(n) is int and 0 <= n < 2**62 for n in shape)  # type: ignore[attr-defined]
+        is_valid = all(type(n) is int and n >= 0 for n in shape)  # type: ignore[attr-defined]
+    if is_valid:  # numpy refuses a large length beside one of 0, too
+        is_valid = math.prod(n or 1 for n in shape) < MAX_ELEMENTS  # type: ignore[attr-defined]
     if not is_valid:
         raise RequestError(
             400,
-            f"{label}: got shape {describe_value(shape)}, wanted a list of 1 to {MAX_DIMENSIONS} lengths of 0 or more",
+            f"{label}: got shape {describe_value(shape)}, wanted a list of 1 to {MAX_DIMENSIONS} lengths of 0 or more, "
+            f"fewer than {MAX_ELEMENTS:,} values in all",
         )
     lengths: tuple[int, ...] = tuple(shape)  # type: ignore[arg-type]
     return lengths, math.prod(lengths)
 
 
-def _parse_data(
+def parse_data(
     data: object, dtype: np.dtype[Any], shape: tuple[int, ...], count: int, label: str
 ) -> np.ndarray:
     """Return the tensor of a JSON array, flat or nested. Raises RequestError."""
@@ -279,22 +315,28 @@ def _parse_data(
             400,
             f"{label}: got data {describe_value(data)}, wanted an array of {count:,} numbers, or binary_data_size",
         )
+    # A list of integers beyond INT64 would become floats, and texts become as long as the longest one.
+    wanted_type = str if dtype.kind == "O" else int if dtype == DTYPES["UINT64"] else None
     try:
-        tensor = np.array(data)
+        tensor = np.array(data, object if wanted_type else None)
     except (ValueError, OverflowError) as error:
         raise RequestError(
             400, f"{label}: got data of uneven rows ({error}), wanted {count:,} numbers"
         ) from None
     if tensor.size == 0:
         tensor = tensor.astype(dtype)
-    wanted_kinds = {"b": "b", "i": "iu", "u": "iu", "f": "iuf"}[dtype.kind]
-    if tensor.dtype.kind not in wanted_kinds:
-        first = next(
-            (v for v in np.array(data, object).flat if _has_other_kind(v, wanted_kinds)), data
-        )
+    wanted_kinds = {"b": "b", "i": "iu", "u": "iu", "f": "iuf", "O": ""}[dtype.kind]
+    if wanted_type is not None:
+        wrong = [value for value in tensor.flat if type(value) is not wanted_type]
+    elif tensor.dtype.kind not in wanted_kinds:
+        values = np.array(data, object).flat
+        wrong = [value for value in values if _has_other_kind(value, wanted_kinds)] or [data]
+    else:
+        wrong = []
+    if wrong:
         raise RequestError(
             400,
-            f"{label}: got {describe_value(first)} in data, wanted values of its datatype in its range",
+            f"{label}: got {describe_value(wrong[0])} in data, wanted values of its datatype in its range",
         )
     if tensor.size != count or tensor.ndim not in (1, len(shape)):
         raise RequestError(

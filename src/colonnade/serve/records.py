@@ -26,6 +26,7 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 import torch
+from numpy.typing import NDArray
 
 from colonnade.batch import Batch, Ids
 from colonnade.config.run import RunConfig
@@ -35,7 +36,7 @@ from colonnade.data.tabular.arrow import MISSING_NUMBER
 from colonnade.data.tabular.columns import resolve_dtypes
 from colonnade.data.tabular.csv import NUMBER
 from colonnade.data.tabular.declaration import FileSchema, load_file_schema
-from colonnade.data.tabular.encode import InvalidValue, encode_block
+from colonnade.data.tabular.encode import InvalidValue, encode_block, encode_ids
 from colonnade.data.tabular.fields import (
     Bag,
     Bucket,
@@ -354,8 +355,22 @@ class RecordEncoder:
         self.columns = tuple(column for column in self._raw_columns if column in read)
         self.ignored = (frozenset(ignored) | self._raw_columns.keys()) - read
         self._known = frozenset(self.columns) | self.ignored
+        self.text_fields = {
+            self._names.get(field.name, field.name): field
+            for field in file_schema.categorical
+            if isinstance(field, Category | Bag | SequenceField) and field.dtype == "text"
+        }
+        """Fields that read texts as ids, by the names of their features."""
         self._everything = self._build_subset(self._selected)
         self._split = lru_cache(maxsize=64)(self._split_fields)
+
+    def encode_texts(self, name: str, texts: Collection[str]) -> NDArray[np.int64]:
+        """Encode texts (E,) of the feature `name` in `text_fields` to ids (E,); of lists, their elements. Raises
+        DataError."""
+        field = self.text_fields[name]
+        column = RawColumn(field.column, "text")
+        with describing_records(f"input {name!r}, element"):
+            return encode_ids(field, column.build_array(list(texts), self._rules))
 
     def select(self, names: Collection[str], *, ignored: Collection[str] = ()) -> RecordEncoder:
         """Return an encoder of the features and dense columns `names`; other dense columns are 0. `ignored`: further

@@ -6,11 +6,13 @@ import errno
 import json
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from colonnade.errors import CheckpointError, ColonnadeError, ConfigError, DataError, StorageError
 from colonnade.models.retriever import Retriever
@@ -43,6 +45,7 @@ from colonnade.serve.versions import NO_ITEMS, NotReady, Scored, ServedModel
 if TYPE_CHECKING:
     from colonnade.batch import Batch
 
+T = TypeVar("T")
 RECOMMEND_FIELDS = frozenset(("user", "k", "exclude", "exclude_seen"))
 FULL = frozenset((errno.ENOSPC, errno.EDQUOT))
 """Errors of a disk without space."""
@@ -56,6 +59,22 @@ class RequestRecord:
     route: str = "none"
     samples: int = 0
     step: int | None = None
+
+
+class SharedResult(Generic[T]):
+    """Result of a slow function, which callers that wait at the same time share."""
+
+    def __init__(self, compute: Callable[[], T]) -> None:
+        self._compute = compute
+        self._lock = threading.Lock()
+        self._result: tuple[float, T] | None = None
+
+    def get(self, since: float) -> T:
+        """Return a result whose computation began at `since` or later, by `time.monotonic`."""
+        with self._lock:
+            if self._result is None or self._result[0] < since:
+                self._result = time.monotonic(), self._compute()
+            return self._result[1]
 
 
 class Service:
@@ -72,6 +91,8 @@ class Service:
             self.model, self.metrics, max_jobs=options.max_queue, micro_batch=options.micro_batch
         )
         self.feedback = FeedbackWindow(Path(options.state_folder) / "feedback")
+        self.metrics_text = SharedResult(self.format_metrics)
+        self.status = SharedResult(self.describe_status)
         self.is_draining = False
         self._signature: ModelSignature | None = None
         self._encoder: RecordEncoder | None = None
@@ -103,7 +124,10 @@ class Service:
                 raise ConfigError(
                     "the model has no schema of its data; serve a model that `colonnade train` trained"
                 )
-            self._signature = build_signature(schema, self.options.max_candidates)
+            encoder = None
+            with suppress(ConfigError):  # without an encoder, no texts
+                encoder = self.get_encoder()
+            self._signature = build_signature(schema, self.options.max_candidates, encoder)
         return self._signature
 
     def check_name(self, name: str) -> None:
@@ -316,7 +340,10 @@ def describe_error(error: BaseException) -> tuple[int, str, int | None]:
         return 503, str(error), 1
     if isinstance(error, OSError) and error.errno in FULL:
         known = error.strerror if isinstance(error, StorageError) else None
-        text = f"got {error.strerror} while a file of the server was written; free some space on its disk"
+        text = (
+            f"got {error.strerror} while {error.filename or 'a file of the server'} was written; free some space on "
+            "its disk"
+        )
         return 507, known or text, None
     if isinstance(error, StorageError):
         return 503, str(error.strerror or error), 1
@@ -327,6 +354,12 @@ def describe_error(error: BaseException) -> tuple[int, str, int | None]:
     if isinstance(error, ColonnadeError):
         return 500, str(error), None
     print("".join(traceback.format_exception(error)), file=sys.stderr, flush=True)
+    if isinstance(error, OSError) and error.filename:
+        return (
+            500,
+            f"{error.filename}: got {error.strerror}; check the path and its permissions",
+            None,
+        )
     return (
         500,
         f"got {type(error).__name__} in the server, wanted an answer; its log has the details",

@@ -1,8 +1,10 @@
 """Named tensors of a model's requests and answers: metadata, and their conversion to a `Batch` and from scores.
 
 Input `dense` is FP32 (N, n). A feature F of one id is INT64 (N,) or (N, 1). A bag or sequence F is INT64 (E,), the ids
-of all candidates one after another, with `F.lengths` INT64 (N,) and, for weighted features, `F.weights` FP32 (E,). An
-input with one sample among inputs of N is that of all N. Output `score` is FP64 (N,), or (N, T) for T labels.
+of all candidates one after another, with `F.lengths` INT64 (N,) and, for weighted features, `F.weights` FP32 (E,). F is
+BYTES where the training file has texts; ids are taken there too. An id is 64 bits, and other integers of the same value
+are the same id. An input with one sample among inputs of N is that of all N. Output `score` is FP64 (N,), or (N, T) for
+T labels.
 
 Legend: N candidates of a request, n dense columns, E lookups of one feature, T labels.
 """
@@ -21,6 +23,7 @@ from colonnade.batch import Batch, Ids, share_samples
 from colonnade.data.contract import Schema
 from colonnade.errors import ConfigError
 from colonnade.serve.protocol import RequestError, Tensors, describe_value, get_datatype
+from colonnade.serve.records import RecordEncoder
 
 DENSE = "dense"
 SCORE = "score"
@@ -47,12 +50,19 @@ class ModelSignature:
     """Names, each with whether it may have several ids per sample."""
     labels: tuple[str, ...]
     max_candidates: int
+    encoder: RecordEncoder | None = None
+    """Encoder of the features that texts can be sent for."""
+
+    def accepts_texts(self, name: str) -> bool:
+        """Return whether texts can be sent for a feature."""
+        return self.encoder is not None and name in self.encoder.text_fields
 
     @property
     def inputs(self) -> list[TensorSpec]:
         specs = [TensorSpec(DENSE, "FP32", (-1, self.num_dense))] if self.num_dense else []
         for name, has_many in self.features:
-            specs.append(TensorSpec(name, "INT64", (-1,)))
+            datatype = "BYTES" if self.accepts_texts(name) else "INT64"
+            specs.append(TensorSpec(name, datatype, (-1,)))
             if has_many:
                 specs.append(TensorSpec(name + LENGTHS, "INT64", (-1,)))
                 specs.append(TensorSpec(name + WEIGHTS, "FP32", (-1,), is_optional=True))
@@ -64,10 +74,12 @@ class ModelSignature:
         return [TensorSpec(SCORE, "FP64", shape)]
 
 
-def build_signature(schema: Schema, max_candidates: int) -> ModelSignature:
+def build_signature(
+    schema: Schema, max_candidates: int, encoder: RecordEncoder | None = None
+) -> ModelSignature:
     """Return the inputs and outputs of a model of this schema. Raises ConfigError if two inputs have one name."""
     features = tuple((column.name, column.kind != "one") for column in schema.categorical)
-    signature = ModelSignature(len(schema.dense), features, schema.labels, max_candidates)
+    signature = ModelSignature(len(schema.dense), features, schema.labels, max_candidates, encoder)
     names = [spec.name for spec in signature.inputs]
     repeated = next((name for name in names if names.count(name) > 1), None)
     if repeated is not None:
@@ -194,13 +206,19 @@ class _Reader:
                 400,
                 f"input {name!r}: got none, wanted {get_datatype(dtype)}; the model's metadata lists all inputs",
             )
-        if tensor.dtype != dtype:
-            raise RequestError(
-                400,
-                f"input {name!r}: got datatype {get_datatype(tensor.dtype)}, wanted {get_datatype(dtype)}",
-            )
         self.num_used += 1
-        return tensor
+        if tensor.dtype == dtype:
+            return tensor
+        has_texts = dtype is INT and self.signature.accepts_texts(name)
+        if tensor.dtype.kind == "O" and has_texts:
+            assert self.signature.encoder is not None
+            return self.signature.encoder.encode_texts(name, tensor.ravel()).reshape(tensor.shape)
+        if tensor.dtype.kind in "iu" and dtype is INT:
+            return tensor.astype(INT)  # UINT64 from 2^63 on: the same 64 bits
+        wanted = f"{'BYTES, or ' if has_texts else ''}{get_datatype(dtype)}"
+        raise RequestError(
+            400, f"input {name!r}: got datatype {get_datatype(tensor.dtype)}, wanted {wanted}"
+        )
 
     def count(self, name: str, length: int) -> None:
         """Note the number of samples of an input: the same in all, or 1."""
@@ -283,7 +301,8 @@ def build_triton_config(signature: ModelSignature, name: str) -> dict[str, Any]:
     """
 
     def describe(spec: TensorSpec) -> dict[str, Any]:
-        kind = {"name": spec.name, "data_type": f"TYPE_{spec.datatype}", "dims": list(spec.shape)}
+        datatype = "STRING" if spec.datatype == "BYTES" else spec.datatype  # Triton's name of it
+        kind = {"name": spec.name, "data_type": f"TYPE_{datatype}", "dims": list(spec.shape)}
         return {**kind, "optional": True} if spec.is_optional else kind
 
     return {
