@@ -10,7 +10,7 @@ from typing import Any
 
 from colonnade.batch import Batch
 from colonnade.data import SOURCES, open_source
-from colonnade.data.contract import START, Position, Schema, Source
+from colonnade.data.contract import START, LastBatch, Position, Schema, Source
 from colonnade.data.lines import LineFile, locate_data_file, open_line_file
 from colonnade.data.sets.criteo import FILE, FOLDER, NAMES, CriteoSource, check_line
 from colonnade.data.tabular.declaration import load_file_schema
@@ -110,7 +110,15 @@ class UnlabelledSource:
         return self.source.num_samples
 
     def batches(
-        self, batch_size: int, *, rank: int = 0, num_ranks: int = 1, start: Position = START
+        self,
+        batch_size: int,
+        *,
+        rank: int = 0,
+        num_ranks: int = 1,
+        start: Position = START,
+        last_batch: LastBatch = "keep",
     ) -> Iterator[Batch]:
-        read = self.source.batches(batch_size, rank=rank, num_ranks=num_ranks, start=start)
+        read = self.source.batches(
+            batch_size, rank=rank, num_ranks=num_ranks, start=start, last_batch=last_batch
+        )
         return (replace(batch, label=None) for batch in read)

@@ -313,9 +313,10 @@ def main() -> int:
         reserve_metric_files(Path(os.environ[MULTIPROCESS]))
         run_worker(options, socket.socket(fileno=listener_fd), tell_ready, orphaned.is_set)
     except (ColonnadeError, OSError) as error:
-        path = f"{error.filename}: " if getattr(error, "filename", None) else ""
-        text = getattr(error, "strerror", None) or error
-        print(f"error: {path}{text}", file=sys.stderr, flush=True)
+        text = str(error)
+        if isinstance(error, OSError) and error.filename:
+            text = f"{error.filename}: {error.strerror}"
+        print(f"error: {text}", file=sys.stderr, flush=True)
         return EXIT_CONFIG
     return 0
 

@@ -407,7 +407,10 @@ def _look_up_vocabulary(
         known = pa.array(field.vocabulary, pa.large_string())
     else:
         # Both sides are compared as signed 64-bit numbers, like all ids.
-        array, known = pa.array(_to_int64(array)), pa.array(map(wrap_unsigned, field.vocabulary))
+        array, known = (
+            pa.array(_to_int64(array)),
+            pa.array([wrap_unsigned(int(v)) for v in field.vocabulary]),
+        )
     indices = pc.index_in(array, value_set=known)
     ids = np.array(pc.fill_null(indices, -1).to_numpy(zero_copy_only=False)).astype(np.int64)
     unknown = ids < 0

@@ -26,7 +26,7 @@ NUMBER = r"^-?[0-9]+([.][0-9]*)?([eE][+]?[0-9]+)?$"
 CALENDAR_DATE = r"^([0-9]{4})([0-9]{2})([0-9]{2})([.]0*)?$"
 MICROS = 1_000_000
 DAY = 86_400 * MICROS
-TICKS = {"s": 1, "ms": 1000, "us": MICROS, "ns": 1000 * MICROS}
+TICKS: dict[Unit, int] = {"s": 1, "ms": 1000, "us": MICROS, "ns": 1000 * MICROS}
 """Ticks per second by unit."""
 UNITS = {
     "s": "Unix seconds", "ms": "Unix milliseconds", "us": "Unix microseconds", "ns": "Unix nanoseconds",
@@ -121,7 +121,7 @@ def find_time_unit(array: pa.Array) -> tuple[Unit, float] | None:
     suits: dict[Unit, NDArray[np.bool_]] = {
         unit: (x >= PLAUSIBLE_SECONDS[0] * ticks) & (x < PLAUSIBLE_SECONDS[1] * ticks)
         for unit, ticks in TICKS.items()
-    }  # type: ignore[misc]
+    }
     month, day = x // 100 % 100, x % 100
     is_date = (x >= PLAUSIBLE_DATES[0]) & (x < PLAUSIBLE_DATES[1]) & (month >= 1) & (month <= 12)
     suits["yyyymmdd"] = is_date & (day >= 1) & (day <= 31)
