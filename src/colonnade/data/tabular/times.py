@@ -96,7 +96,7 @@ def _read_numbers(array: pa.Array, unit: str) -> tuple[NDArray[np.int64], NDArra
     missing = array.is_null().to_numpy(zero_copy_only=False) | np.isnan(x)
     if unit == "yyyymmdd" and not missing.all():
         raise pa.ArrowInvalid("not a calendar date")
-    ticks = TICKS.get(unit, 1)
+    ticks = 1 if unit is None or unit == "yyyymmdd" else TICKS[unit]
     x = np.where(missing, 0, x)
     with np.errstate(invalid="ignore"):
         seconds = x // ticks
