@@ -255,15 +255,30 @@ def test_key_lists_that_contradict_each_other(tmp_path):
     refused(tmp_path, path, "does not fit the other segments")
 
 
-def test_an_older_manifest_that_is_altered_stops_the_writer_before_it_removes_anything(tmp_path):
+def test_an_older_manifest_that_is_altered_is_left_out_and_nothing_is_removed(tmp_path):
     rows = make_store(tmp_path)
+    with open_store(tmp_path, 1, read_only=True) as store:
+        older = content(store)
     flip(tmp_path / file_name(1), 30, 1)
-    before = sorted(tmp_path.iterdir())
-    with pytest.raises(CorruptionError, match=file_name(1)):
-        open_store(tmp_path, 2)
-    assert sorted(tmp_path.iterdir()) == before
-    with open_store(tmp_path, 2, read_only=True) as store:
+    before = {path.name for path in tmp_path.iterdir()}
+    with open_store(tmp_path, 2) as store:
+        assert store.commits() == [2] and file_name(1) in store.lost_commits()[1]
         assert content(store) == rows
+        store.write(torch.tensor([5]), torch.ones(1, RECORD_BYTES, dtype=torch.uint8)).wait()
+        store.commit(3)
+        store.prune([1, 2, 3])
+        assert {path.name for path in tmp_path.iterdir()} >= before
+    flip(tmp_path / file_name(1), 30, 1)  # restored from a copy
+    for step, wanted in ((1, older), (2, rows)):
+        with open_store(tmp_path, step, read_only=True) as store:
+            assert content(store) == wanted
+    flip(tmp_path / file_name(1), 30, 1)
+    with open_store(tmp_path, 3) as store:
+        store.prune([3])
+        assert store.lost_commits() == {} and not (tmp_path / file_name(1)).exists()
+    open_store(tmp_path, 3).close()
+    listed = {part["file"] for part in read_manifest_fields(tmp_path, 3)["segments"]}
+    assert {path.name for path in tmp_path.glob("segment-*.rows")} == listed
 
 
 def test_a_durable_file(tmp_path):

@@ -561,15 +561,16 @@ def two_bases(tmp_path_factory):
     """A publication with changes after each of two bases."""
     place = tmp_path_factory.mktemp("two")
     with pytest.MonkeyPatch.context() as patch:
-        send, steps = publication.DeltaPublisher.send, []
+        send = publication.DeltaPublisher.send
 
         def send_with_bases(self, step, retained, say):
-            steps.append(step)
-            patch.setattr(publication, "MIN_BYTES_FOR_BASE", 1 if len(steps) == 3 else 1 << 40)
+            current = read_current(self.folder)
+            least = 1 << 40 if current is not None and len(current.bases) > 1 else 1
+            patch.setattr(publication, "MIN_BYTES_FOR_BASE", least)
             send(self, step, retained, say)
 
         patch.setattr(publication.DeltaPublisher, "send", send_with_bases)
-        settings = {"train.max_steps": 24, "train.publish_at": "last"}
+        settings = {"train.checkpoint_steps": 2, "train.publish_at": "last"}
         train(Mesh(), place / "run", place / "published", settings)
     current = read_current(place / "published")
     assert (
@@ -590,7 +591,11 @@ def test_verify_reads_each_step_that_is_published(two_bases, tmp_path):
         content = flip(path)
         assert path in damaged_files(published), path
         path.unlink()
-        assert path in damaged_files(published), path
+        # A missing change of an older base ends what is offered from there.
+        is_needed = "base" in path.parent.name or path.name > delta_file_name(
+            current.bases[1].number
+        )
+        assert (path in damaged_files(published)) == is_needed, path
         path.write_bytes(content)
     assert not damaged_files(published)
     # A follower's copy may lack an older base, and what leads from there to the newest.
@@ -630,25 +635,35 @@ def far_ahead(word: dict) -> None:
 
 
 @pytest.mark.timeout(20)
-@pytest.mark.parametrize("forge", [swap_tag, at_the_base, behind_the_base, far_ahead])
+@pytest.mark.parametrize("forge", [swap_tag, at_the_base, behind_the_base])
 def test_forged_pointers_end_in_an_error(forge, two_bases, tmp_path):
     """Followers stay at their checkpoint, and go on when the pointer is right again."""
     published = tmp_path / "published"
     shutil.copytree(two_bases, published)
-    content, current = (published / CURRENT).read_bytes(), read_current(published)
+    content, step = (published / CURRENT).read_bytes(), read_current(published).step
     with Predictor.open(published) as predictor:
-        step = predictor.step
         rewrite(published, forge)
         for _ in range(2):
-            with pytest.raises((CorruptionError, CheckpointError, StorageError)):
+            with pytest.raises((CorruptionError, CheckpointError)):
                 predictor.refresh()
-        with pytest.raises((CorruptionError, CheckpointError, StorageError)):
-            refuse(published)
-        with pytest.raises((CorruptionError, CheckpointError, StorageError)):
+        with pytest.raises((CorruptionError, CheckpointError)):
             Predictor.open(published)
+        with pytest.raises((CorruptionError, CheckpointError)):
+            refuse(published)
         os.replace(write_beside(published / CURRENT, content), published / CURRENT)
         predictor.refresh()
-        assert predictor.step == step == current.step
+        assert predictor.step == step
+
+
+@pytest.mark.timeout(20)
+def test_a_pointer_with_a_number_far_ahead_is_not_counted_up_to(two_bases, tmp_path):
+    published = tmp_path / "published"
+    shutil.copytree(two_bases, published)
+    number = read_current(published).number
+    steps = carriage.list_published_steps(published, read_current(published))
+    rewrite(published, far_ahead)
+    assert damaged_files(published) == {published / delta_file_name(number + 1)}
+    assert carriage.list_published_steps(published, read_current(published)) == steps
 
 
 def refuse(published: Path) -> None:

@@ -17,6 +17,7 @@ import json
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +32,12 @@ from colonnade.comm.differences import MAX_SHOWN, format_ranks
 from colonnade.errors import CheckpointError, ColonnadeError, WorldError
 from colonnade.store.durable import read_checksum, read_verified
 from colonnade.store.manifest import file_name
-from colonnade.store.verification import VerifiedFile, verify_durable, verify_store
+from colonnade.store.verification import (
+    VerifiedFile,
+    verify_durable,
+    verify_file,
+    verify_store,
+)
 
 if TYPE_CHECKING:
     from colonnade.comm.mesh import Mesh
@@ -141,20 +147,6 @@ def find_file_problems(
             )  # fmt: skip
 
 
-def find_damaged_checkpoints(folder: Path, step: int) -> dict[int, str]:
-    """Map the other checkpoints of a run that are not whole to their first problem. Reads headers and manifests."""
-    problems: dict[int, str] = {}
-    for other in list_checkpoints(folder):
-        try:
-            if other != step and (
-                problem := next(find_file_problems(folder, read_header(folder, other)), None)
-            ):
-                problems[other] = problem[1]
-        except (ColonnadeError, OSError) as error:
-            problems[other] = str(error)
-    return problems
-
-
 def _raise_checkpoint_problems(folder: Path, step: int | None, problems: Iterable[str]) -> None:
     """Raise CheckpointError that lists the first problems, if there are any."""
     if texts := list(problems):
@@ -221,6 +213,13 @@ def _compute_manifest_digest(rows_folder: Path, tables: Sequence[str], step: int
         path = rows_folder / table / file_name(step)
         digest.update(f"{table}/".encode() + (path.read_bytes() if path.is_file() else b""))
     return digest.hexdigest()
+
+
+def verify_other_checkpoints(folder: Path, step: int) -> Iterator[VerifiedFile]:
+    """Check headers and manifests of a run's checkpoints other than that of `step`, and yield each header."""
+    for other in list_checkpoints(folder):
+        if other != step:
+            yield verify_file(header_path(folder, other), partial(read_checkpoint, folder, other))
 
 
 def verify_checkpoint(

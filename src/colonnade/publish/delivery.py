@@ -32,14 +32,13 @@ from colonnade.publish.deltas import (
     Delta,
     DeltaPublisher,
     TableDelta,
-    check_delta_link,
     check_publication_owner,
     delta_file_name,
     list_changes_by_base,
     parse_current,
     read_current,
-    read_delta,
     read_delta_header,
+    read_linked_delta,
 )
 from colonnade.publish.exported import MODEL, parse_model_json, read_export
 from colonnade.publish.mirror import Mirror, convert_to_storage_error, open_url
@@ -345,8 +344,7 @@ class Subscriber:
 
         Raises StorageError, CorruptionError, CheckpointError that names the problem.
         """
-        delta = read_delta(self.folder, self.number + 1)
-        check_delta_link(self.folder, delta.header, self.number + 1, self.tag, current)
+        delta = read_linked_delta(self.folder, self.number + 1, self.tag, current)
         shapes = [(len(c.ids), tuple(c.weights.shape), str(c.weights.dtype)) for c in delta.tables]
         wanted_shapes = [
             (count, (count, table.width), f"torch.{table.dtype}")

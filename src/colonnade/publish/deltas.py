@@ -17,9 +17,10 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -325,39 +326,32 @@ def parse_current(content: bytes, path: Path) -> CurrentPointer:
     current = parse_stamped(CurrentPointer, content, path, FORMAT, REMEDY)
     if not current.bases:
         raise CorruptionError(f"{path}: got a publication without a base; {REMEDY}")
-    numbers, newest = [base.number for base in current.bases], current.bases[-1]
-    if numbers != sorted(set(numbers)) or newest.number > current.number:
+    newest, numbers = current.bases[-1], [*(base.number for base in current.bases), current.number]
+    # Followers of such a pointer would open its base again and again.
+    is_forged = newest.number == current.number and newest.tag != current.tag
+    if numbers != sorted(numbers) or is_forged:
         raise CorruptionError(
-            f"{path}: got bases {numbers} and newest change {current.number}, wanted numbers that ascend; {REMEDY}"
-        )
-    if newest.number == current.number and newest.tag != current.tag:
-        raise CorruptionError(
-            f"{path}: got tag {current.tag} of the newest checkpoint, wanted {newest.tag}, that of its base "
-            f"{newest.folder}; {REMEDY}"
+            f"{path}: got bases and a newest change of numbers {numbers} and of tags {newest.tag} and {current.tag}, "
+            f"wanted numbers that ascend, and one tag for one number; {REMEDY}"
         )
     return current
 
 
 def list_changes_by_base(
     folder: Path, current: CurrentPointer
-) -> Iterator[tuple[BaseExport, list[int]]]:
-    """Yield each base on disk, and the numbers of the changes that lead from it to later checkpoints, ascending.
+) -> Iterator[tuple[BaseExport, Iterable[int]]]:
+    """Yield each base on disk, and the numbers of the changes that lead from it to later checkpoints.
 
-    They end at the next base. The number of a missing change is listed if a later one is on disk, or if it leads to the
-    newest checkpoint. A copy of a publication has only what its followers needed.
+    Changes end at the next base. Those of an older base end at the first missing one: a follower's copy has only what
+    it needed.
     """
-    stored = {
-        int(path.name.partition("-")[2])
-        for path in folder.glob("change-*")
-        if path.name.partition("-")[2].isdecimal()
-    }
-    ends = [*(base.number for base in current.bases[1:]), current.number]
-    for base, end in zip(current.bases, ends, strict=True):
-        is_newest = base is current.bases[-1]
-        if is_newest or folder_inside(folder, base.folder).exists():
-            wanted = {number for number in stored | {current.number} if base.number < number <= end}
-            wanted |= {number - 1 for number in wanted if number - 1 > base.number}
-            yield base, sorted(wanted)
+    newest = current.bases[-1]
+    bases = [b for b in current.bases if b is newest or folder_inside(folder, b.folder).exists()]
+    ends = [*(base.number for base in bases[1:]), current.number]
+    for base, end in zip(bases, ends, strict=True):
+        numbers = range(base.number + 1, end + 1)
+        stored = takewhile(lambda number: (folder / delta_file_name(number)).exists(), numbers)
+        yield base, numbers if base is newest else stored
 
 
 def check_publication_owner(folder: Path, current: CurrentPointer, run: str) -> None:
@@ -430,23 +424,24 @@ def _check_ids(ids: Tensor) -> None:
         raise ValueError("ids that are not int64 (N,), ascending")
 
 
-def check_delta_link(
-    folder: Path, header: DeltaHeader, number: int, before: str, current: CurrentPointer
-) -> None:
-    """Raise CheckpointError unless a delta is change `number` of this publication and applies to checkpoint `before`;
-    CorruptionError if it leads to another checkpoint than the pointer states, where followers would start over forever.
+def read_linked_delta(folder: Path, number: int, before: str, current: CurrentPointer) -> Delta:
+    """Read change `number` as `read_delta`, and check that it leads from checkpoint `before` ("": any) to the next one.
+
+    Raises CheckpointError for another publication's, and if the pointer states another next one, where followers would
+    start over forever.
     """
-    path = f"{folder}: change {number}"
-    if (header.run, header.number, header.before) != (current.run, number, before):
+    delta = read_delta(folder, number)
+    header = delta.header
+    tags = {base.number: base.tag for base in current.bases} | {current.number: current.tag}
+    got = (header.run, header.number, header.before, header.tag)
+    wanted = (current.run, number, before or header.before, tags.get(number, header.tag))
+    if got != wanted:
         raise CheckpointError(
-            f"{path}: got one of run {header.run} that applies to checkpoint {header.before}, wanted run {current.run} "
-            f"and checkpoint {before}: it is another publication's. Publish to a folder of its own"
+            f"{folder}: change {number}: got one of run {got[0]} that leads from checkpoint {got[2]} to {got[3]}, "
+            f"wanted run {wanted[0]}, from {wanted[2]} to {wanted[3]}: it is another publication's. Publish to a "
+            "folder of its own"
         )
-    ends = {base.number: base.tag for base in current.bases} | {current.number: current.tag}
-    if header.tag != ends.get(number, header.tag):
-        raise CorruptionError(
-            f"{path}: got one that leads to checkpoint {header.tag}, wanted {ends[number]} by {CURRENT}; {REMEDY}"
-        )
+    return delta
 
 
 def verify_publication(folder: Path) -> Iterator[VerifiedFile]:
@@ -465,19 +460,12 @@ def verify_publication(folder: Path) -> Iterator[VerifiedFile]:
         except (CheckpointError, StorageError) as error:
             yield VerifiedFile(base_folder / MODEL, 0, str(error))
         for number in numbers:
-            headers: list[DeltaHeader] = []
-            read = partial(_read_linked_delta, folder, number, tag, current, headers)
-            yield verify_file(folder / delta_file_name(number), read)
-            tag = headers[0].tag if headers else ""
-
-
-def _read_linked_delta(
-    folder: Path, number: int, before: str, current: CurrentPointer, headers: list[DeltaHeader]
-) -> None:
-    """Read a delta, append its header to `headers`, and check its link. before: "" if that delta is damaged."""
-    header = read_delta(folder, number).header
-    headers.append(header)
-    check_delta_link(folder, header, number, before or header.before, current)
+            read = partial(read_linked_delta, folder, number, tag, current)
+            file = verify_file(folder / delta_file_name(number), read)
+            yield file
+            if not file.path.exists():
+                break
+            tag = "" if file.problem else read_delta_header(folder, number).tag
 
 
 def _read_checked(path: Path) -> bytes:

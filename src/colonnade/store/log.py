@@ -494,14 +494,12 @@ def open_log(
 ) -> LogBacking:
     """Open one table's rows of one rank, as committed at `step`; None: an empty store, created if absent.
 
-    `identity` names run, rank and world: opening with another raises CheckpointError, as do another table, record width
-    or format version, and a step that was never committed. Altered, torn or missing files raise CorruptionError; then
+    `identity` names run, rank and world: opening with another raises CheckpointError, as do another table, width or
+    format version, and a step that was never committed. Altered, torn or missing files raise CorruptionError; then
     nothing on the disk has changed. Records themselves are checked when they are read.
 
-    For writing: commits newer than `step` (with None: all) are deleted, because the run has already decided which step
-    is complete; files that no retained commit lists are deleted, too. Older commits with an unreadable manifest are
-    left out (`lost_commits`). Raises StoreLocked if the store is open for writing elsewhere. `read_only` changes
-    nothing and needs no lock.
+    For writing: commits newer than `step` (None: all) are deleted, and files that no retained commit lists. Raises
+    StoreLocked if the store is open for writing elsewhere. `read_only` changes nothing and needs no lock.
 
     rows, num_owners, owner_index: of a vocabulary table, with ids of owner `owner_index` only; None: any id.
     reader, writer, collector: share one of each among the stores of a rank. stripes: directories of this store's own
