@@ -623,6 +623,12 @@ def test_records_are_scored_as_their_tensors(client, trained, batch, steps):
         ({"records": []}, "got 0 records"),
         ({"rows": []}, "wanted 'records'"),
         ({"user": 3, "candidates": [{}]}, "wanted an object"),
+        ([{}], "record 0: got no column"),
+        ({"user": {}, "candidates": [{}]}, "candidate 0: got no column"),
+        (
+            [records[0], {k: v for k, v in records[1].items() if k != "C1"}],
+            "record 1: got no column 'C1'",
+        ),
     ):
         answer = client("POST", "/score", json=body)
         assert answer.status_code == 400 and words in answer.json()["error"], answer.text
@@ -772,7 +778,8 @@ def test_recommendations_follow_and_roll_back(pairs, tmp_path):
             )
             assert expected["run"] and not {1, 2} & set(expected["items"])
         for wrong in ({}, [], {"user": 3}, {"user": {}, "k": 0}, {"user": {"user": 3}, "n": 1}, {"user": {"x": 1}},
-                      {"user": {"user": 3}, "exclude": 3}, {"user": {"user": 3}, "exclude_seen": 1}):  # fmt: skip
+                      {"user": {}}, {"user": {"user": 3}, "exclude": 3},
+                      {"user": {"user": 3}, "exclude_seen": 1}):  # fmt: skip
             answer = client("POST", "/recommend", json=wrong)
             assert answer.status_code == 400 and "got" in answer.json()["error"], answer.text
         assert client("POST", "/score", json=[{"user": 3}]).status_code == 400

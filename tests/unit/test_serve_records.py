@@ -153,6 +153,11 @@ def encoder_of(kind: str, schema: Any, **options: Any):
     return build_encoder(config, Schema((), ()))
 
 
+def with_nulls(encoder, record: dict[str, Any]) -> dict[str, Any]:
+    """A record with null in each column that it does not have."""
+    return {column: None for column in encoder.columns} | record
+
+
 def assert_equal(batch: Batch, wanted: Batch) -> None:
     assert batch.size == wanted.size and list(batch.ids) == list(wanted.ids)
     assert torch.equal(batch.dense, wanted.dense) and batch.dense.dtype == torch.float32
@@ -185,6 +190,12 @@ def test_records_give_the_batches_of_a_file_with_these_rows(kind, write, tmp_pat
             {k: v for k, v in r.items() if v is not None and k not in ("click", "weight", "row")}
             for r in records
         ]
+        incomplete = next(row for row, record in enumerate(bare) if len(record) < 11)
+        with pytest.raises(
+            DataError, match=f"^record {incomplete}: got no column .*null is a missing"
+        ):
+            encoder.encode(bare)
+        bare = [with_nulls(encoder, record) for record in bare]
         assert_equal(encoder.encode(bare), wanted)
         one_by_one = [encoder.encode([record]) for record in bare[:40]]
         assert torch.equal(torch.cat([b.dense for b in one_by_one]), wanted.dense[:40])
@@ -290,7 +301,8 @@ def test_records_of_criteo_files(hash_rows, tmp_path):
     records = [dict(zip(names, line.split("\t")[1:], strict=True)) for line in criteo_lines(300)]
     assert_equal(encoder.encode(records), wanted)
     typed = [
-        {k: int(v) if k[0] == "I" else v for k, v in record.items() if v} for record in records
+        with_nulls(encoder, {k: int(v) if k[0] == "I" else v for k, v in record.items() if v})
+        for record in records
     ]
     assert_equal(encoder.encode(typed), wanted)
     user = {k: v for k, v in typed[0].items() if k in ("I1", "I2", "C1", "C2")}
@@ -305,8 +317,10 @@ def test_records_of_criteo_files(hash_rows, tmp_path):
         with pytest.raises(
             DataError, match=f"^record 1, column {column}: got .*, wanted .*[.] Send"
         ):
-            encoder.encode([{}, {column: value}])
-    assert float(encoder.encode([{"I3": 5.0}]).dense[0, 2]) == float(np.float32(np.log1p(5.0)))
+            encoder.encode([with_nulls(encoder, {}), with_nulls(encoder, {column: value})])
+    assert float(encoder.encode([with_nulls(encoder, {"I3": 5.0})]).dense[0, 2]) == float(
+        np.float32(np.log1p(5.0))
+    )
 
 
 def test_records_of_other_readers_have_the_names_of_the_schema():
@@ -329,7 +343,7 @@ def test_records_of_other_readers_have_the_names_of_the_schema():
                   "tags": Ids(torch.tensor([1, 4]), torch.tensor([0, 2])),
                   "h": Ids(torch.empty(0, dtype=torch.int64), torch.tensor([0, 0]))}  # fmt: skip
         assert_equal(batch, Batch(1, torch.tensor([[0.5, 2.0]]), wanted))
-        good = {"a.b": 0, "n": 0, "user": 1, "item": 1}
+        good = {"a.b": 0, "n": 0, "user": 1, "item": 1, "tags": [], "h": []}
         for change, message in (
             ({"item": 9}, r"column item: got 9, wanted an id 0 .. 8"),
             ({"user": None}, r"column user: got nothing, wanted an integer"),
@@ -402,23 +416,42 @@ def test_candidates_of_a_user_are_records_with_the_users_columns(names):
     assert (len(batch.dense) == 1) is {"price", "score", "time"}.issubset(names)
 
 
-def test_columns_of_nobody_are_missing_once():
+def test_columns_that_are_null_in_the_user_are_missing_once():
     encoder = encoder_of("csv", DECLARATION)
-    batch = encoder.encode_candidates({"user": 3}, [{"city": "Oslo"}, {}, {"city": "x"}])
-    assert_equal(
-        expand(batch),
-        encoder.encode([{"user": 3, "city": "Oslo"}, {"user": 3}, {"user": 3, "city": "x"}]),
-    )
+    user = {column: None for column in encoder.columns if column != "city"} | {"user": 3}
+    cities = [{"city": "Oslo"}, {"city": None}, {"city": "x"}]
+    batch = encoder.encode_candidates(user, cities)
+    assert_equal(expand(batch), encoder.encode([user | city for city in cities]))
     assert len(batch.ids["shop"].values) == 1 and batch.dense.shape == (1, 3)
+
+
+def test_an_absent_column_is_refused_as_in_a_file(tmp_path):
+    encoder = encoder_of("csv", DECLARATION)
+    whole = with_nulls(encoder, {})
+    for column in set(encoder.columns) - {"tags", "history", "weighted", "amounts"}:
+        rest = {name: value for name, value in whole.items() if name != column}
+        with pytest.raises(
+            DataError, match=f"^record 1: got no column '{column}', which the model"
+        ):
+            encoder.encode([whole, rest])
+        with pytest.raises(DataError, match=f"^candidate 0: got no column '{column}' in it or in"):
+            encoder.encode_candidates(rest, [{}])
+        assert encoder.encode_candidates(rest, [{column: None}]).size == 1
+    for nothing in ({}, {"click": 1}):
+        with pytest.raises(DataError, match=r"^record 0: got no column"):
+            encoder.encode([nothing])
+        with pytest.raises(DataError, match=r"^candidate 0: got no column"):
+            encoder.encode_candidates({}, [nothing])
 
 
 def test_a_model_of_numbers_alone_and_one_without():
     encoder = encoder_of("csv", FileSchema((Number("a"), Number("b", missing=0.0))))
-    assert encoder.encode([{"a": 1}, {"a": 2}]).dense.tolist() == [[1, 0], [2, 0]]
-    assert encoder.encode_candidates({"a": 1}, [{"b": 1}, {}]).dense.tolist() == [[1, 1], [1, 0]]
+    assert encoder.encode([{"a": 1, "b": None}] * 2).dense.tolist() == [[1, 0], [1, 0]]
+    candidates = [{"b": 1}, {"b": None}]
+    assert encoder.encode_candidates({"a": 1}, candidates).dense.tolist() == [[1, 1], [1, 0]]
     assert encoder.encode_candidates({"a": 1, "b": 3}, [{}, {}]).dense.tolist() == [[1, 3]]
     encoder = encoder_of("csv", FileSchema((Category("a"), Category("b"))))
-    assert encoder.encode([{}, {}]).dense.shape == (2, 0)
+    assert encoder.encode([{"a": 1, "b": None}] * 2).dense.shape == (2, 0)
 
 
 FIELDS = [
@@ -523,6 +556,7 @@ def test_python_values_are_their_json():
     }
     python = {"price": np.float32(2.5), "user": np.int64(7), "time": moment, "history": np.array([1, 2]),
               "tags": (np.str_("a"),), "city": np.str_("x")}  # fmt: skip
+    python, plain = (with_nulls(encoder, record) for record in (python, plain))
     assert_equal(encoder.encode([python]), encoder.encode([plain]))
 
 
@@ -570,23 +604,33 @@ GOOD = {"price": 1, "user": 3}
     ],
 )  # fmt: skip
 def test_bad_records_are_named(records, message):
+    encoder = encoder_of("csv", DECLARATION)
+    if isinstance(records, list):
+        records = [with_nulls(encoder, r) if isinstance(r, dict) else r for r in records]
     with pytest.raises(DataError, match=message):
-        encoder_of("csv", DECLARATION).encode(records)
+        encoder.encode(records)
+
+
+REST = {column: None for column in encoder_of("csv", DECLARATION).columns if column != "price"}
 
 
 @pytest.mark.parametrize(
     ("user", "candidates", "message"),
     [
         (
-            {"user": 1},
-            [{"city": "a"}, {"user": 2}],
+            REST,
+            [{"price": 1}, {"price": 1, "user": 2}],
             "candidate 1, column user: got it in the user too, wanted it in one",
         ),
         (3, [{}], "user: got 3, wanted an object. Send"),
         ({"usr": 3}, [{}], "user: got a column 'usr', .*did you mean 'user'"),
         ({}, [], "got no candidate, wanted at least one. Send"),
-        ({"price": "abc"}, [{}], "user, column price: got 'abc', wanted a number. Send"),
-        ({}, [{}, {"price": "abc"}], "candidate 1, column price: got 'abc', wanted a number. Send"),
+        ({"price": "abc"}, [REST], "user, column price: got 'abc', wanted a number. Send"),
+        (
+            REST,
+            [{"price": 1}, {"price": "abc"}],
+            "candidate 1, column price: got 'abc', wanted a number. Send",
+        ),
     ],
 )
 def test_bad_candidates_are_named(user, candidates, message):

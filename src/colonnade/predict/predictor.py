@@ -316,6 +316,7 @@ class Predictor:
 
     def _find_updates(self, subscriber: Subscriber) -> tuple[BaseExport | None, CurrentPointer]:
         """Return what `Subscriber.find_updates` does; a damaged base that was replaced is opened again."""
+        self.rows.check_files()
         if self.rows.problem is not None and (subscriber.source or self.rows.is_replaced):
             subscriber.mark_base_damaged()
         return subscriber.find_updates()
@@ -425,7 +426,7 @@ def _build_network(export: Export, config: RunConfig | None, folder: Path) -> nn
     with torch.device("meta"):
         shapes = build_model(export.schema, config)
     _check_tables(find_collection(shapes), export, folder)
-    _check_dense_shapes(shapes, read_dense(folder, export), folder)
+    _check_dense_weights(shapes, read_dense(folder, export), folder)
     return build_model(export.schema, config)
 
 
@@ -442,7 +443,7 @@ def _load_export(
     collection = find_collection(model)
     _check_tables(collection, export, folder)
     dense = read_dense(folder, export)
-    _check_dense_shapes(model, dense, folder)
+    _check_dense_weights(model, dense, folder)
     files, seed = export.row_files, collection.seed
     rows = open_mapped(
         collection.tables,
@@ -492,7 +493,8 @@ def _list_columns(schema: Schema) -> list[str]:
     ]
 
 
-def _check_dense_shapes(model: nn.Module, weights: dict[str, Tensor], folder: Path) -> None:
+def _check_dense_weights(model: nn.Module, weights: dict[str, Tensor], folder: Path) -> None:
+    """Raise CheckpointError for dense weights of other names or shapes than the network's, or with NaN or inf."""
     parameters = dense_weights(model)
     for name in [*parameters, *weights]:
         got = tuple(weights[name].shape) if name in weights else None
@@ -501,4 +503,8 @@ def _check_dense_shapes(model: nn.Module, weights: dict[str, Tensor], folder: Pa
             raise CheckpointError(
                 f"{folder}: got dense weights {name} of shape {got}, this network has {wanted}; give the network "
                 "that was trained"
+            )
+        if not bool(weights[name].isfinite().all()):
+            raise CheckpointError(
+                f"{folder}: got NaN or inf in the dense weights {name}, which score nothing; export an older step"
             )

@@ -354,6 +354,8 @@ class RecordEncoder:
         read = {column for field in needed for column in field.columns}
         self.columns = tuple(column for column in self._raw_columns if column in read)
         self.ignored = (frozenset(ignored) | self._raw_columns.keys()) - read
+        scalars = (column.name for column in columns if column.name in read and not column.is_list)
+        self._needed = frozenset(scalars) or frozenset(self.columns)
         self._known = frozenset(self.columns) | self.ignored
         self.text_fields = {
             self._names.get(field.name, field.name): field
@@ -388,10 +390,10 @@ class RecordEncoder:
     def encode(self, records: Sequence[Record]) -> Batch:
         """Encode records to a batch of N samples, without labels.
 
-        A null and an absent column are missing values, as in a file. Raises DataError naming record and column, for a
-        column that the training file does not have, too.
+        A null is a missing value, as in a file, and an absent list is empty. Raises DataError naming record and column,
+        for an absent column of single values and for one that the training file does not have, too.
         """
-        self._check_records(records, "record")
+        self._check_records(records, "record", self._needed)
         dense, ids = self._encode_subset(self._everything, records, "record")
         parts = [(self._everything, dense)]
         return Batch(len(records), self._spread_dense(parts, len(records)), ids)
@@ -401,10 +403,10 @@ class RecordEncoder:
 
         The user's features are encoded once and shared: their `Ids` have one sample. They are the features that read no
         column of a candidate. Dense columns are (1, n) if all are the user's, else (N, n). Raises DataError as `encode`
-        does, and for a column that both user and candidates have.
+        does, and for a column that both user and candidates have, or neither.
         """
-        self._check_records([user], "user")
-        self._check_records(candidates, "candidate")
+        self._check_records([user], "user", frozenset())
+        self._check_records(candidates, "candidate", self._needed.difference(user))
         columns = frozenset(chain.from_iterable(candidates))
         for row, candidate in enumerate(candidates):
             if common := user.keys() & candidate.keys():
@@ -483,8 +485,10 @@ class RecordEncoder:
             combined[:, list(subset.dense)] = dense
         return combined
 
-    def _check_records(self, records: Sequence[Record], subject: str) -> None:
-        """Raise DataError unless these are objects with known columns, and at least one."""
+    def _check_records(
+        self, records: Sequence[Record], subject: str, needed: frozenset[str]
+    ) -> None:
+        """Raise DataError unless these are objects with known columns, all of `needed`, and at least one."""
         if not isinstance(records, Sequence) or isinstance(records, str | bytes):
             raise DataError(
                 f"got {describe_value(records)}, wanted a list of {subject}s. Send each as an object of its columns"
@@ -504,6 +508,13 @@ class RecordEncoder:
             if not record.keys() <= known:
                 column = next(name for name in record if name not in known)
                 raise DataError(f"{place}: {self._describe_unknown(column)}")
+            if not needed <= record.keys():
+                column = next(name for name in self.columns if name in needed - record.keys())
+                elsewhere = " in it or in the user" if subject == "candidate" else ""
+                raise DataError(
+                    f"{place}: got no column {column!r}{elsewhere}, which the model reads. Send it: null is a missing "
+                    "value"
+                )
 
     def _describe_unknown(self, column: Any) -> str:
         if not isinstance(column, str):

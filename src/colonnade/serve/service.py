@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+import torch
+
 from colonnade.errors import CheckpointError, ColonnadeError, ConfigError, DataError, StorageError
 from colonnade.models.retriever import Retriever
 from colonnade.serve.access_log import AccessLog
@@ -40,7 +42,7 @@ from colonnade.serve.tensors import (
     format_labelled_scores,
     format_scores,
 )
-from colonnade.serve.versions import NO_ITEMS, NotReady, Scored, ServedModel
+from colonnade.serve.versions import NO_ITEMS, NotReady, Scored, ServedModel, check_scores
 
 if TYPE_CHECKING:
     from colonnade.batch import Batch
@@ -285,6 +287,7 @@ class Service:
         best = self.model.recommend(
             [fields["user"]], fields.get("k", 10), exclude=[exclude], exclude_seen=exclude_seen
         )
+        check_scores(torch.tensor(best.scores), best.step, self.options.name)
         record.samples, record.step = 1, best.step
         answer = {"items": best.items[0], "scores": best.scores[0], "step": best.step}
         return json.dumps({**answer, "run": self.model.run, "model": self.options.name}).encode()

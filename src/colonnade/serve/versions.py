@@ -19,7 +19,13 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from colonnade.batch import Batch
-from colonnade.errors import CheckpointError, ColonnadeError, ConfigError, StorageError
+from colonnade.errors import (
+    CheckpointError,
+    ColonnadeError,
+    ConfigError,
+    NonFiniteError,
+    StorageError,
+)
 from colonnade.models.retriever import Retriever
 from colonnade.predict import Predictor
 from colonnade.predict.approximate import EXACT, RECALL_K
@@ -48,6 +54,15 @@ class Scored:
     scores: Tensor
     step: int
     run: str
+
+
+def check_scores(scores: Tensor, step: int, model: str) -> None:
+    """Raise NonFiniteError that names the model and the step if a score is NaN or inf."""
+    if not bool(scores.isfinite().all()):
+        raise NonFiniteError(
+            f"model {model!r}, step {step}: got a score that is NaN or inf, wanted finite ones; send numbers as the "
+            "training data has them, or roll back to an older step"
+        )
 
 
 @dataclass(slots=True)
@@ -348,6 +363,11 @@ class ServedModel:
         served = self._find_default_predictor()
         if served is not None and served.rows.problem is not None:
             return str(served.rows.problem)
+        if served is not None and not self.is_publication and served.rows.is_replaced:
+            return (
+                f"{served.folder}: its files were replaced or written to while they were served; the model that was "
+                "opened is served on. Start the server again to serve the new one"
+            )
         return self._problem
 
     @property
@@ -442,6 +462,9 @@ class ServedModel:
                 if (newer_order := self.control.read()) != order:
                     order = newer_order
                     self._take_order(order)
+                predictors = [version.predictor for version in [*self._versions.values()]]
+                for predictor in filter(None, [*predictors, self._newest]):
+                    predictor.rows.check_files()
                 if self.is_publication:
                     self._look_for_news()
                 self._on_poll(self)

@@ -81,6 +81,7 @@ class CheckedFile:
         """True once every block was checked and is right."""
         self._wanted = np.frombuffer(bytes.fromhex(checksums.blocks), ">u4")
         self._checksums, self._identity = checksums, _identity(status)
+        self._checked_identity = self._identity
 
     def take_over(self, other: CheckedFile) -> None:
         """Skip blocks that `other` has checked, if it is the same file, unchanged."""
@@ -96,6 +97,13 @@ class CheckedFile:
         except OSError as error:
             raise storage_error(error, "open", self.path) from error
         return other
+
+    def forget_checks_if_written(self) -> bool:
+        """Forget which blocks are right if the open file was written to, and return whether it was."""
+        if (identity := _identity(os.fstat(self.file.fd))) == self._checked_identity:
+            return False
+        self._checked_identity, self.checked[:], self.is_checked = identity, 0, False
+        return True
 
     @property
     def is_replaced(self) -> bool:

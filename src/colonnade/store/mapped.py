@@ -126,6 +126,14 @@ class MappedRows:
         """Check blocks that no lookup has read yet, in a thread."""
         self._scrub = Scrub([table.file.file for table in self.tables])
 
+    def check_files(self) -> None:
+        """Check the blocks of files again that were written to or cut short since the last call, at their next use and
+        in a thread: a change in place shows through a mapping."""
+        if any([table.file.file.forget_checks_if_written() for table in self.tables]):
+            if self._scrub is not None:
+                self._scrub.stop()
+            self.start_scrub()
+
     @property
     def problem(self) -> StorageError | None:
         """Damage detected in the background, or under a lookup; None if none was."""

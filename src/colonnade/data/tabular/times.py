@@ -88,7 +88,7 @@ def _parse_time_texts(array: pa.Array, unit: Unit) -> tuple[NDArray[np.int64], N
     return x, missing
 
 
-def _read_numbers(array: pa.Array, unit: str) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+def _read_numbers(array: pa.Array, unit: Unit) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     """Convert numbers of a unit, integers exactly. Raises pa.ArrowInvalid beyond the years 1 to 9999."""
     is_whole = is_integer(array.type)
     array = array.cast(pa.int64() if is_whole else pa.float64(), safe=is_whole)
@@ -96,7 +96,7 @@ def _read_numbers(array: pa.Array, unit: str) -> tuple[NDArray[np.int64], NDArra
     missing = array.is_null().to_numpy(zero_copy_only=False) | np.isnan(x)
     if unit == "yyyymmdd" and not missing.all():
         raise pa.ArrowInvalid("not a calendar date")
-    ticks = 1 if unit is None or unit == "yyyymmdd" else TICKS[unit]
+    ticks = 1 if unit == "yyyymmdd" else TICKS[unit]
     x = np.where(missing, 0, x)
     with np.errstate(invalid="ignore"):
         seconds = x // ticks
