@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 import sys
 from contextlib import suppress
 
 import pytest
+import yaml
 
-from colonnade.checkpoint.header import list_checkpoints, state_folder
+from colonnade.checkpoint.header import header_path, list_checkpoints, state_folder
 from colonnade.checkpoint.states import load_state
-from colonnade.cli import main
+from colonnade.cli import main, serve
 from colonnade.errors import CorruptionError
-from colonnade.store.durable import append_checksum
+from colonnade.store.disk import Disk
+from colonnade.store.durable import append_checksum, read_verified, write_durably
 from colonnade.store.manifest import read_manifest_fields
 
 SETTINGS = (
@@ -162,3 +165,102 @@ def test_a_damaged_older_checkpoint_is_named_and_training_goes_on(name, trained,
     newest = list_checkpoints(folder)[-1]
     listed = {part["file"] for part in read_manifest_fields(store, newest)["segments"]}
     assert {path.name for path in store.glob("segment-*.rows")} == listed  # nothing is left over
+
+
+EDITS = {
+    "train.seed": 7,
+    "embedding.init_scale": 0.5,
+    "embedding.by_table.user.init_scale": 0.5,
+    "data.options.schema.fields": None,
+    "data.options.null_values": ["u1"],
+    "dense.weight_decay": 0.5,
+    "embedding.lr": 0.5,
+    "train.publish_at": "last",
+    "data.path": "d.csv",
+}
+CHANGEABLE = {"dense.weight_decay", "embedding.lr", "train.publish_at", "data.path"}
+
+
+@pytest.fixture
+def edited(trained, tmp_path, request):
+    """A run with one setting of config.yaml edited."""
+    folder, name = tmp_path / "run", request.param
+    shutil.copytree(trained / "run", folder)
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    if name == "data.options.schema.fields":
+        fields = config["data"]["options"]["schema"]["fields"]
+        assert "user" in json.dumps(fields)
+        config["data"]["options"]["schema"]["fields"] = json.loads(
+            json.dumps(fields).replace('"price"', '"prize"', 1)
+        )
+    else:
+        node = config
+        *sections, key = name.split(".")
+        for section in sections:
+            node = node.setdefault(section, {})
+        node[key] = str(trained / "d.csv") if name == "data.path" else EDITS[name]
+    (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
+    return folder, name
+
+
+@pytest.mark.parametrize("edited", EDITS, indirect=True)
+def test_an_edit_that_changes_scores_is_named_and_others_are_not(edited, trained, tmp_path, capsys):
+    folder, name = edited
+    scores = ("--path", trained / "d.csv", "--output", tmp_path / "scores.csv")
+    for command in (
+        ("verify", folder),
+        ("evaluate", folder, "--part", "train"),
+        ("predict", folder, *scores),
+        ("export", folder, tmp_path / "out"),
+        train(trained, folder, "train.epochs=3"),
+    ):
+        capsys.readouterr()
+        status = run(*command)
+        out, error = capsys.readouterr()
+        if name in CHANGEABLE:
+            assert status == 0, (command, error)
+        else:
+            text = " ".join((out + error).split())
+            assert status == 2 and "config.yaml was edited" in text and name in text, (
+                command,
+                text,
+            )
+    if name not in CHANGEABLE:
+        assert run("serve", folder, "--port", 0) == 2
+        assert "config.yaml was edited" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_run_without_a_seal_opens_and_says_so(trained, tmp_path, capsys, monkeypatch):
+    folder = tmp_path / "run"
+    shutil.copytree(trained / "run", folder)
+    for step in list_checkpoints(folder):
+        fields = json.loads(read_verified(header_path(folder, step)))
+        assert fields.pop("settings")["train.seed"] == 0
+        write_durably(Disk(), header_path(folder, step), json.dumps(fields).encode())
+    monkeypatch.setattr(serve, "run_server", lambda *_: None)
+    scores = ("--path", trained / "d.csv", "--output", tmp_path / "scores.csv")
+    for command in (
+        ("verify", folder),
+        ("evaluate", folder, "--part", "train"),
+        ("predict", folder, *scores),
+        ("serve", folder),
+        train(trained, folder, "train.epochs=3"),
+    ):
+        capsys.readouterr()
+        assert run(*command) == 0, command
+        assert "did not record the settings" in " ".join(capsys.readouterr().out.split()), command
+    assert run("verify", folder) == 0  # the new checkpoint has a seal
+    assert "did not record" not in capsys.readouterr().out
+
+
+def test_a_setting_that_changed_on_resume_is_no_edit(trained, tmp_path, capsys):
+    folder = tmp_path / "run"
+    shutil.copytree(trained / "run", folder)
+    settings = ("train.epochs=3", "embedding.lr=0.3", "train.keep_checkpoints=9")
+    assert run(*train(trained, folder, *settings)) == 0
+    for step in list_checkpoints(folder):
+        assert run("verify", folder, "--at", step) == 0
+        assert run("evaluate", folder, "--at", step, "--part", "train") == 0
+    capsys.readouterr()
+    assert run(*train(trained, folder, "train.epochs=4", "embedding.init_scale=0.5")) == 2
+    assert "embedding.init_scale" in capsys.readouterr().err

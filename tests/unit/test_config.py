@@ -10,10 +10,12 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from colonnade.config.model import ModelConfig
 from colonnade.config.run import (
     RunConfig,
     build_config,
     dump_config,
+    list_fixed_settings,
     load_config,
     override_settings,
 )
@@ -208,3 +210,46 @@ def test_a_long_vocabulary_is_read_by_libyaml(monkeypatch):
     assert FileSchema.from_yaml(schema.to_yaml()) == schema
     config = build_config({"data": {"name": "csv", "options": {"schema": schema.to_dict()}}})
     assert build_config(parse_yaml(dump_config(config))) == config
+
+
+def test_what_a_run_keeps_for_life():
+    """Decided beside each setting; by section: a model's are fixed, a plan's are not."""
+    settings = {
+        "embedding.by_table.item.optimizer": "adam", "embedding.by_table.item.lr": 0.1,
+        "embedding.tables.user.eviction.max_rows": 9, "data.options.rows": 5, "data.options.threads": 2,
+        "data.options.test": "elsewhere", "data.options.schema": {"fields": [{"name": "test"}], "threads": 1},
+    }  # fmt: skip
+    fixed = list_fixed_settings(override_settings(RunConfig(), settings))
+    assert fixed["data.options.schema.fields"] == [{"name": "test"}]
+    sections = {"model", "embedding", "dense", "data", "train"}
+    assert {name.split(".")[0] for name in fixed} == sections
+    assert {name for name in fixed if name.startswith("data.")} == {
+        "data.name", "data.options.rows", "data.options.schema.fields", "data.options.schema.threads"
+    }  # fmt: skip
+    assert {name for name in fixed if name.startswith(("train.", "dense."))} == {
+        "train.batch_size", "train.seed", "train.progressive", "dense.optimizer"
+    }  # fmt: skip
+    models = {f"model.{name}" for name in ModelConfig.model_fields} - {
+        "model.compile",
+        "model.towers",
+    }
+    assert {name for name in fixed if name.startswith("model.")} == models
+    rest = {name.removeprefix("embedding.") for name in fixed if name.startswith("embedding.")}
+    assert {name for name in rest if not name.startswith(("admission.", "eviction.", "tables."))} == {
+        "optimizer", "init_scale", "dtype", "master", "wide.optimizer", "wide.init_scale",
+        "by_table.item.optimizer", "by_table.item.init_scale",
+    }  # fmt: skip
+    assert rest >= {"tables.user.eviction.max_rows", "admission.updates", "eviction.max_rows"}
+    towers = override_settings(RunConfig(), {"model.towers": 2, "model.tower_dim": 4})
+    assert list_fixed_settings(towers)["model.towers"] == 2
+
+
+def test_a_long_setting_is_compared_by_its_digest():
+    def digest(texts):
+        options = {"data.options.schema": {"vocabulary": texts}}
+        fixed = list_fixed_settings(override_settings(RunConfig(), options))
+        return fixed["data.options.schema.vocabulary"]
+
+    texts = [f"text {i}" for i in range(1000)]
+    assert digest(texts) == digest(list(texts)) != digest(texts[::-1])
+    assert len(digest(texts)) < 100

@@ -99,6 +99,7 @@ class Checkpoints:
         self.folder, self.mesh, self.backings = folder, mesh, tuple(backings)
         self.keep, self.disk = keep, disk
         self.run = run
+        self.sealed_settings: dict[str, Any] = {}  # for the headers of new checkpoints; {}: none
         self.destinations: list[Destination] = []  # each receives every checkpoint
         self.outside_folders: list[Path] = []  # directories of this run outside its folder
         self._writing: Thread | None = None
@@ -194,7 +195,8 @@ class Checkpoints:
         files = collect_file_entries(self.folder, stores, step, written, self.mesh)
         if self.mesh.rank == 0:
             try:
-                content = json.dumps(snapshot.header | files, indent=2, default=str).encode()
+                header = snapshot.header | {"settings": self.sealed_settings} | files
+                content = json.dumps(header, indent=2, default=str).encode()
                 write_durably(self.disk, header_path(self.folder, step), content)
             except (ColonnadeError, OSError) as error:
                 own_error = error

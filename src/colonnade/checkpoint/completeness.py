@@ -26,9 +26,11 @@ from colonnade.checkpoint.header import (
     header_path,
     list_checkpoints,
     read_header,
+    resolve_step,
     state_folder,
 )
 from colonnade.comm.differences import MAX_SHOWN, format_ranks
+from colonnade.config.run import RunConfig, list_fixed_settings, load_config
 from colonnade.errors import CheckpointError, ColonnadeError, WorldError
 from colonnade.store.durable import read_checksum, read_verified
 from colonnade.store.manifest import file_name
@@ -38,6 +40,7 @@ from colonnade.store.verification import (
     verify_file,
     verify_store,
 )
+from colonnade.terminal import print_text
 
 if TYPE_CHECKING:
     from colonnade.comm.mesh import Mesh
@@ -120,6 +123,8 @@ def find_file_problems(
     share: slice of the files to check. Reads manifests and the last lines of state files.
     """
     step = header["step"]
+    if not share.start and (edit := find_edited_setting(folder, header)):
+        yield folder / "config.yaml", edit
     for name, checksum in list(header["states"].items())[share]:
         path = state_folder(folder, step) / name
         shown_path = f"checkpoints/{path.parent.name}/{name}"
@@ -145,6 +150,35 @@ def find_file_problems(
             yield rows, _find_damaged_manifest(rows, tables, step) or (
                 f"rows/{name} is not what this run saved there: of another run or rank, or cut short"
             )  # fmt: skip
+
+
+def find_edited_setting(folder: Path, header: Mapping[str, Any]) -> str | None:
+    """Describe how a run's config.yaml, which has no checksum, differs from what a checkpoint was trained with.
+
+    None: it does not, or the header does not record it, as those of collections and of an older Colonnade. Raises
+    ConfigError if it is missing or cannot be read.
+    """
+    if not header.get("settings"):
+        return None
+    defaults = list_fixed_settings(RunConfig())  # for settings that a later Colonnade has added
+    got = defaults | list_fixed_settings(load_config(folder / "config.yaml"))
+    wanted = defaults | header["settings"]
+    edited = [name for name in got | wanted if got.get(name) != wanted.get(name)]
+    if not edited:
+        return None
+    values = f"got {edited[0]}={got.get(edited[0])!r}, wanted {wanted.get(edited[0])!r}"
+    return f"config.yaml was edited: {values}, as this checkpoint was trained"
+
+
+def print_missing_seal(folder: Path, at: int | str | None) -> None:
+    """Print if a run's checkpoint does not record the settings that decide its scores. at: as of `resolve_step`."""
+    if (folder / "checkpoints").is_dir() and (folder / "config.yaml").is_file():
+        step = resolve_step(folder, at)
+        if not read_header(folder, step).get("settings"):
+            print_text(
+                f"The checkpoint of step {step} is of an older Colonnade, which did not record the settings that "
+                f"decide scores: edits of {folder / 'config.yaml'} are not noticed. New checkpoints record them"
+            )
 
 
 def _raise_checkpoint_problems(folder: Path, step: int | None, problems: Iterable[str]) -> None:

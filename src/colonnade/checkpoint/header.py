@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter, ValidationError
-from typing_extensions import TypedDict
+from typing_extensions import NotRequired, TypedDict
 
 from colonnade.errors import CheckpointError, CorruptionError
 from colonnade.formats import check_format_version, parse_json_object
@@ -52,6 +52,7 @@ class _Header(TypedDict):
     shardings: dict[str, _Sharding]
     states: dict[StateName, str]
     rows: dict[FileName, list[list[FileName]]]
+    settings: NotRequired[dict[str, Any]]
 
 
 _HEADER = TypeAdapter(_Header)

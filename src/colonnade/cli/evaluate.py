@@ -33,6 +33,7 @@ def evaluate(
     """Compute the metrics of a checkpoint: AUC and log loss, or the model's own.
 
     The checkpoint may come from any number of ranks. The folder is not changed."""
+    from colonnade.checkpoint.completeness import print_missing_seal
     from colonnade.checkpoint.header import explain_chosen_step, resolve_step
     from colonnade.comm.mesh import Mesh
     from colonnade.run.run import load_run_config, open_run
@@ -66,6 +67,7 @@ def evaluate(
         raise DataError(
             f"got no samples in the {part} part, wanted some; choose another with --part"
         )
+    print_missing_seal(run, step)
     console = Terminal()
     console.print(f"{run}, step {step} ({explain_chosen_step(run, step)}), {part}:")
     for name, value in metrics.items():

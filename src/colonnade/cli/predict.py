@@ -59,8 +59,7 @@ def predict(
 ) -> None:
     """Score files with a trained model.
 
-    Scores equal those of evaluating the same checkpoint, bit for bit. Rows are mapped read-only, without training
-    state."""
+    Scores equal those of evaluating the same checkpoint, bit for bit. Rows are mapped read-only."""
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -69,6 +68,7 @@ def predict(
         TimeRemainingColumn,
     )
 
+    from colonnade.checkpoint.completeness import print_missing_seal
     from colonnade.checkpoint.header import explain_chosen_step
     from colonnade.cli.score_files import ScoreFile
     from colonnade.cli.score_inputs import open_inputs
@@ -80,7 +80,7 @@ def predict(
         raise ConfigError(
             "nothing to score: give --path FILE, or --part (train, validation or test) for the model's own data"
         )
-    console = Terminal(stderr=True)
+    console, is_run = Terminal(stderr=True), (model / "checkpoints").is_dir()
     with Predictor.open(model, at=at) as predictor:
         config = predictor.config
         assert config is not None  # since the model could be built
@@ -103,7 +103,7 @@ def predict(
                 file.add(batch, scores)
                 progress.update(task, completed=file.num_samples)
         seconds = time.perf_counter() - started
-        is_run = (model / "checkpoints").is_dir()
+        print_missing_seal(model, predictor.step)
         choice = f" ({explain_chosen_step(model, predictor.step)})" if is_run else ""
         print_text(
             f"step {predictor.step}{choice}: {file.num_samples:,} samples scored, "

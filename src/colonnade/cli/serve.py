@@ -162,6 +162,7 @@ def serve(
 
     Stops on SIGTERM or Ctrl-C after answering the requests in progress."""
     check_packages(grpc_port is not None)
+    from colonnade.checkpoint.completeness import print_missing_seal
     from colonnade.machine import check_worker_count
     from colonnade.predict.approximate import check_index_kind
     from colonnade.processors import count_usable_processors
@@ -171,6 +172,7 @@ def serve(
 
     check_index_kind(index)
     check_model_path(model, copy, at, wait)
+    print_missing_seal(Path(model), at)
     if (tls_cert is None) != (tls_key is None):
         raise ConfigError("--tls-cert, --tls-key: got one of the two, wanted both or none")
     threads = check_worker_count(

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from colonnade.config.section import Section
+from colonnade.config.section import CHANGEABLE, Section
 
 Width = Annotated[int, Field(ge=1)]
 
@@ -86,5 +86,5 @@ class ModelConfig(Section):
     dropout: float | None = Field(None, ge=0, lt=1)
     """Fraction of activations set to zero in training (sasrec); default 0. Above 0, results depend on the number of
     ranks and agree only on average."""
-    compile: bool = False
+    compile: Annotated[bool, CHANGEABLE] = False
     """Compile the dense network with torch.compile: slower to start, then faster."""

@@ -6,6 +6,8 @@ run can be repeated from its folder.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -22,7 +24,7 @@ from colonnade.config.plan import (
 )
 from colonnade.config.problems import explain_errors, explain_unknown_setting
 from colonnade.config.retention import AdmissionConfig, EvictionConfig, OpenTableConfig
-from colonnade.config.section import Section
+from colonnade.config.section import FIXED, Section, iterate_fixed_settings
 from colonnade.errors import CheckpointError, ConfigError
 from colonnade.formats import (
     YamlDumper,
@@ -34,6 +36,8 @@ from colonnade.formats import (
 
 Width = Annotated[int, Field(ge=1)]
 DEFAULT_BATCH_SIZE = 4096
+LONGEST_TEXT = 500
+"""Number of characters of a setting in JSON beyond which its digest is compared and stored."""
 
 
 OWN = "own"
@@ -41,21 +45,25 @@ OWN = "own"
 
 
 class DataConfig(Section):
-    name: str = "synthetic"
+    name: Annotated[str, FIXED] = "synthetic"
     """Source of the samples: parquet, csv, criteo, movielens, movielens_retrieval, gowalla, fb15k237, power_law or
     synthetic."""
     path: str | None = None
     """File or folder of the data; default: the source's folder in $COLONNADE_DATA."""
-    options: dict[str, Any] = {}
+    options: Annotated[dict[str, Any], FIXED] = {}
     """Options of the source, by name (`colonnade settings data.options` lists them)."""
     readers: int = Field(0, ge=0)
     """Number of processes per rank that read training batches ahead; 0: the lookahead thread reads them."""
-    last_batch: Literal["keep", "drop", "merge"] = "keep"
+    last_batch: Annotated[Literal["keep", "drop", "merge"], FIXED] = "keep"
     """What becomes of the last batch of a training epoch, of all ranks together, if it is smaller than the others:
     keep it, drop it, or merge it into the batch before it. BatchNorm needs two samples on every rank."""
     next_use_hints: bool = False
     """Read each epoch once before training on it, so that memory keeps the rows needed soonest. Fewer reads from files,
     the same results."""
+
+
+CHANGEABLE_OPTIONS = ("threads", "validation", "test")
+"""Names in `data.options` that may change when a run resumes: they say where data is, as `data.path` does."""
 
 
 class ScheduleConfig(Section):
@@ -115,22 +123,22 @@ class RowOptimizerConfig(Section):
 class WideConfig(RowOptimizerConfig):
     """First-order weights (fm, nfm, wide_deep, deepfm). Without an optimizer of their own they use that of the rows."""
 
-    optimizer: RowOptimizerName | None = None
+    optimizer: Annotated[RowOptimizerName | None, FIXED] = None
     """Optimizer of the first-order weights, e.g. ftrl; default: embedding.optimizer with its settings."""
     lr: float | None = Field(None, ge=0)
     """Learning rate of the first-order weights; default: embedding.lr."""
-    init_scale: float = Field(0.0, ge=0)
+    init_scale: Annotated[float, FIXED] = Field(0.0, ge=0)
     """Half-width of the uniform distribution of new first-order weights, +-init_scale."""
 
 
 class TableEmbeddingConfig(RowOptimizerConfig):
     """Initial values and optimizer of one table's rows. Settings left out are those of all rows."""
 
-    optimizer: RowOptimizerName | None = None
+    optimizer: Annotated[RowOptimizerName | None, FIXED] = None
     """Optimizer of the table's rows; default: embedding.optimizer with its settings, except those set for the table."""
     lr: float | None = Field(None, ge=0)
     """Learning rate of the table's rows; default: embedding.lr."""
-    init_scale: float | None = Field(None, ge=0)
+    init_scale: Annotated[float | None, FIXED] = Field(None, ge=0)
     """Half-width of the uniform distribution of the table's new rows; default: embedding.init_scale."""
     max_norm: float | None = Field(None, gt=0)
     """Largest 2-norm of an updated row; longer rows are scaled down to it. Default: embedding.max_norm."""
@@ -139,15 +147,15 @@ class TableEmbeddingConfig(RowOptimizerConfig):
 
 
 class EmbeddingConfig(RowOptimizerConfig):
-    optimizer: RowOptimizerName = "rowwise_adagrad"
+    optimizer: Annotated[RowOptimizerName, FIXED] = "rowwise_adagrad"
     """Optimizer of embedding rows."""
     lr: float = Field(0.02, ge=0)
     """Learning rate of embedding rows."""
-    init_scale: float | None = Field(None, ge=0)
+    init_scale: Annotated[float | None, FIXED] = Field(None, ge=0)
     """Half-width of the uniform distribution of new rows, +-init_scale; default 1/sqrt(dim)."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    dtype: Annotated[Literal["float32", "bfloat16", "float16"], FIXED] = "float32"
     """Data type of the rows' weights; updates of 16-bit weights are rounded stochastically."""
-    master: bool = False
+    master: Annotated[bool, FIXED] = False
     """Store the lower half of each bfloat16 weight with the optimizer state, so that updates are those of float32."""
     max_norm: float | None = Field(None, gt=0)
     """Largest 2-norm of an updated row; longer rows are scaled down to it. Default: no limit."""
@@ -157,11 +165,11 @@ class EmbeddingConfig(RowOptimizerConfig):
     """Optimizer, learning rate, initial values and bounds of single tables, by table name."""
     wide: WideConfig = WideConfig()
     """First-order weights, in models that have them."""
-    admission: AdmissionConfig = AdmissionConfig()
+    admission: Annotated[AdmissionConfig, FIXED] = AdmissionConfig()
     """Admission of new rows to every open table."""
-    eviction: EvictionConfig = EvictionConfig()
+    eviction: Annotated[EvictionConfig, FIXED] = EvictionConfig()
     """Eviction of rows from every open table; max_rows counts each table by itself."""
-    tables: dict[str, OpenTableConfig] = {}
+    tables: Annotated[dict[str, OpenTableConfig], FIXED] = {}
     """Admission and eviction of single open tables, by table name."""
     schedule: ScheduleConfig = ScheduleConfig()
     """Schedule of the rows' learning rate."""
@@ -173,7 +181,7 @@ class EmbeddingConfig(RowOptimizerConfig):
 
 
 class DenseConfig(Section):
-    optimizer: Literal["adam", "sgd", "adagrad"] = "adam"
+    optimizer: Annotated[Literal["adam", "sgd", "adagrad"], FIXED] = "adam"
     """Optimizer of the dense network, from torch.optim."""
     lr: float | None = Field(None, ge=0)
     """Learning rate of the dense network. Default: for data in files by the number of training samples; else 0.001."""
@@ -207,7 +215,7 @@ def _validate_loss_scale(value: Any) -> Any:
 
 
 class TrainConfig(Section):
-    batch_size: int | None = Field(None, ge=1)
+    batch_size: Annotated[int | None, FIXED] = Field(None, ge=1)
     """Number of samples per step over all ranks. The same number trains the same model on any number of ranks. Default:
     for data in files by the number of training samples; else 4096."""
     epochs: int | None = Field(None, ge=0)
@@ -233,7 +241,7 @@ class TrainConfig(Section):
     their own; else 0."""
     min_delta: float = Field(0.0, ge=0)
     """Smallest improvement of the monitor that counts as better."""
-    progressive: bool = False
+    progressive: Annotated[bool, FIXED] = False
     """Train epoch e on day e of the data, and test on each day before training on it."""
     checkpoint_steps: int = Field(0, ge=0)
     """Number of steps between checkpoints; 0: at the end of each epoch and at each best score."""
@@ -253,7 +261,7 @@ class TrainConfig(Section):
     none."""
     warm_start_skip: list[str] = []
     """Names of tables and dense parameters that warm_start does not load."""
-    seed: int = Field(0, ge=0, lt=2**63)
+    seed: Annotated[int, FIXED] = Field(0, ge=0, lt=2**63)
     """Seed of initial rows, initial dense weights and the order of samples."""
     on_non_finite: Literal["stop", "skip"] = "stop"
     """Reaction to NaN or inf in a loss or gradient: stop the run, or skip the step on every rank."""
@@ -304,7 +312,7 @@ class TrainConfig(Section):
 
 class RunConfig(Section):
     data: DataConfig = DataConfig()
-    model: ModelConfig = ModelConfig()
+    model: Annotated[ModelConfig, FIXED] = ModelConfig()
     embedding: EmbeddingConfig = EmbeddingConfig()
     dense: DenseConfig = DenseConfig()
     plan: PlanConfig = PlanConfig()
@@ -349,6 +357,26 @@ class RunConfig(Section):
                 "exchange and a sharding, or leave hbm out"
             )
         return self
+
+
+def list_fixed_settings(config: RunConfig) -> dict[str, Any]:
+    """Return the settings that a run keeps for life by dotted name, as JSON has them; digests of long values.
+
+    The others may change when it resumes: learning rates, the plan, and others that decide no scores.
+    """
+    texts = {
+        name: json.dumps(value, sort_keys=True, default=str)
+        for name, value in iterate_fixed_settings(config)
+        if name.removeprefix("data.options.") not in CHANGEABLE_OPTIONS
+        # Without tower modules, towers only decide where rows are stored.
+        and (name != "model.towers" or config.model.tower_dim is not None)
+    }
+    return {
+        name: json.loads(text)
+        if len(text) <= LONGEST_TEXT
+        else f"blake2b {hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}"
+        for name, text in texts.items()
+    }
 
 
 FORMAT = "colonnade config"

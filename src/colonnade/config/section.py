@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -34,3 +35,23 @@ class Section(BaseModel, metaclass=_SectionType):
     model_config = ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
     )
+
+
+FIXED, CHANGEABLE = "fixed on resume", "changeable on resume"
+"""Marks of a setting, or of a section's settings without marks of their own: whether a run may resume with another
+value. Settings without any mark may change. Those that decide scores or the form of saved state are fixed."""
+
+
+def iterate_fixed_settings(
+    value: Any, path: str = "", mark: str = CHANGEABLE
+) -> Iterator[tuple[str, Any]]:
+    """Yield dotted name and value of each fixed setting in `value`. mark: of the setting at `path`."""
+    if isinstance(value, Section):
+        for name, field in type(value).model_fields.items():
+            own_mark = next((part for part in field.metadata if part in (FIXED, CHANGEABLE)), mark)
+            yield from iterate_fixed_settings(getattr(value, name), f"{path}.{name}", own_mark)
+    elif isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from iterate_fixed_settings(part, f"{path}.{key}", mark)
+    elif mark == FIXED:
+        yield path.removeprefix("."), value

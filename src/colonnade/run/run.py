@@ -26,14 +26,25 @@ from colonnade.checkpoint.checkpoints import (
     open_checkpoints,
     restore_trainer,
 )
-from colonnade.checkpoint.completeness import check_folder_is_shared
-from colonnade.checkpoint.header import list_checkpoints, resolve_step
+from colonnade.checkpoint.completeness import (
+    check_folder_is_shared,
+    find_edited_setting,
+    print_missing_seal,
+)
+from colonnade.checkpoint.header import list_checkpoints, read_header, resolve_step
 from colonnade.comm.mesh import Mesh
 from colonnade.comm.peer_status import report_errors_to_peers
 from colonnade.comm.process_groups import assign_server_ranks
 from colonnade.comm.traffic import Traffic
 from colonnade.config.plan import MemoryConfig
-from colonnade.config.run import OWN, RunConfig, dump_config, load_config, override_settings
+from colonnade.config.run import (
+    OWN,
+    RunConfig,
+    dump_config,
+    list_fixed_settings,
+    load_config,
+    override_settings,
+)
 from colonnade.data import Splits
 from colonnade.data.processes import read_in_processes
 from colonnade.data.tabular.tables import build_portable_options
@@ -54,7 +65,6 @@ from colonnade.run.cross_rank_check import (
     check_config_on_all_ranks,
     check_model_on_all_ranks,
     check_plan_on_all_ranks,
-    flatten_to_dotted_names,
 )
 from colonnade.run.defaults import (
     describe_settings,
@@ -239,6 +249,11 @@ def open_run(
             "read it with colonnade.load_checkpoint"
         )
     set_num_threads(config.train.threads, mesh)
+    if folder is not None and list_checkpoints(folder):
+        # Before data and model are opened by settings that may have been edited.
+        header = read_header(folder, resolve_step(folder, "last" if at is None else at))
+        if edit := find_edited_setting(folder, header):
+            raise CheckpointError(f"{folder}: {edit}. Restore it from a copy")
     if data is None:
         config, data, chosen_settings = open_data(config, folder)
         if console and chosen_settings:
@@ -448,7 +463,10 @@ def _open_checkpoints_and_rows(
             directories=() if plan is None else plan.ssd,
             write_budget=None if plan is None else plan.write_budget,
         )
+        checkpoints.sealed_settings = list_fixed_settings(setup.config)
         if step is not None and not setup.read_only:
+            if console is not None:
+                print_missing_seal(folder, step)
             lost_checkpoints = describe_lost_checkpoints(checkpoints)  # collective
             if console is not None:
                 for line in lost_checkpoints:
@@ -583,32 +601,15 @@ def load_run_config(folder: Path) -> RunConfig:
 
 
 def _check_can_resume(folder: Path, config: RunConfig) -> None:
-    """Raise CheckpointError if a folder's run cannot resume with these settings.
-
-    Learning rates and the plan may change.
-    """
+    """Raise CheckpointError if a folder's run cannot resume with these settings (`list_fixed_settings`)."""
     path = folder / "config.yaml"
     if not path.exists() or not list_checkpoints(folder):
         return
-    recorded_config = load_config(path)
     if not path.read_bytes().strip():
         raise CheckpointError(f"{path} is empty, wanted the run's settings; restore it from a copy")
-    fixed_prefixes = (
-        "model.", "embedding.optimizer", "embedding.wide.optimizer",
-        "embedding.admission", "embedding.eviction", "embedding.tables",
-        "dense.optimizer", "data.name", "data.options", "data.last_batch", "train.seed", "train.progressive",
-    )  # fmt: skip
-    free_names = ["model.compile", "data.options.threads"]
-    recorded_settings, settings = (
-        flatten_to_dotted_names(recorded_config.model_dump()),
-        flatten_to_dotted_names(config.model_dump()),
-    )
-    if recorded_settings.get("model.tower_dim") is settings["model.tower_dim"] is None:
-        free_names.append("model.towers")  # they only decide where rows are stored
+    recorded_settings, settings = map(list_fixed_settings, (load_config(path), config))
     for name in [*settings, *recorded_settings]:
-        is_fixed = name.startswith((*fixed_prefixes, "train.batch_size")) and name not in free_names
-        is_fixed |= name.startswith("embedding.by_table.") and name.endswith(".optimizer")
-        if is_fixed and recorded_settings.get(name) != settings.get(name):
+        if recorded_settings.get(name) != settings.get(name):
             tower_note = "tower" in name and (
                 f". Modules of other towers start anew; train.warm_start={folder} takes what agrees to another folder"
             )
