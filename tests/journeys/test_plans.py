@@ -11,7 +11,7 @@ LATE = "--set plan.staleness_steps=3"
 
 
 @pytest.mark.slow
-@pytest.mark.budget(60)
+@pytest.mark.budget(80)
 @pytest.mark.parametrize(
     "settings",
     [
@@ -44,7 +44,7 @@ def test_rows_on_disk_have_the_bits_of_rows_in_memory(shell):
 
 
 @pytest.mark.slow
-@pytest.mark.budget(100)
+@pytest.mark.budget(150)
 def test_servers_store_the_rows_of_two_trainers(shell):
     """The bits are those of two ranks without a server. The run goes on without servers, and then with two."""
     write_shop(shell)
@@ -71,7 +71,7 @@ def test_late_reads_move_to_another_number_of_ranks(shell):
 
 
 @pytest.mark.slow
-@pytest.mark.budget(100)
+@pytest.mark.budget(150)
 def test_interrupted_run_of_all_roles_resumes(shell):
     """Two trainers with late reads and reader processes, and a server with rows on disk: Ctrl-C, then SIGTERM."""
     write_shop(shell)
