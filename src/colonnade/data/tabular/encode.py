@@ -45,7 +45,14 @@ from colonnade.data.tabular.hashing import (
     hash_to_rows,
     view_text_buffers,
 )
-from colonnade.data.tabular.times import DAY, MICROS, UNITS, convert_to_microseconds, parse_time
+from colonnade.data.tabular.times import (
+    DAY,
+    MICROS,
+    UNITS,
+    Unit,
+    convert_to_microseconds,
+    parse_time,
+)
 
 FIX = "Repair or remove the row"
 
@@ -170,7 +177,7 @@ def parse_times(
     field: Number | Time, array: pa.Array
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     """Return microseconds since 1970 (S,) and a missing mask (S,). Raises InvalidValue for the first invalid time."""
-    unit = field.unit or "s"
+    unit: Unit = field.unit or "s"
     try:
         return convert_to_microseconds(array, unit)
     except pa.ArrowInvalid:
@@ -409,7 +416,7 @@ def _look_up_vocabulary(
         # Both sides are compared as signed 64-bit numbers, like all ids.
         array, known = (
             pa.array(_to_int64(array)),
-            pa.array([wrap_unsigned(int(v)) for v in field.vocabulary]),
+            pa.array([wrap_unsigned(int(value)) for value in field.vocabulary]),
         )
     indices = pc.index_in(array, value_set=known)
     ids = np.array(pc.fill_null(indices, -1).to_numpy(zero_copy_only=False)).astype(np.int64)
@@ -455,7 +462,7 @@ def encode_lists(
             if not is_item.all():
                 elements, rows = elements.filter(pa.array(is_item)), rows[is_item]
                 numbers = None if numbers is None else numbers[is_item]
-                lengths = np.bincount(rows, minlength=len(lengths))
+                lengths = np.bincount(rows, minlength=len(lengths)).astype(np.int64)
         ends = np.cumsum(lengths)
         begins = ends - lengths
         offsets = np.append(begins, ends[-1:] if len(ends) else [0])

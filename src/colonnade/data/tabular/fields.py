@@ -196,7 +196,7 @@ class Number(DeclaredField):
     """ISO time (UTC) to which the column's times are converted as days before it. `newest`: the newest time of the
     training samples, which replaces this setting when the files are opened."""
     unit: Unit | None = None
-    """With days_before: unit of the column's numbers, as of a time."""
+    """Unit of the numbers of a column of times, with days_before. Default: as that of a time."""
 
     def _check_settings(self) -> None:
         if self.unit is not None and self.days_before is None:

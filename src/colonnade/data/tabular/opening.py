@@ -110,7 +110,7 @@ def _resolve_time_units(files: TableFiles) -> FileSchema:
         if field.column not in units and field.unit is None:
             blocks = range(len(files.lengths))
             first = (files.find_time_unit(block, field.column) for block in blocks)
-            unit, share = next(filter(None, first), ("s", 0.0))
+            unit, share = next(filter(None, first), None) or ("s", 0.0)
             units[field.column] = unit if share > 0.5 else "s"
         if units.setdefault(field.column, field.unit or "s") != (field.unit or units[field.column]):
             raise ConfigError(
