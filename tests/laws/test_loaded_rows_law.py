@@ -82,7 +82,7 @@ def wanted(optimizer):
 
 
 def test_steps_equal_those_of_torch():
-    """As a parameter of each row that is stepped when it is used."""
+    """The twin has a parameter for each row, which is stepped when the row is used."""
     makers = {
         "adam": lambda p: torch.optim.Adam(p, lr=0.1),
         "adamw": lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.1),

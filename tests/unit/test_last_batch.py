@@ -19,7 +19,7 @@ FAST = {"batch_size": 20, "quiet": True, "threads": 1}
 
 
 class Normalized(Net):
-    """With a BatchNorm, which refuses to train on one sample."""
+    """Network with a BatchNorm, which refuses to train on one sample."""
 
     def __init__(self, **changes):
         super().__init__(**changes)

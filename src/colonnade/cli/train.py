@@ -250,11 +250,12 @@ def train_seeds(config: RunConfig, folder: Path, ranks: int, seeds: int, at: int
     if seeds == 1:
         train_run(config, folder, ranks, at)
         return
-    from statistics import fmean, stdev
+    from statistics import stdev
 
     from colonnade.checkpoint.header import list_checkpoints
     from colonnade.cli.ranks import is_under_torchrun
     from colonnade.config.run import override_settings
+    from colonnade.report.intervals import student
     from colonnade.terminal import Terminal
     from colonnade.train.best import select_judged
 
@@ -275,10 +276,15 @@ def train_seeds(config: RunConfig, folder: Path, ranks: int, seeds: int, at: int
         if not summary or summary["stopped"]:
             return
         metrics.append(select_judged(summary["metrics"]))
-    console.print(f"mean and standard deviation of {seeds} seeds", style="bold")
+    console.print(
+        f"mean of {seeds} seeds ± standard deviation (95 % interval of the mean)", style="bold"
+    )
     for name in metrics[0]:
         values = [by_name.get(name, float("nan")) for by_name in metrics]
-        console.print(f"{name.replace('_', ' ')}: {fmean(values):.4f} ± {stdev(values):.4f}")
+        mean, half_width = student(values)
+        console.print(
+            f"{name.replace('_', ' ')}: {mean:.4f} ± {stdev(values):.4f} (± {half_width:.4f})"
+        )
     console.print(f"compare them: colonnade compare {folder}/*", markup=False, soft_wrap=True)
 
 
