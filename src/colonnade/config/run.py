@@ -228,7 +228,7 @@ class TrainConfig(Section):
     evaluate_steps: int = Field(0, ge=0)
     """Number of steps between evaluations; 0: at the end of each epoch only."""
     test_at: Literal["end", "evaluations"] = "end"
-    """When to compute the metrics of the test part: once, at the end, of the best step; or at every evaluation. Weights
+    """Moments at which the metrics of the test part are computed: once, at the end, of the best step; or at every evaluation. Weights
     of an earlier step that cannot be read back at the end (without a run folder, or in `colonnade.fit`) are tested at
     each best score so far."""
     monitor: str | None = None
