@@ -287,6 +287,7 @@ def test_no_run_wins_within_rounding_or_two_standard_errors_of_paired_blocks(tmp
     random = Random(1)
     noise = [random.gauss(0, 0.02) for _ in range(64)]
     other = [random.gauss(0, 0.02) for _ in range(64)]
+    other = [value - sum(other) / 64 for value in other]  # errors of 0.0025
     base = [0.8 + value for value in noise]
     worse = [value - 0.002 + 0.0005 * one for value, one in zip(base, other, strict=True)]
     level = [value - 0.002 + one for value, one in zip(base, other, strict=True)]

@@ -147,15 +147,23 @@ def blocks_of(mesh, batch_size, seed):
     data = open_tensors(**columns(3001, seed), name="own")
     metrics = evaluate(Scores(), data, batch_size, mesh)
     assert isinstance(metrics, BlockedMetrics)
-    return json.dumps(metrics.compute_blocks())  # NaN is equal to NaN
+    return metrics.compute_blocks()
+
+
+def assert_same_blocks(blocks, other):
+    """Scores may differ in their last bit, because a batch's last samples are computed one by one."""
+    assert (
+        blocks["digest"] == other["digest"] and blocks["metrics"].keys() == other["metrics"].keys()
+    )
+    for name, values in blocks["metrics"].items():
+        assert values == pytest.approx(other["metrics"][name], rel=1e-12, nan_ok=True), name
 
 
 def test_blocks_depend_on_the_samples_alone():
     one = blocks_of(Mesh(), 100, 5)
-    assert blocks_of(Mesh(), 64, 5) == one
-    assert run_ranks(3, blocks_of, 128, 5) == [one] * 3
-    other, one = json.loads(blocks_of(Mesh(), 100, 6)), json.loads(one)
-    assert other["digest"] != one["digest"]
+    for other in (blocks_of(Mesh(), 64, 5), *run_ranks(3, blocks_of, 128, 5)):
+        assert_same_blocks(other, one)
+    assert blocks_of(Mesh(), 100, 6)["digest"] != one["digest"]
     sizes = one["metrics"]["num_samples"]
     assert len(sizes) == NUM_BLOCKS and sum(sizes) == 3001 and max(sizes) - min(sizes) <= 4
     data = open_tensors(**columns(3001, 5), name="own")

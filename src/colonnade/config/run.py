@@ -55,8 +55,8 @@ class DataConfig(Section):
     readers: int = Field(0, ge=0)
     """Number of processes per rank that read training batches ahead; 0: the lookahead thread reads them."""
     last_batch: Annotated[Literal["keep", "drop", "merge"], FIXED] = "keep"
-    """Treatment of an epoch's last batch, of all ranks together, if it is smaller than the others: keep it, drop it, or
-    merge it into the batch before it. BatchNorm needs two samples on every rank."""
+    """What becomes of the last batch of a training epoch, of all ranks together, if it is smaller than the others:
+    keep it, drop it, or merge it into the batch before it. BatchNorm needs two samples on every rank."""
     next_use_hints: bool = False
     """Read each epoch once before training on it, so that memory keeps the rows needed soonest. Fewer reads from files,
     the same results."""
@@ -228,8 +228,8 @@ class TrainConfig(Section):
     evaluate_steps: int = Field(0, ge=0)
     """Number of steps between evaluations; 0: at the end of each epoch only."""
     test_at: Literal["end", "evaluations"] = "end"
-    """Moments at which the metrics of the test part are computed: once, at the end, of the best step; or at every evaluation. Weights
-    of an earlier step that cannot be read back at the end (without a run folder, or in `colonnade.fit`) are tested at
+    """Evaluations of the test part: one, at the end, of the best step; or one at every evaluation. Weights of an
+    earlier step that cannot be read back at the end (without a run folder, or in `colonnade.fit`) are tested at
     each best score so far."""
     monitor: str | None = None
     """Metric of the validation part that selects the best step and decides early stopping, e.g. auc, log_loss. Default:

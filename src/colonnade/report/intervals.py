@@ -34,3 +34,16 @@ def interval(differences: Sequence[ArrayLike]) -> tuple[float, float]:
     mean, of_samples = student(np.mean(np.asarray(differences), axis=0).tolist())
     of_seeds = student([float(np.mean(np.asarray(difference))) for difference in differences])[1]
     return mean, of_samples if isnan(of_seeds) else hypot(of_samples, of_seeds)
+
+
+BlockValues = tuple[str, list[float]]
+"""Digest of the test part's samples, and a metric of each of their fixed blocks; NaN where a block has none."""
+
+
+def are_level(one: BlockValues | None, other: BlockValues | None) -> bool:
+    """Return whether two runs differ by less than two standard errors; False if they cannot be paired by block."""
+    if one is None or other is None or one[0] != other[0]:
+        return False
+    pairs = zip(one[1], other[1], strict=False)
+    mean, half_width = student([a - b for a, b in pairs if not isnan(a - b)] or [nan])
+    return abs(mean) <= half_width

@@ -18,12 +18,11 @@ from colonnade.report.formatting import (
     format_seconds,
     format_setting,
 )
+from colonnade.report.intervals import BlockValues, are_level
 from colonnade.report.page import NumberTable, render_page
 from colonnade.report.reading import (
-    BlockValues,
     RunRecord,
     TableFigures,
-    are_level,
     collect_metrics,
     collect_table_figures,
     find_best,

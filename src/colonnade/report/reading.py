@@ -19,7 +19,7 @@ from colonnade.checkpoint.header import list_checkpoints
 from colonnade.errors import CheckpointError
 from colonnade.formats import check_format_version, make_format_stamp, parse_yaml, read_text_file
 from colonnade.report.formatting import format_metric_name
-from colonnade.report.intervals import student
+from colonnade.report.intervals import BlockValues
 from colonnade.train.best import Best, get_direction, is_judged
 from colonnade.train.metrics_file import FILE_NAME, ROWS_FILE_NAME, read_metrics_lines
 
@@ -296,10 +296,6 @@ def value_at_selection(
     return earlier[-1] if earlier else points[0]
 
 
-BlockValues = tuple[str, list[float]]
-"""Digest of the test part's samples, and a metric of each of their fixed blocks; NaN where a block has none."""
-
-
 def find_block_values(
     run: RunRecord, part: str, metric: str, selection: SelectedEvaluation | None
 ) -> BlockValues | None:
@@ -312,15 +308,6 @@ def find_block_values(
     if not lines or part != "test" or metric not in lines[-1]["metrics"]:
         return None
     return lines[-1]["digest"], lines[-1]["metrics"][metric]
-
-
-def are_level(one: BlockValues | None, other: BlockValues | None) -> bool:
-    """Return whether two runs differ by less than two standard errors; False if they cannot be paired by block."""
-    if one is None or other is None or one[0] != other[0]:
-        return False
-    pairs = zip(one[1], other[1], strict=False)
-    mean, half_width = student([a - b for a, b in pairs if not math.isnan(a - b)] or [math.nan])
-    return abs(mean) <= half_width
 
 
 def sum_metrics_lines(run: RunRecord, line_kind: str) -> dict[str, float]:

@@ -167,7 +167,8 @@ class TrainingRun:
         step = last_step if trainer.best.step is None else trainer.best.step
         metrics = trainer.test() if step == last_step else self._test_checkpoint(step)
         outcome.metrics |= metrics
-        trainer.progress.record_line(step, "evaluate", lambda: metrics)
+        epoch = outcome.metrics["epoch"]  # of the same step
+        trainer.progress.record_line(step, "evaluate", lambda: {"epoch": epoch, **metrics})
         outcome.seconds += time.perf_counter() - started
 
     def _test_checkpoint(self, step: int) -> dict[str, float]:

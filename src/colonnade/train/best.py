@@ -18,7 +18,7 @@ DIRECTIONS = {
     **dict.fromkeys(("rmse", "mse", "mae", "mape", "perplexity"), LOWER),  # of users' objectives
     **dict.fromkeys(("num_samples", "positive_rate", "calibration"), NEITHER),
 }
-"""Direction in which a metric is better, by its name without a cutoff ("@20") and without a label ("_buy")."""
+"""Direction of better values of each metric, by its name without a cutoff ("@20") and without a label ("_buy")."""
 LOWER_WORDS = ("loss", "entropy", "error", "mean rank", "mean_rank")
 """Words in the names of other metrics whose lower values are better."""
 
