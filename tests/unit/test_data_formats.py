@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from colonnade.data import infer_schema, open_source
 from colonnade.data.tabular import times
 from colonnade.data.tabular.fields import Bag, Category, Key, Label, Number, Sequence
-from colonnade.data.tabular.tables import detect_file_format
+from colonnade.data.tabular.hashing import hash_text
+from colonnade.data.tabular.tables import detect_file_format, read_first_rows_and_schema
 from colonnade.data.tabular.tfrecord import masked_crc, parse_example
 from colonnade.errors import ColonnadeError, ConfigError, DataError
 
@@ -232,9 +233,27 @@ def test_a_tfrecord_is_a_table(tmp_path, monkeypatch):
     assert bags(batch.ids["items"]) == [list(range(i % 4)) for i in range(40)]
     assert batch.key.tolist() == [f"c{i % 3}" for i in range(40)]
     assert [len(bag) for bag in bags(batch.ids["tags"])] == [min(i % 3, 2) for i in range(40)]
-    from colonnade.data.tabular.hashing import hash_text
 
     assert bags(batch.ids["tags"])[2] == [hash_text(b"a"), hash_text(b"b")]
+
+
+class Latin1(str):
+    """Text that a record holds in another encoding than UTF-8."""
+
+    def encode(self, *_) -> bytes:
+        return super().encode("latin-1")
+
+
+def test_bytes_that_are_no_text_are_ids_where_a_schema_says_so(tmp_path):
+    rows = [{"label": [i % 2], "user": [i % 3], "city": [Latin1("Malm\xf6")]} for i in range(9)]
+    path = write_records(tmp_path / "a.tfrecord", rows)
+    head = read_first_rows_and_schema(path)
+    assert head.left_out == {
+        "city": "bytes that are no UTF-8 text; declare a category to read them as ids"
+    }
+    schema = [Label("label"), Category("city")]
+    (batch,) = open_source("tfrecord", path, schema=schema).train.batches(9)
+    assert batch.ids["city"].values.tolist() == [hash_text(b"Malm\xf6")] * 9
 
 
 def test_a_tfrecord_at_fault(tmp_path):

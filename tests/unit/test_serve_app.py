@@ -612,6 +612,8 @@ def test_records_are_scored_as_their_tensors(client, trained, batch, steps):
         assert answer.status_code == 200, answer.text
         assert answer.json()["scores"] == expected and answer.json()["step"] == steps[-1]
         assert answer.json()["run"] and answer.json()["model"] == "model"
+    (alone,) = client("POST", "/score", json=records[0]).json()["scores"]
+    assert alone == client("POST", "/score", json=records[:1]).json()["scores"][0]
     user = {name: records[0][name] for name in ("C1", "C2")}
     candidates = [{k: v for k, v in record.items() if k not in user} for record in records]
     split = client("POST", "/score", json={"user": user, "candidates": candidates})
@@ -622,6 +624,7 @@ def test_records_are_scored_as_their_tensors(client, trained, batch, steps):
         ([{**records[0], "nothing": 1}], "nothing"),
         ({"records": []}, "got 0 records"),
         ({"rows": []}, "wanted 'records'"),
+        ({"C1": records[0]["C1"]}, "record 0: got no column"),
         ({"user": 3, "candidates": [{}]}, "wanted an object"),
         ([{}], "record 0: got no column"),
         ({"user": {}, "candidates": [{}]}, "candidate 0: got no column"),

@@ -208,6 +208,8 @@ def _inspect_data(path: Path, kind: str | None, options: Mapping[str, Any]) -> N
     ]  # fmt: skip
     samples = [f"row {row + 1}" for row in range(min(SAMPLES, num_read))]
     _print_table(("column", "type", "missing", "distinct", *samples), lines, max_lines=MAX_COLUMNS)
+    for name, reason in head.left_out.items():
+        print_text(f"left out: {_format_value(name)} ({reason})")
     if head.file_schema is None:
         print_text(f"no schema suggested: {_format_value(head.problem, 2000)}")
         return
@@ -215,8 +217,6 @@ def _inspect_data(path: Path, kind: str | None, options: Mapping[str, Any]) -> N
         "suggested schema (save, correct and give it with --set data.options.schema=FILE):\n"
     )
     print_text(head.file_schema.to_yaml())
-    for name, reason in head.left_out.items():
-        print_text(f"left out: {_format_value(name)} ({reason})")
     for field in head.file_schema.categorical:
         if not isinstance(field, Category):
             continue

@@ -231,6 +231,10 @@ class Service:
 
     def encode_records(self, fields: Any) -> Batch:
         """Build the batch of a request with raw records. Raises RequestError, DataError."""
+        encoder = self.get_encoder()
+        if isinstance(fields, dict) and not fields.keys() & {"records", "candidates"}:
+            if fields.keys() & set(encoder.columns):  # one record, without its list
+                fields = [fields]
         if isinstance(fields, list):
             fields = {"records": fields}
         if not isinstance(fields, dict) or set(fields) not in ({"records"}, {"user", "candidates"}):
@@ -248,7 +252,6 @@ class Service:
                 f"body: got {len(records):,} records, wanted 1 to {self.options.max_candidates:,}; send several "
                 "requests, or raise --max-candidates",
             )
-        encoder = self.get_encoder()
         if not is_shared:
             return encoder.encode(records)
         if not isinstance(fields["user"], dict):

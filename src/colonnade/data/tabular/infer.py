@@ -222,6 +222,8 @@ def _infer_fields_from_values(name: str, array: pa.Array) -> list[DeclaredField]
         is_few = len(array) < 1000 or pc.count_distinct(array).as_py() <= len(array) / 2
         if _is_id(name) or (is_few and not _is_unique(array)):
             return [Category(field_name, column=name, dtype="integer")]
+    elif pa.types.is_binary(kind):
+        return "bytes that are no UTF-8 text; declare a category to read them as ids"
     elif not is_number_type(kind):
         return f"no field reads {kind}"
     return [_infer_number_field(name, array)]
