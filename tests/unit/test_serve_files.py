@@ -139,7 +139,8 @@ def test_a_recommendation_that_is_not_finite_is_an_error(tmp_path):
     served.train_pairs(tmp_path / "pairs")
     with opened(tmp_path / "pairs" / "published", tmp_path / "state") as client:
         assert client("POST", "/recommend", json={"user": {"user": 3}}).status_code == 200
-        client.service.model.get_recommender()._active.vectors.fill_(float("inf"))
+        with torch.inference_mode():
+            client.service.model.get_recommender()._active.vectors.fill_(float("inf"))
         answer = client("POST", "/recommend", json={"user": {"user": 3}})
         assert answer.status_code == 500 and "NaN or inf" in answer.json()["error"]
 
