@@ -247,7 +247,10 @@ def on_disk(mesh, folder, servers):
 def decided(mesh, servers):
     """Return the outcome of a run whose second rank meets a NaN in step 3, and whose last is asked to stop after
     that."""
-    settings = {"plan.servers": servers, "train.on_non_finite": "skip", "train.evaluate_steps": 4}
+    settings = {
+        "plan.servers": servers, "train.on_non_finite": "skip", "train.evaluate_steps": 4,
+        "train.test_at": "evaluations",
+    }  # fmt: skip
     config = override_settings(build_config(CONFIG), settings)
     run = open_run(
         config,
@@ -269,7 +272,8 @@ def decided(mesh, servers):
 def begun(mesh):
     """Updates under way when a run's evaluations begin, and at each word of theirs to servers."""
     config = override_settings(
-        build_config(CONFIG), LATE | {"train.max_steps": 5, "train.evaluate_steps": 2}
+        build_config(CONFIG),
+        LATE | {"train.max_steps": 5, "train.evaluate_steps": 2, "train.test_at": "evaluations"},
     )
     run = open_run(config, mesh, None, data=opened(config), console=console_of(mesh))
     updates, evaluate, before, at = (
