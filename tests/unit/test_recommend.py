@@ -326,7 +326,7 @@ def test_catalogues_that_cannot_be_are_refused(films, towers, tmp_path):
         (None, ConfigError, "the csv reader has no catalogue of items, wanted .*--items FILE"),
         ([*FILMS, FILMS[0]], DataError, "record 12, column film: got 'film 00', which record 0 has, wanted each"),
         ([*FILMS, {"kind": 1}], DataError, "record 12: got no column .film., which the model reads"),
-        ([*FILMS, {"film": 3}], DataError, "record 12, column film: got 3, wanted the id of an item: all texts"),
+        ([*FILMS, {"film": 3, "kind": 1}], DataError, "record 12, column film: got 3, wanted the id of an item: all"),
         ([{"film": "a", "kind": 7}], DataError, "record 0, column kind: got 7, wanted an id 0 .. 2"),
         ([], DataError, "got no record, wanted at least one"),
     ):  # fmt: skip

@@ -142,7 +142,9 @@ def test_a_recommendation_that_is_not_finite_is_an_error(tmp_path):
         with torch.inference_mode():
             client.service.model.get_recommender()._active.vectors.fill_(float("inf"))
         answer = client("POST", "/recommend", json={"user": {"user": 3}})
-        assert answer.status_code == 500 and "NaN or inf" in answer.json()["error"]
+        assert answer.status_code == 500 and "NaN" in answer.json()["error"]
+        step = client.service.model.step
+        assert f"model 'model', step {step}: got" in answer.json()["error"]
 
 
 def test_dense_weights_are_checked_when_a_model_is_opened(exported, tmp_path):

@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
-from colonnade.errors import CheckpointError, ColonnadeError, ConfigError, DataError, StorageError
+from colonnade.errors import (
+    CheckpointError,
+    ColonnadeError,
+    ConfigError,
+    DataError,
+    NonFiniteError,
+    StorageError,
+)
 from colonnade.models.retriever import Retriever
 from colonnade.serve.access_log import AccessLog
 from colonnade.serve.feedback import FeedbackWindow, parse_feedback
@@ -287,9 +294,14 @@ class Service:
             )
         if not isinstance(self.model.get_any().model, Retriever):
             raise RequestError(404, NO_ITEMS)
-        best = self.model.recommend(
-            [fields["user"]], fields.get("k", 10), exclude=[exclude], exclude_seen=exclude_seen
-        )
+        try:
+            best = self.model.recommend(
+                [fields["user"]], fields.get("k", 10), exclude=[exclude], exclude_seen=exclude_seen
+            )
+        except NonFiniteError as error:
+            raise NonFiniteError(
+                f"model {self.options.name!r}, step {self.model.step}: {error}"
+            ) from None
         check_scores(torch.tensor(best.scores), best.step, self.options.name)
         record.samples, record.step = 1, best.step
         answer = {"items": best.items[0], "scores": best.scores[0], "step": best.step}
