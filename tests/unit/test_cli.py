@@ -601,7 +601,7 @@ def test_inspect_shows_rows_counts_and_a_schema(colonnade, tmp_path):
     assert lines["city"] == ["city", "text", "0", "3", "c0", "c1", "c2"]
     assert lines["note"][:4] == ["note", "empty", "9", "-"]
     assert "column_0: {type: key, dtype: integer}" in out
-    assert "created_at_weekday: {type: time, column: created_at, part: weekday}" in out
+    assert "created_at_weekday: {type: time, column: created_at, part: weekday, unit: s}" in out
     assert "left out: note (no value in the first rows)" in out
     assert max(map(len, out.split("on disk")[1].split("suggested schema")[0].splitlines())) <= 80
 

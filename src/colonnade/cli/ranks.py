@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from colonnade.errors import ColonnadeError, ConfigError, PeerLost, WorldError
-from colonnade.machine import check_worker_count
 from colonnade.processors import count_usable_processors
 from colonnade.terminal import Terminal, escape_control_characters
 from colonnade.train.interrupt import REPEAT_SECONDS
@@ -157,6 +156,7 @@ def train(
     """
     from colonnade.comm.mesh import Mesh
     from colonnade.config.run import dump_config
+    from colonnade.machine import check_worker_count
 
     if is_under_torchrun():
         if ranks > 1:
