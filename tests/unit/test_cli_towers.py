@@ -130,21 +130,10 @@ def test_the_report_draws_them(trained, colonnade, tmp_path):
     (trained / "towers.json").unlink()
 
 
-def test_predictions_are_marked_as_such(trained, colonnade):
-    status, output, _ = colonnade(
-        "towers", trained, "--predict", "8x8", "--predict", "64x8", "--uplink", "3200Gbit",
-        "--local", "450GB/s", "--latency", 10, "--batch-size", 2048, "--compute", 5,
-    )  # fmt: skip
-    assert status == 0
-    for words in ("prediction", "8x8", "64x8", "1.9x", "not a measurement", "computes 5 ms"):
-        assert words in output
-    assert not (trained / "towers.json").exists()
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ((), "--towers N"),
+        ((), "--towers"),
         (("--towers", 10), "10 towers for 9 features"),
         (("--towers", 0), "--towers"),
         (("--towers", 2, "--distance", "near"), "coherent, diverse"),
@@ -155,9 +144,6 @@ def test_predictions_are_marked_as_such(trained, colonnade):
         (("--towers", 2, "--part", "exam"), "train, validation, test"),
         (("--towers", 2, "--part", "validation"), "no validation part"),
         (("--towers", 2, "--at", "7"), "7"),
-        (("--predict", "1x8"), "two or more"),
-        (("--predict", "many"), "HOSTSxRANKS"),
-        (("--predict", "2x2", "--out", "p.json"), "--out"),
         (("--towers", 2, "--out", "nowhere/p.json"), "there is no folder nowhere"),
     ],
 )

@@ -289,7 +289,6 @@ def convert_plan_to_json(planned: PlanningResult, tables: Sequence[Table]) -> di
             for table in planned.choice.tables
         },
         "consumers": [asdict(consumer) for consumer in planned.choice.consumers],
-        "tower_modules": [asdict(advice) for advice in planned.advice],
         "cache_bytes": cached_bytes,
         "left_out": [CACHE_NOT_PREDICTED] if cached_bytes else [],
         "sample": {"samples": planned.profile.samples, "batches": planned.profile.batches},

@@ -12,7 +12,6 @@ from rich.console import Console
 from rich.table import Table as Grid
 
 from colonnade.errors import ConfigError
-from colonnade.models.dense_cost import FLOPS_PER_PRODUCT
 from colonnade.plan.caching import full_cache_bytes
 from colonnade.plan.cost.nodes import (
     MTRAINS,
@@ -25,7 +24,6 @@ from colonnade.plan.cost.nodes import (
 from colonnade.plan.cost.prediction import PERSIA, Machine, SampleCost, Simulated, simulate_training
 from colonnade.plan.plan import mapped_cache_bytes, memory_bytes, resident_row_bytes
 from colonnade.plan.search.candidates import PlanDecision, TableChoice, TableCost
-from colonnade.plan.towers.forecast import PAPER
 from colonnade.report.formatting import format_bytes, format_count, format_seconds
 from colonnade.run.plan_timing import count_plans_to_time
 from colonnade.run.planning import PlanningResult
@@ -333,8 +331,6 @@ def _print_total_costs(console: Console, planned: PlanningResult, tables: Sequen
     )
     if planned.world.num_ranks > 1:
         _print_link_costs(console, planned.choice, planned)
-    if planned.advice:
-        _print_advice(console, planned)
     if cached_bytes:
         console.print(CACHE_NOT_PREDICTED, markup=False)
     console.print(
@@ -366,25 +362,6 @@ def _print_link_costs(console: Console, choice: PlanDecision, planned: PlanningR
         f"and {format_seconds(prediction.waited_seconds)} waiting for links; 16-bit values and gradients, which are "
         f"not exact and never chosen, would save {format_seconds(choice.halved_seconds)}"
     )
-
-
-def _print_advice(console: Console, planned: PlanningResult) -> None:
-    """Print the predicted effect of tower modules on a step, and published figures."""
-    step = planned.prediction.step_seconds
-    console.print(
-        f"prediction for {planned.advice[0].towers} towers whose modules compress their values, a linear layer each; "
-        "they change the model, so they are never added for you (model.towers, model.tower_dim, or a TowerModule):"
-    )
-    grid = _create_text_table(("CR", "step saves", "faster", "MFLOP a sample", "weights"), ())
-    for advice in planned.advice:
-        saved, flops = advice.saved_seconds, FLOPS_PER_PRODUCT * advice.products
-        faster = f"{step / max(step - saved, 1e-9):.2f}x"
-        savings = format_seconds(saved) if saved > 0 else "nothing"
-        grid.add_row(
-            str(advice.ratio), savings, faster, f"{flops / 1e6:.2f}", f"{advice.parameters:,}"
-        )
-    console.print(grid)
-    console.print(f"without the time to compute the modules. Published: {PAPER}", markup=False)
 
 
 def _describe_choice(cost: TableCost, planned: PlanningResult) -> str:

@@ -49,7 +49,6 @@ from colonnade.plan.measure.profile import Profile, profile_batches
 from colonnade.plan.placement import is_memory_limited, place_rows_on_device
 from colonnade.plan.plan import Plan, apply_placement, build_plan
 from colonnade.plan.search.candidates import PlanDecision
-from colonnade.plan.towers.advice import Advice
 from colonnade.run.micro_benchmark import run_micro_benchmark
 from colonnade.run.placement import (
     SAMPLE_LOOKUPS,
@@ -100,8 +99,6 @@ class PlanningResult:
     choice: PlanDecision
     loads: tuple[TableLoad, ...]
     world: World
-    advice: tuple[Advice, ...] = ()
-    """Estimated savings of tower modules; empty unless requested."""
     runners_up: tuple[PlannedStep, ...] = ()
     """Plans of other kinds, in the order in which they are timed (`order_plans_to_time`); none on one rank."""
 

@@ -51,12 +51,9 @@ from colonnade.data.tabular.tables import build_portable_options
 from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import CheckpointError, ConfigError
 from colonnade.formats import make_format_stamp
-from colonnade.interaction import TowerModule
 from colonnade.machine import check_worker_count, collect_machine_facts
 from colonnade.plan.constraints import resolve_plan_config
 from colonnade.plan.plan import Plan, build_plan
-from colonnade.plan.search.candidates import Memory
-from colonnade.plan.towers.advice import advise_tower_modules
 from colonnade.processors import count_usable_processors
 from colonnade.publish.delivery import open_destinations
 from colonnade.row_optimizer import RowOptimizer
@@ -515,9 +512,8 @@ def plan_run(
 ) -> tuple[PlanningResult, tuple[Table, ...]]:
     """Plan as `open_run` does with `plan.placement` profiled, for the given world, in this process alone.
 
-    Returns the plan and the model's tables. For a model without tower modules, the plan includes advice on what these
-    would save. run_folder: future run folder; nothing stays written. table: name of a table that the caller shows;
-    raises ConfigError before anything is measured if the model does not have it.
+    Returns the plan and the model's tables. run_folder: future run folder; nothing stays written. table: name of a
+    table that the caller shows; raises ConfigError before anything is measured if the model does not have it.
     """
     world = world.with_servers(config.plan.servers)
     if config.data.name == OWN:
@@ -555,13 +551,6 @@ def plan_run(
         rows_folder=run_folder,
         lookups=lookups,
     )
-    if not any(isinstance(operator, TowerModule) for operator in collection.interactions.values()):
-        memory = Memory(config.plan.memory.dram)
-        rates = planned.device.memory
-        advice = advise_tower_modules(
-            planned.loads, world, planned.choice, memory=memory, rates=rates
-        )
-        planned = replace(planned, advice=advice)
     return planned, collection.tables
 
 

@@ -157,12 +157,12 @@ def _combine_rank_times(rank_times: torch.Tensor) -> tuple[list[float], list[flo
 
 
 def build_planned_world(
-    shape: str, *, uplink: str | None = None, local: str | None = None, latency: float | None = None
+    shape: str, *, uplink: str | None = None, local: str | None = None
 ) -> World:
     """Build a world that does not run here from its description.
 
-    shape: "HOSTSxRANKS", or a number of ranks on one host. uplink, local: rates such as "1Gbit" or "5GB/s". latency:
-    seconds of a message. Raises ConfigError."""
+    shape: "HOSTSxRANKS", or a number of ranks on one host. uplink, local: rates such as "1Gbit" or "5GB/s". Raises
+    ConfigError."""
     match = re.fullmatch(r"\s*(?:(\d+)\s*x\s*)?(\d+)\s*", shape)
     if not match or int(match[1] or 1) < 1 or int(match[2]) < 1:
         raise ConfigError(
@@ -178,8 +178,6 @@ def build_planned_world(
                 speeds[field] = parse_byte_rate(rate)
             except ValueError as error:
                 raise ConfigError(f"{name}: {error}") from None
-    if latency is not None:
-        speeds |= {"message_seconds": latency, "remote_message_seconds": latency}
     return World(
         num_hosts=int(match[1] or 1),
         ranks_per_host=int(match[2]),

@@ -6,7 +6,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from colonnade.lookup.hops import BY_TOWERS
-from colonnade.plan.cost.consumers import ModelLoad, add_squares
+from colonnade.plan.cost.comm_volume import ExchangeName
+from colonnade.plan.cost.consumers import ConsumerLoad, ModelLoad, add_squares
 from colonnade.plan.cost.partials import check_tables_with_partials
 from colonnade.plan.cost.table_stats import TableLoad
 from colonnade.plan.measure.device import RowRate
@@ -15,8 +16,11 @@ from colonnade.plan.search.explanation import explain_choice
 from colonnade.plan.search.initial_candidates import build_initial_states
 from colonnade.plan.search.runners_up import build_runner_up_states
 from colonnade.plan.search.search import Search
-from colonnade.plan.search.tower_choice import constrain_to_towers, unforce_tables
+from colonnade.topology.sharding import Kind
+from colonnade.topology.towers import list_tower_ranks
 from colonnade.topology.world import World
+
+KIND: Kind = "table_wise"
 
 
 def choose(
@@ -83,3 +87,79 @@ def choose(
         key=lambda decision: decision.seconds.step,
     )
     return replace(choice, runners_up=tuple(runners_up[:num_runners_up]))
+
+
+def constrain_to_towers(
+    loads: Sequence[TableLoad],
+    world: World,
+    model: ModelLoad,
+    num_towers: int,
+    *,
+    memory: Memory,
+    forced: Mapping[str, Constraint],
+    options: Collection[Option],
+    exchange: ExchangeName,
+) -> dict[str, Constraint]:
+    """Return constraints, by table name, that put the tables of each tower module on ranks of one tower.
+
+    Whole tables are balanced over towers and ranks by bytes, with this exchange. Returns no constraints on one host, if
+    memory has no room, or if no module has tables that are all unconstrained."""
+    if world.num_hosts < 2 or world.has_servers or (exchange, KIND) not in options:
+        return {}
+    groups = [
+        tables
+        for tables in _find_module_tables(model)
+        if all(loads[t].is_pooled and _is_free(forced.get(loads[t].name)) for t in tables)
+    ]
+    towers = list_tower_ranks(world, num_towers)
+    rank_bytes = dict.fromkeys(range(world.num_ranks), 0.0)
+    constraints: dict[str, Constraint] = {}
+    for tables in sorted(groups, key=lambda group: -sum(loads[t].total_bytes for t in group)):
+        ranks = min(towers, key=lambda tower: sum(rank_bytes[rank] for rank in tower))
+        for t in sorted(tables, key=lambda t: -loads[t].total_bytes):
+            rank = min(ranks, key=lambda rank: rank_bytes[rank])
+            rank_bytes[rank] += loads[t].total_bytes
+            constraints[loads[t].name] = Constraint(KIND, exchange, (rank,))
+    if memory.bytes is not None and max(rank_bytes.values()) > memory.bytes:
+        return {}
+    return constraints
+
+
+def unforce_tables(
+    choice: PlanDecision, before: PlanDecision, names: Collection[str]
+) -> PlanDecision:
+    """Return `choice` with the tables `names` as free decisions, not constraints; `before` supplies alternatives."""
+    old = {table.name: table for table in before.tables}
+    tables = tuple(
+        replace(table, is_forced=False, others=(old[table.name].chosen, *old[table.name].others))
+        if table.name in names
+        else table
+        for table in choice.tables
+    )
+    return replace(choice, tables=tables)
+
+
+def _find_module_tables(model: ModelLoad) -> list[set[int]]:
+    """Return groups of tables that must be in one tower: those of each module, merged if modules share a table."""
+    groups: list[set[int]] = []
+    for consumer in model.consumers:
+        if not _is_compressing(model, consumer):
+            continue
+        tables = {model.fields[f].table for f in consumer.fields}
+        shared = [group for group in groups if group & tables]
+        groups = [group for group in groups if not group & tables]
+        groups.append(tables.union(*shared))
+    return groups
+
+
+def _is_compressing(model: ModelLoad, consumer: ConsumerLoad) -> bool:
+    """Return whether a consumer is a tower module with a result smaller than its fields."""
+    floats = sum(model.fields[f].dim for f in consumer.fields)
+    inside = consumer.inside_width
+    return consumer.is_whole and inside is not None and inside < floats
+
+
+def _is_free(constraint: Constraint | None) -> bool:
+    return constraint is None or (
+        constraint.exchange is None and constraint.ranks is None and constraint.kind in (None, KIND)
+    )

@@ -39,7 +39,12 @@ from colonnade.plan.cost.consumers import ModelLoad, build_load_from_tables
 from colonnade.plan.cost.partials import Partials, PartialsTraffic, predict_partials_seconds
 from colonnade.plan.cost.paths import Paths, sums_inside_hosts
 from colonnade.plan.cost.table_stats import TableLoad
-from colonnade.plan.cost.tower_paths import predict_saved_processor_seconds, tower_call_seconds
+from colonnade.plan.cost.tower_paths import (
+    TowerCompression,
+    find_tower_compression,
+    predict_saved_processor_seconds,
+    tower_call_seconds,
+)
 from colonnade.plan.measure.device import RowRate
 from colonnade.plan.search.candidates import (
     BY_OWNERS,
@@ -55,7 +60,6 @@ from colonnade.plan.search.cutting import (
     propose_column_shardings,
     shard_columns_everywhere,
 )
-from colonnade.plan.search.tower_choice import TowerCompression, find_tower_compression
 from colonnade.topology.sharding import (
     Kind,
     Sharding,
