@@ -134,7 +134,7 @@ class Batch:
     """Sum of sample weights over all ranks' batches of this step, once its rows are looked up."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.size, Integral):
+        if not isinstance(self.size, Integral | torch.SymInt):  # torch.export counts in symbols
             raise DataError(
                 f"got a batch of size {self.size!r}, wanted its number of samples, an integer: Batch(len(labels), ...)"
             )

@@ -235,7 +235,8 @@ def test_a_checkpoint_of_one_rank_goes_on_with_two(finished):
 )  # fmt: skip
 def test_ctrl_c_checkpoints_and_ends(ranks, way, tmp_path):
     words = [
-        "train", "--run", str(tmp_path / "run"), "--ranks", str(ranks), "--set", "data.options.num_train=4000000",
+        "train", "--data", "synthetic", "--run", str(tmp_path / "run"), "--ranks", str(ranks),
+        "--set", "data.options.num_train=4000000",
         "--set", "train.epochs=9", "--set", "train.batch_size=512",
     ]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

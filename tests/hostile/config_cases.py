@@ -112,7 +112,7 @@ YAML = {
     "a date": (b"train:\n  epochs: 2020-01-01\n", "train.epochs"),
     "a null name": (b"data:\n  name: null\n", "data.name"),
     "a staleness in words": (b"plan:\n  cache: {staleness: exact}\n", "wanted a number of batches"),
-    "a nested option": (b"data:\n  options: {num_train: {a: 1}}\n", "num_train"),
+    "a nested option": (b"data:\n  name: synthetic\n  options: {num_train: {a: 1}}\n", "num_train"),
 }
 
 

@@ -103,7 +103,7 @@ def test_values_3000_deep_are_refused(name, colonnade, tmp_path):
         "schema.yaml": (*data, "--set", "data.options.schema=schema.yaml"),
         "config.yaml": ("train", "config.yaml", "--run", "run"),
     }
-    check_refused(colonnade(*commands[name]), name, "nested too deeply")
+    check_refused(colonnade(*commands[name]), name, "nesting depth")
     check_refused(colonnade(*data, "--set", f"data.options={deep}"), "data.options")
 
 
@@ -121,4 +121,8 @@ def test_values_3000_deep_are_refused(name, colonnade, tmp_path):
     ],
 )
 def test_values_of_another_kind(setting, words, colonnade):
-    check_refused(colonnade("train", "--set", setting), setting.partition("=")[0], words)
+    check_refused(
+        colonnade("train", "--data", "synthetic", "--set", setting),
+        setting.partition("=")[0],
+        words,
+    )

@@ -224,7 +224,7 @@ def test_what_a_run_keeps_for_life():
     sections = {"model", "embedding", "dense", "data", "train"}
     assert {name.split(".")[0] for name in fixed} == sections
     assert {name for name in fixed if name.startswith("data.")} == {
-        "data.name", "data.options.rows", "data.options.schema.fields", "data.options.schema.threads"
+        "data.name", "data.last_batch", "data.options.rows", "data.options.schema.fields", "data.options.schema.threads"
     }  # fmt: skip
     assert {name for name in fixed if name.startswith(("train.", "dense."))} == {
         "train.batch_size", "train.seed", "train.progressive", "dense.optimizer"

@@ -209,10 +209,11 @@ def test_texts_of_a_feature_have_the_ids_of_records(null_values):
     encoder = encoder_of("csv", DECLARATION, null_values=null_values)
     assert set(encoder.text_fields) == {"city", "city_rows", "known", "tags"}
     texts = [*TEXTS, "", "Oslo"]
-    batch = encoder.encode([{"city": text, "price": 1.0, "shop": 3} for text in texts])
+    others = dict.fromkeys(encoder.columns) | {"price": 1.0, "shop": 3}
+    batch = encoder.encode([{**others, "city": text} for text in texts])
     for name in ("city", "city_rows", "known"):
         assert encoder.encode_texts(name, texts).tolist() == batch.ids[name].values.tolist()
-    batch = encoder.encode([{"tags": [text], "price": 1.0, "shop": 3} for text in TEXTS[:9]])
+    batch = encoder.encode([{**others, "tags": [text]} for text in TEXTS[:9]])
     assert encoder.encode_texts("tags", TEXTS[:9]).tolist() == batch.ids["tags"].values.tolist()
     strict = encoder_of(
         "csv", FileSchema((Category("city", vocabulary=("Oslo",), unknown_rows=0),))

@@ -34,7 +34,15 @@ from torch import Tensor
 from colonnade import _native
 from colonnade.batch import Batch
 from colonnade.data.batches import BatchSource
-from colonnade.data.contract import START, LastBatch, Position, Schema, Source, Splits
+from colonnade.data.contract import (
+    START,
+    LastBatch,
+    Position,
+    Schema,
+    Source,
+    Splits,
+    build_batch_options,
+)
 from colonnade.errors import ConfigError
 from colonnade.lookup.layout import Lookups
 
@@ -280,7 +288,8 @@ class NextUseSource:
         start: Position = START,
         last_batch: LastBatch = "keep",
     ) -> Iterator[Batch]:
-        read = partial(self._source.batches, batch_size, num_ranks=num_ranks, last_batch=last_batch)
+        options = build_batch_options(last_batch)
+        read = partial(self._source.batches, batch_size, num_ranks=num_ranks, **options)
         return self._add_codes(read, rank, start)
 
     def _add_codes(

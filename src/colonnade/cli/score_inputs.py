@@ -10,7 +10,7 @@ from typing import Any
 
 from colonnade.batch import Batch
 from colonnade.data import SOURCES, open_source
-from colonnade.data.contract import START, LastBatch, Position, Schema, Source
+from colonnade.data.contract import START, LastBatch, Position, Schema, Source, build_batch_options
 from colonnade.data.lines import LineFile, locate_data_file, open_line_file
 from colonnade.data.sets.criteo import FILE, FOLDER, NAMES, CriteoSource, check_line
 from colonnade.data.tabular.declaration import load_file_schema
@@ -118,7 +118,8 @@ class UnlabelledSource:
         start: Position = START,
         last_batch: LastBatch = "keep",
     ) -> Iterator[Batch]:
+        options = build_batch_options(last_batch)
         read = self.source.batches(
-            batch_size, rank=rank, num_ranks=num_ranks, start=start, last_batch=last_batch
+            batch_size, rank=rank, num_ranks=num_ranks, start=start, **options
         )
         return (replace(batch, label=None) for batch in read)

@@ -55,8 +55,8 @@ class DataConfig(Section):
     readers: int = Field(0, ge=0)
     """Number of processes per rank that read training batches ahead; 0: the lookahead thread reads them."""
     last_batch: Annotated[Literal["keep", "drop", "merge"], FIXED] = "keep"
-    """What becomes of the last batch of a training epoch, of all ranks together, if it is smaller than the others:
-    keep it, drop it, or merge it into the batch before it. BatchNorm needs two samples on every rank."""
+    """Treatment of an epoch's last batch, of all ranks together, if it is smaller than the others: keep it, drop it, or
+    merge it into the batch before it. BatchNorm needs two samples on every rank."""
     next_use_hints: bool = False
     """Read each epoch once before training on it, so that memory keeps the rows needed soonest. Fewer reads from files,
     the same results."""

@@ -38,6 +38,7 @@ from colonnade.data.contract import (
     Position,
     Schema,
     Source,
+    build_batch_options,
     iterate_rank_blocks,
     num_steps,
 )
@@ -297,10 +298,12 @@ def read_rank_batches(
     """
     num_samples, trainers = source.num_samples, mesh.trainers
     if not mesh.is_server:
-        # A user's own source need not know of last batches.
-        ending: dict[str, Any] = {} if last_batch == "keep" else {"last_batch": last_batch}
         batches = source.batches(
-            batch_size, rank=trainers.rank, num_ranks=trainers.num_ranks, start=start, **ending
+            batch_size,
+            rank=trainers.rank,
+            num_ranks=trainers.num_ranks,
+            start=start,
+            **build_batch_options(last_batch),
         )
     else:
         num_all = 0 if num_samples is None else num_steps(num_samples, batch_size, last_batch)

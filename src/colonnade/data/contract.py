@@ -97,6 +97,12 @@ class Source(Protocol):
         ...
 
 
+def build_batch_options(last_batch: LastBatch) -> dict[str, Any]:
+    """Return the keyword arguments of `Source.batches` for the last batch: none for "keep", so that a user's source
+    need not know of it."""
+    return {} if last_batch == "keep" else {"last_batch": last_batch}
+
+
 @dataclass(frozen=True, slots=True)
 class Splits:
     """Training, validation and test parts of a data set. All parts share a schema.

@@ -48,6 +48,7 @@ from colonnade.data.contract import (
     Schema,
     Source,
     Splits,
+    build_batch_options,
     iterate_rank_blocks,
 )
 from colonnade.errors import ConfigError, ReaderLost
@@ -362,7 +363,7 @@ class _RunReader(IterableDataset):
                         rank=self.rank,
                         num_ranks=self.num_ranks,
                         start=Position(self.start.epoch, first),
-                        last_batch=self.last_batch,
+                        **build_batch_options(self.last_batch),
                     )
                 for batch in islice(source_batches, self.steps):
                     batches.append(batch)
