@@ -177,7 +177,7 @@ def encode(columns: TensorColumns, schema, rows: NDArray, vocabularies: dict):
     """One-hot categories (bags: shares) and numbers as they are; ids that training had not are left out."""
     from scipy import sparse
 
-    batch, blocks = columns.take(torch.from_numpy(rows)), []
+    batch, blocks = columns.gather_rows(torch.from_numpy(rows)), []
     for column in schema.categorical:
         ids = batch.ids[column.name]
         counts = np.ones(batch.size, int) if ids.offsets is None else ids.offsets.diff().numpy()

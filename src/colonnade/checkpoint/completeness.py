@@ -152,6 +152,9 @@ def find_file_problems(
             )  # fmt: skip
 
 
+EDITED = "config.yaml was edited"
+
+
 def find_edited_setting(folder: Path, header: Mapping[str, Any]) -> str | None:
     """Describe how a run's config.yaml, which has no checksum, differs from what a checkpoint was trained with.
 
@@ -167,7 +170,7 @@ def find_edited_setting(folder: Path, header: Mapping[str, Any]) -> str | None:
     if not edited:
         return None
     values = f"got {edited[0]}={got.get(edited[0])!r}, wanted {wanted.get(edited[0])!r}"
-    return f"config.yaml was edited: {values}, as this checkpoint was trained"
+    return f"{EDITED}: {values}, as this checkpoint was trained"
 
 
 def print_missing_seal(folder: Path, at: int | str | None) -> None:
@@ -184,6 +187,8 @@ def print_missing_seal(folder: Path, at: int | str | None) -> None:
 def _raise_checkpoint_problems(folder: Path, step: int | None, problems: Iterable[str]) -> None:
     """Raise CheckpointError that lists the first problems, if there are any."""
     if texts := list(problems):
+        if texts[0].startswith(EDITED):
+            raise CheckpointError(f"{folder}: {texts[0]}. Set it back in config.yaml")
         more_text = f" (and {len(texts) - MAX_SHOWN} more)" if len(texts) > MAX_SHOWN else ""
         raise CheckpointError(
             f"{folder}: the checkpoint of step {step} is not whole: {'; '.join(texts[:MAX_SHOWN])}{more_text}. "

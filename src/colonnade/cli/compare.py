@@ -48,16 +48,20 @@ def compare(
             console.print(f"{title}: none")
             continue
         grid = Grid(title=title, title_justify="left")
-        grid.add_column("")
+        grid.add_column("", overflow="fold")
         for name in names:
             grid.add_column(name, justify="right", overflow="fold")
         for line in lines:
             cells = [
-                Text(escape_control_characters(value), style="bold green" if i in line.best else "")
+                Text(f"{escape_control_characters(value)} *", style="bold green")
+                if i in line.best
+                else Text(escape_control_characters(value))
                 for i, value in enumerate(line.values)
             ]
             grid.add_row(line.name, *cells)
         console.print(grid)
+        if any(line.best for line in lines):
+            console.print("* better than the runs without a mark", highlight=False)
     if output is not None:
         write_page(render_comparison_page(records), output)
         console.print(f"report: {output}", markup=False, soft_wrap=True)

@@ -154,6 +154,7 @@ def train(
 
     Raises KeyboardInterrupt if stopped before the first step.
     """
+    from colonnade.checkpoint.header import list_checkpoints
     from colonnade.comm.mesh import Mesh
     from colonnade.config.run import dump_config
     from colonnade.machine import check_worker_count
@@ -191,10 +192,12 @@ def train(
         failures = run_ranks(command, ranks, [settings, summary])
         if failures:
             failed = ", ".join(f"rank {r} with status {code}" for r, code in failures.items())
-            raise WorldError(
-                f"a rank failed ({failed}); its error is above. The run can continue from its newest checkpoint: "
-                f"train again with --run {folder}"
+            remedy = (
+                f"The run can continue from its newest checkpoint: train again with --run {folder} --ranks {ranks}"
+                if list_checkpoints(folder)
+                else "It has no checkpoint yet"
             )
+            raise WorldError(f"a rank failed ({failed}); its error is above. {remedy}")
         text = Path(summary).read_text(encoding="utf-8")
     if not text:  # stopped before the first step
         raise KeyboardInterrupt

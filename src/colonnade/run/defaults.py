@@ -293,7 +293,11 @@ def _fill_from_recorded(config: RunConfig, recorded: RunConfig) -> RunConfig:
         "embedding.initial_accumulator",
         "embedding.wide.initial_accumulator",
     ):
-        if _get_setting(config, name) is None:
+        # Those of another optimizer, with which the run cannot resume, are not its settings.
+        is_other = name.startswith("embedding.") and (
+            config.embedding.optimizer != recorded.embedding.optimizer
+        )
+        if _get_setting(config, name) is None and not is_other:
             settings[name] = _get_setting(recorded, name)
     return override_settings(config, settings)
 

@@ -352,7 +352,8 @@ class Trainer:
                     raise
                 raise ConfigError(
                     f"got a batch of {batch.size} sample on rank {self.mesh.rank}, wanted at least 2 for BatchNorm: "
-                    "set data.last_batch to merge (or drop), or train.batch_size to another number"
+                    "set data.last_batch to merge (or drop), or train.batch_size to another number; a data set "
+                    "of your own must make no batch of one sample"
                 ) from error
             if self.schedule.accumulate > 1:  # the weight of the whole step is known at its end
                 loss = loss * batch.world_weight
