@@ -38,7 +38,6 @@ def cases() -> list[Case]:
         ("towers",): "argument 'run'",
         ("towers", "nowhere"): "--towers",
         ("towers", "nowhere", "--towers", "2"): "nowhere",
-        ("towers", "nowhere", "--predict", "2x2"): "nowhere",
         ("settings", "train.epcohs"): "train.epochs",
     }
     return [Case(" ".join(line), line, (word,)) for line, word in lines.items()]
