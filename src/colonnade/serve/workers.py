@@ -138,7 +138,7 @@ class Supervisor:
         self.log = AccessLog(options.access_log)
         self.workers: dict[int, WorkerProcess] = {}
         self.num_failed_starts: Counter[int] = Counter()
-        """By worker: starts that ended before it could serve, one after another."""
+        """Consecutive starts of each worker that ended before it could serve."""
         self._selector = selectors.DefaultSelector()
         self._stop = threading.Event()
         self._is_announced = False
