@@ -50,7 +50,8 @@ class SharedIds(Mapping[str, Ids]):
     """
 
     def __init__(self, compact: Mapping[str, Ids], size: int) -> None:
-        self.compact, self.size = compact, size
+        self.compact = compact
+        self.size = size
         self._copies: dict[str, Ids] = {}
 
     def has_one_sample(self, feature: str) -> bool:

@@ -217,9 +217,12 @@ class EmbeddingCollection(StatefulRows):
             backings=backings,
             policies=policies or {},
         )
-        self.slices, self.shards = self.opened.views, self.opened.shards
-        self.exchange, self.store = self.opened.exchange, self.opened.store
-        self.policies, self.cached = dict(self.opened.policies), self.opened.cached
+        self.slices = self.opened.views
+        self.shards = self.opened.shards
+        self.exchange = self.opened.exchange
+        self.store = self.opened.store
+        self.policies = dict(self.opened.policies)
+        self.cached = self.opened.cached
         self.pipeline = Pipeline(self.opened, self.steps)
         self._opened = True
         self._store_loaded_state()
@@ -241,14 +244,16 @@ class EmbeddingCollection(StatefulRows):
         self.mesh = Mesh()
         self.slices = slices_of(self.declaration, [row_wise(1)] * len(self.tables))
         self._reader = MappedLookup(self.slices.declaration, rows)
-        self._exported_rows, self._opened = rows, True
+        self._exported_rows = rows
+        self._opened = True
         return self
 
     @run_eagerly
     @reject_concurrent_calls
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         if self._exported_rows is not None:
-            rows, device = self.slices.prepare_ids(batch), self.device_buffer.device
+            rows = self.slices.prepare_ids(batch)
+            device = self.device_buffer.device
             values = self._reader.read(rows, device)
             return self.slices.merge_outputs(values, self.slices.sequence_offsets(batch))
         if not self._opened:

@@ -59,7 +59,8 @@ def check_format_version(
 
     is_needed: False for files that people write by hand, which may omit both fields.
     """
-    got, wanted = (fields.get("format"), fields.get("version")), (name, VERSIONS[name])
+    got = (fields.get("format"), fields.get("version"))
+    wanted = (name, VERSIONS[name])
     if got == (None, None) and not is_needed:
         return
     if got != wanted:

@@ -82,7 +82,8 @@ def _list_gpus() -> list[str]:
 
 def _read_processor_facts() -> dict[str, Any]:
     """Read the processor's name and features; other systems than Linux give the name alone."""
-    name, flags = platform.processor() or platform.machine(), set()
+    name = platform.processor() or platform.machine()
+    flags = set()
     text = _read_text_or_none(Path("/proc/cpuinfo")) or ""
     for line in text.splitlines():
         key, _, value = line.partition(":")

@@ -95,7 +95,8 @@ class RowOptimizer(Optimizer):
             try:
                 settings = self._read_checked_settings()
             except ConfigError as own_error:
-                error, settings = own_error, torch.empty(0)
+                error = own_error
+                settings = torch.empty(0)
             if not agreed:
                 self._check_step_on_all_ranks(error)
             if error is not None:
@@ -191,7 +192,8 @@ class RowOptimizer(Optimizer):
             {"weight_bound": bounds.get(group.get("name")), **group}
             for group in state_dict["param_groups"]
         ]
-        states, state_dict = state_dict["state"], {"state": {}, "param_groups": groups}
+        states = state_dict["state"]
+        state_dict = {"state": {}, "param_groups": groups}
         wanted = [(group["name"], sorted(group)) for group in self.param_groups]
         got = [(group.get("name"), sorted(group)) for group in groups]
         if got != wanted:
@@ -265,7 +267,8 @@ class RowOptimizer(Optimizer):
 
         error: problem with this rank's settings. Raises ConfigError or NonFiniteError, on every rank."""
         gradients = self.collection.pipeline.gradients
-        is_pushed, votes = gradients.pushed is not None, [float(error is not None)]
+        is_pushed = gradients.pushed is not None
+        votes = [float(error is not None)]
         if not is_pushed:
             votes += [float(not gradients.are_finite()), *gradients.has_recorded()]
         totals = self._sum_over_ranks(votes)
@@ -306,7 +309,8 @@ class RowOptimizer(Optimizer):
         Reads and checks the groups again only if one has changed since the last step: reading 26 groups in Python takes
         a noticeable part of a step. Raises ConfigError for a number that no optimizer can use."""
         if not self._are_groups_unchanged():
-            self._checked, self._checked_groups = self._read_group_settings(), []
+            self._checked = self._read_group_settings()
+            self._checked_groups = []
             self._checked_scale = 0.0
             groups = [dict(group) for group in self.param_groups]
             # Other values, such as tensors and lists, may change in place, so their groups are read again.

@@ -372,10 +372,8 @@ class StatefulRows(nn.Module):
                 raise CheckpointError(
                     f"RowOptimizer: got {sorted(columns)} of table {table.name!r}, wanted ids and state"
                 )
-            width, dtype = (
-                part.optimizer.state_floats(part.dim),
-                getattr(torch, table.compute_dtype),
-            )
+            width = part.optimizer.state_floats(part.dim)
+            dtype = getattr(torch, table.compute_dtype)
             problems = find_id_problems(table, columns["ids"])
             problems += find_shape_problem(
                 table, "state", columns["state"], (len(columns["ids"]), width), dtype
@@ -424,7 +422,8 @@ class StatefulRows(nn.Module):
 
     def _store_loaded_state(self) -> None:
         """Store the state that was loaded before opening, rows first."""
-        state, self._loaded_state = self._loaded_state, {}
+        state = self._loaded_state
+        self._loaded_state = {}
         for kind in ("rows", "states"):
             if kind in state:
                 self._store_state(kind, state.pop(kind))
@@ -454,14 +453,16 @@ class StatefulRows(nn.Module):
         self, table_index: int, table: Table, columns: Mapping[str, Tensor]
     ) -> None:
         """Replace the rows of table t by these. Rows that existed before keep their optimizer state, as in torch."""
-        ids, is_new = columns["ids"], torch.ones(len(columns["ids"]), dtype=torch.bool)
+        ids = columns["ids"]
+        is_new = torch.ones(len(columns["ids"]), dtype=torch.bool)
         index = IdIndex(ids)
         for old_ids, old in self._scan_records(table_index):
             position, is_known = index.find(old_ids)
             self.store.delete(table_index, old_ids[~is_known].contiguous())
             position = position[is_known]
             is_new[position] = False
-            records, old = build_records_from_columns(table, columns, position), old[is_known]
+            records = build_records_from_columns(table, columns, position)
+            old = old[is_known]
             # FTRL computes weights from its state, so where weights change its state restarts from them.
             is_same = (old[:, weight_bytes(table)] == records[:, weight_bytes(table)]).all(dim=1)
             is_same |= self._states_loaded_at == self.step
@@ -487,8 +488,10 @@ class StatefulRows(nn.Module):
     def _store_optimizer_states(self, states: Mapping[int, Mapping[str, Tensor]]) -> None:
         for t, table in enumerate(self.declaration.tables):
             for group, part in self._list_parts_by_group(t).items():
-                ids, values = states[group]["ids"], byte_positions(states[group]["state"])
-                known, index = 0, IdIndex(ids)
+                ids = states[group]["ids"]
+                values = byte_positions(states[group]["state"])
+                known = 0
+                index = IdIndex(ids)
                 for old_ids, _ in self._scan_records(t):
                     known += int(index.find(old_ids)[1].sum())
                 if known != len(ids):
@@ -502,7 +505,8 @@ class StatefulRows(nn.Module):
                     records = records[is_known].contiguous()
                     records[:, state] = values[position[is_known]]
                     self._store_records(t, old_ids[is_known].contiguous(), records)
-        self._states_loaded_at, self._lacks_optimizer_state = self.step, False
+        self._states_loaded_at = self.step
+        self._lacks_optimizer_state = False
 
     def _store_records(self, t: int, ids: Tensor, records: Tensor) -> None:
         if len(ids):

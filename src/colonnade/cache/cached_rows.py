@@ -325,7 +325,8 @@ class DeviceCachedRows(CachedRows):
         return [rows.view for rows in self.rows]
 
     def grow_table(self, table_index: int, num_slots: int) -> None:
-        num_allocated, table = len(self.ids[table_index]), self.tables[table_index]
+        num_allocated = len(self.ids[table_index])
+        table = self.tables[table_index]
         if num_slots <= num_allocated:
             return
         # Batches have about the same size; allocate for one that is 50 % larger.
@@ -344,10 +345,8 @@ class DeviceCachedRows(CachedRows):
         """Enlarge one table, which temporarily needs memory for both sizes. Raises torch's error if there is not
         enough."""
         num_new = num_slots - len(self.ids[table_index])
-        rows, pending = (
-            enlarge_device_rows(self.rows[table_index], num_slots),
-            self.pending[table_index],
-        )
+        rows = enlarge_device_rows(self.rows[table_index], num_slots)
+        pending = self.pending[table_index]
         self.pending[table_index] = torch.cat(
             [pending, pending.new_empty(num_new, pending.shape[1])]
         )
@@ -379,7 +378,8 @@ class DeviceCachedRows(CachedRows):
         gradient_sums: Sequence[Tensor],
         is_leaving: np.ndarray,
     ) -> None:
-        is_staying, indices = np.split(~is_leaving, counts.cumsum()[:-1]), []
+        is_staying = np.split(~is_leaving, counts.cumsum()[:-1])
+        indices = []
         for table_index, table_slots in enumerate(np.split(slots, counts.cumsum()[:-1])):
             batch_rows = np.flatnonzero(is_staying[table_index])
             table_slots = table_slots[batch_rows]
@@ -405,7 +405,8 @@ class DeviceCachedRows(CachedRows):
         batch_sums: Sequence[Tensor],
         out: Tensor,
     ) -> None:
-        indices, first = [], 0
+        indices = []
+        first = 0
         pairs = zip(
             _group_rows_by_table(counts, slots),
             _group_rows_by_table(counts, batch_indices),

@@ -90,7 +90,9 @@ class VersionLog:
         return mixed.astype(np.int64) + self._firsts[tables]
 
 
-HIT, MISS, EXPIRED = 0, 1, 2
+HIT = 0
+MISS = 1
+EXPIRED = 2
 """Values of `Decision.outcomes`: the copy is used without a request, there is none, or its time-to-live is over."""
 POLICIES = ("lru", "lfu", "lookahead")
 UNBOUNDED = 2**31 - 2
@@ -198,7 +200,9 @@ class Directory:
             raise ConfigError(
                 f"cache: got policy {policy!r}, wanted {', '.join(POLICIES[:-1])} or {POLICIES[-1]}"
             )
-        self.read_bound, self.write_bound, self.policy = read_bound, write_bound, policy
+        self.read_bound = read_bound
+        self.write_bound = write_bound
+        self.policy = policy
         self._native = _native.Directory(capacity, read_bound, write_bound, policy)
 
     def __len__(self) -> int:
@@ -244,9 +248,18 @@ class Directory:
                 "last start; start it again: it continues from its newest checkpoint, with a lower count"
             ) from None
         return Decision(
-            done.number, done.slots, done.asked, done.ages, done.ticks, done.pushed, done.leaving,
-            done.evicted_ids, done.evicted_slots, done.evicted_ticks, StepJournal(arguments, done),
-        )  # fmt: skip
+            done.number,
+            done.slots,
+            done.asked,
+            done.ages,
+            done.ticks,
+            done.pushed,
+            done.leaving,
+            done.evicted_ids,
+            done.evicted_slots,
+            done.evicted_ticks,
+            StepJournal(arguments, done),
+        )
 
     def undo_decision(self, decision: Decision) -> None:
         """Undo the newest step, which returned `decision`."""
@@ -273,7 +286,8 @@ class Directory:
         """
         _check_cache_bounds(self.capacity, read_bound, write_bound)
         self._native.set_bounds(read_bound, write_bound)
-        self.read_bound, self.write_bound = read_bound, write_bound
+        self.read_bound = read_bound
+        self.write_bound = write_bound
 
     def export_state(self, undone_decisions: Sequence[Decision] = ()) -> dict[str, np.ndarray]:
         """Return the whole state by row, ascending by id, for `load_state`.

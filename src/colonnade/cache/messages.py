@@ -41,7 +41,8 @@ def packed_bit_sizes(counts: np.ndarray) -> list[int]:
 def unpack_bits(data: Tensor, counts: np.ndarray) -> np.ndarray:
     """Unpack the result of `pack_row_bits`: marks (R,) bool of counts (N,) rows of each rank."""
     firsts = [0, *np.cumsum(packed_bit_sizes(counts)).tolist()]
-    marks, sizes = data.numpy(), counts.tolist()
+    marks = data.numpy()
+    sizes = counts.tolist()
     bits = [np.unpackbits(marks[a:], count=n) for a, n in zip(firsts, sizes, strict=False)]
     return np.concatenate(bits).view(bool)
 
@@ -88,7 +89,8 @@ def prepend_row_flags(
 def split_row_flags(messages: Sequence[np.ndarray]) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Split messages into flags with ages, and requests, both by rank. Raises WorldError that names the rank that sent
     another kind of message."""
-    headers, requests = [], []
+    headers = []
+    requests = []
     for rank, message in enumerate(messages):
         size = int(message[:HEAD_BYTES].view("<u4")[0]) if len(message) >= HEAD_BYTES else -1
         if not 0 <= size <= len(message) - HEAD_BYTES:
@@ -100,7 +102,8 @@ def split_row_flags(messages: Sequence[np.ndarray]) -> tuple[list[np.ndarray], l
 
 def parse_row_flags(headers: Sequence[np.ndarray], counts: np.ndarray) -> RowRequests:
     """Parse the flags and ages of `counts` (N, T) rows. Raises WorldError."""
-    flags, ages = [], []
+    flags = []
+    ages = []
     for rank, (header, rows) in enumerate(zip(headers, counts.sum(1).tolist(), strict=True)):
         size = -(-3 * rows // 8)
         bits = np.unpackbits(header[:size], count=min(3 * rows, 8 * len(header))).astype(bool)

@@ -172,7 +172,8 @@ def yield_batch_previews(
         yield pop_preview()
 
 
-NEVER, FARTHEST = 255, 254
+NEVER = 255
+FARTHEST = 254
 SEQUENCE = 2  # pooling of `_native.Lookups`: none
 
 
@@ -209,7 +210,8 @@ class EpochCodes:
 
     def add_batch(self, *parts: Batch) -> None:
         """Add one batch: every rank's part of it, in rank order."""
-        step, start = len(self), self._starts[-1]
+        step = len(self)
+        start = self._starts[-1]
         ids = [part.ids[name].values for part in parts for name in self._names]
         sizes = torch.tensor([0, *map(len, ids)]).cumsum(0)
         end = start + int(sizes[-1])
@@ -245,11 +247,13 @@ class EpochCodes:
             steps = torch.empty_like(ids)
             first.get(ids, steps)
             self._set_codes(positions.numpy(), len(self) + steps.numpy())
-        self._newest, self._first = [], []
+        self._newest = []
+        self._first = []
 
     def batch_codes(self, step: int, batch: Batch, rank: int = 0) -> dict[str, torch.Tensor]:
         """Return `Batch.next_use` of a rank's part of the epoch's batch `step`."""
-        start, codes = self._starts[step * self._num_ranks + rank], {}
+        start = self._starts[step * self._num_ranks + rank]
+        codes = {}
         for name in self._names:
             end = start + len(batch.ids[name].values)
             codes[name] = torch.from_numpy(self._codes[start:end])

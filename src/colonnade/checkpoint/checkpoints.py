@@ -96,8 +96,11 @@ class Checkpoints:
         run: str = "",
     ) -> None:
         """run: name of the run in its checkpoints, which does not change when the folder is moved."""
-        self.folder, self.mesh, self.backings = folder, mesh, tuple(backings)
-        self.keep, self.disk = keep, disk
+        self.folder = folder
+        self.mesh = mesh
+        self.backings = tuple(backings)
+        self.keep = keep
+        self.disk = disk
         self.run = run
         self.sealed_settings: dict[str, Any] = {}  # for the headers of new checkpoints; {}: none
         self.destinations: list[Destination] = []  # each receives every checkpoint
@@ -140,7 +143,8 @@ class Checkpoints:
         may continue or end. An interruption aborts the checkpoint, and the stores write nothing from then on.
         """
         self._wait_for_writer()
-        error, self._error = self._error, None
+        error = self._error
+        self._error = None
         if error is not None:
             raise error
 
@@ -163,7 +167,8 @@ class Checkpoints:
 
         Collective, on the channel `checkpoint`.
         """
-        step, store = snapshot.step, collection.store
+        step = snapshot.step
+        store = collection.store
         folder = state_folder(self.folder, step)
         own_error: Exception | None = None
         written: list[str] = []
@@ -366,10 +371,8 @@ def open_checkpoints(
         raise CheckpointError(
             f"{folder} was saved with {len(saved_shardings)} tables, this model has {len(tables)}; build the same model"
         )
-    saved_shards, shards = (
-        shard_tables(tables, saved_shardings),
-        shard_tables(tables, wanted_shardings),
-    )
+    saved_shards = shard_tables(tables, saved_shardings)
+    shards = shard_tables(tables, wanted_shardings)
     new_shards = find_new_shards(saved_shards, shards, mesh.rank)
     if read_only and new_shards and step is not None:
         readers = open_saved_shards(folder, tables, saved_shards, shards, mesh.rank, disk, step)
@@ -510,7 +513,8 @@ def _restore_data_position(
     position: (epoch, step of the epoch); ranks: state by rank of the saving world. Raises CheckpointError.
     """
     sources = [state for state in ranks if not state.get("is_server")]
-    mesh, own_state = trainer.mesh.trainers, None
+    mesh = trainer.mesh.trainers
+    own_state = None
     if len(sources) != mesh.num_ranks and any(state.get("source") is not None for state in sources):
         raise CheckpointError(
             f"{folder} was saved by {len(sources)} ranks in the middle of an epoch of data sets of their own, and "

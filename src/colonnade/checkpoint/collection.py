@@ -109,7 +109,8 @@ def _save_rows_in_memory(
     collection: EmbeddingCollection, folder: Path, step: int, optimizer: RowOptimizer | None
 ) -> str:
     """Save a collection with all rows in memory; return the run name of the folder's saves."""
-    store, previous = collection.store, collection.checkpoint
+    store = collection.store
+    previous = collection.checkpoint
     memory = store.below if isinstance(store, HbmStore) else store
     if previous is None or previous.folder != folder.resolve():
         memory.mark_all_dirty()
@@ -292,7 +293,8 @@ def _load_rows_to_memory(collection: EmbeddingCollection, checkpoints: Checkpoin
         rows_per_put = max(1, CHUNK_BYTES // table.record_bytes)
         for batch in source.scan():
             owned = collection.shards[shard_index].owns(batch.ids, table.rows)
-            ids, records = batch.ids[owned], batch.records[owned]
+            ids = batch.ids[owned]
+            records = batch.records[owned]
             for start in range(0, len(ids), rows_per_put):
                 part = slice(start, start + rows_per_put)
                 store.write_rows(shard_index, ids[part].contiguous(), records[part].contiguous())

@@ -147,9 +147,13 @@ def find_file_problems(
         elif not any(rows.glob(f"*/{file_name(step)}")):
             yield rows, f"rows/{name} has no checkpoint of step {step}"
         elif _compute_manifest_digest(rows, tables, step) != digest:
-            yield rows, _find_damaged_manifest(rows, tables, step) or (
-                f"rows/{name} is not what this run saved there: of another run or rank, or cut short"
-            )  # fmt: skip
+            yield (
+                rows,
+                _find_damaged_manifest(rows, tables, step)
+                or (
+                    f"rows/{name} is not what this run saved there: of another run or rank, or cut short"
+                ),
+            )
 
 
 EDITED = "config.yaml was edited"
@@ -201,7 +205,8 @@ def check_folder_is_shared(folder: Path, mesh: Mesh) -> None:
     if mesh.num_ranks == 1:
         return
     probe_name = mesh.all_gather_bytes("control", uuid.uuid4().hex.encode())[0].decode()
-    probe, is_visible_to_own_rank = folder / f".seen-by-all-{probe_name}", True
+    probe = folder / f".seen-by-all-{probe_name}"
+    is_visible_to_own_rank = True
     try:
         if mesh.rank == 0:
             folder.mkdir(parents=True, exist_ok=True)

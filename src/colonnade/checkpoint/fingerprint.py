@@ -69,7 +69,8 @@ def describe_declared_towers(declaration: EmbeddingDeclaration) -> dict[str, Any
     dims = {field.name: field.dim for field in declaration.fields}
     descriptions = {}
     for name, consumer in declaration.consumers.items():
-        interaction, field_dims = consumer.interaction, [dims[field] for field in consumer.features]
+        interaction = consumer.interaction
+        field_dims = [dims[field] for field in consumer.features]
         if interaction.merge == "whole":
             kind = interaction.module if isinstance(interaction, TowerModule) else interaction
             descriptions[name] = {

@@ -44,12 +44,14 @@ def restore_retention_policies(
     policies = collect_retention_policies(collection)
     if not policies:
         return
-    mesh, saved_shardings = collection.mesh, read_table_shardings(header)
+    mesh = collection.mesh
+    saved_shardings = read_table_shardings(header)
     needed_ranks: dict[str, list[int | None]] = {}  # by table: ranks to read, by saved shard
     for table_index, (table, planned) in enumerate(
         zip(collection.tables, collection.plan.tables, strict=True)
     ):
-        saved, current = saved_shardings[table_index], planned.sharding
+        saved = saved_shardings[table_index]
+        current = planned.sharding
         ranks = list(saved.row_owners)
         if saved.is_replicated and mesh.rank in saved.ranks:
             ranks = [mesh.rank]
@@ -89,7 +91,8 @@ def take_trainer_snapshot(
     Rows are not included: `DramStore.begin_commit` tracks them. pending_copies: from `RowOptimizer.synchronized_view`.
     """
     cached = trainer.collection.cached
-    mesh, step = trainer.mesh, trainer.collection.step
+    mesh = trainer.mesh
+    step = trainer.collection.step
     rank_state = {
         "random": torch.get_rng_state(),
         "random_gpus": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],

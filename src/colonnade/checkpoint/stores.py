@@ -66,7 +66,8 @@ class StoreFolder:
 
 def read_table_shardings(header: Mapping[str, Any]) -> list[Sharding]:
     """Return the shardings of a checkpoint by table. Old headers without shardings mean row_wise over all ranks."""
-    saved_kinds, num_ranks = header.get("shardings", {}), header["num_ranks"]
+    saved_kinds = header.get("shardings", {})
+    num_ranks = header["num_ranks"]
     return [
         read_sharding(saved_kinds[name]) if name in saved_kinds else row_wise(num_ranks)
         for name in header["model"]["tables"]
@@ -157,14 +158,16 @@ def open_recorded_stores(
     They are opened as their manifests describe them, so the model is not needed.
     """
     name, table_header = list(header["model"]["tables"].items())[table_index]
-    sharding, stores_of_slices = read_table_shardings(header)[table_index], []
+    sharding = read_table_shardings(header)[table_index]
+    stores_of_slices = []
     for slice_sharding, columns in _list_table_slices(sharding, table_header):
         stores_of_slices.append(
             _open_recorded_slice(folder, header, table_index, slice_sharding, columns)
         )
     if sharding.slices == 1:
         return [store for stores in stores_of_slices for store in stores]
-    dims, dtype = _part_dims(table_header), table_header["dtype"].split()[0]
+    dims = _part_dims(table_header)
+    dtype = table_header["dtype"].split()[0]
     states = tuple(header["shardings"][name]["states"])
     compute = ITEM_BYTES["float64" if dtype == "float64" else "float32"]
     record_shape = RecordShape(
@@ -200,10 +203,8 @@ def _open_recorded_slice(
     reader = _native.PageReader("auto", READ_DEPTH)
     stores = []
     for rank in sharding.row_owners:
-        shard, path = (
-            sharding.shard_of(rank),
-            store_folder(sharding, rank, label(table_index, columns, sharding.hot)),
-        )
+        shard = sharding.shard_of(rank)
+        path = store_folder(sharding, rank, label(table_index, columns, sharding.hot))
         assert shard.owner_index is not None and path is not None
         manifest = read_manifest_fields(folder / "rows" / path, step)
         stores.append(
@@ -243,7 +244,8 @@ def open_stores(
     new_shards: tables or slices that start empty, even if files exist.
     """
     reader = _native.PageReader("auto", READ_DEPTH)
-    writer, collector = LogWriter(bytes_per_second=write_budget), Collector()
+    writer = LogWriter(bytes_per_second=write_budget)
+    collector = Collector()
     sizes = [directory.bytes or _disk_bytes(Path(directory.path)) for directory in directories]
     # The limits apply to the configured directory, which is the parent of this run's.
     spaces = [
@@ -252,8 +254,10 @@ def open_stores(
     opened: RankStores = []
     try:
         for shard_index, table_shard in enumerate(shard_tables(tables, shardings)):
-            table, sharding = table_shard.stored, table_shard.sharding
-            shard, path = sharding.shard_of(rank), store_folder(sharding, rank, table_shard.label)
+            table = table_shard.stored
+            sharding = table_shard.sharding
+            shard = sharding.shard_of(rank)
+            path = store_folder(sharding, rank, table_shard.label)
             if path is None or shard.owner_index is None:
                 opened.append(AbsentRows(table.name, table.record_bytes))
                 continue
@@ -298,9 +302,11 @@ def _open_saved_shard(folder: Path, table_shard: TableShard, disk: Disk, step: i
     """Open the stores that together have all rows of a saved table or slice, in shard order, read-only."""
     opened: list[LogBacking] = []
     reader = _native.PageReader("auto", READ_DEPTH)
-    table, sharding = table_shard.stored, table_shard.sharding
+    table = table_shard.stored
+    sharding = table_shard.sharding
     for rank in sharding.row_owners:
-        shard, path = sharding.shard_of(rank), store_folder(sharding, rank, table_shard.label)
+        shard = sharding.shard_of(rank)
+        path = store_folder(sharding, rank, table_shard.label)
         assert shard.owner_index is not None and path is not None
         open_one = partial(open_log, folder / "rows" / path, table_name=table.name)
         opened.append(
@@ -384,7 +390,8 @@ def copy_rows_to_new_shards(
     new_shards: indices into `shards` of tables or slices with rows still to copy.
     """
     for shard_index in new_shards:
-        own_shard, target = shards[shard_index].sharding.shard_of(rank), stores[shard_index]
+        own_shard = shards[shard_index].sharding.shard_of(rank)
+        target = stores[shard_index]
         source = _open_rows_of_shard(folder, tables, saved_shards, shards[shard_index], disk, step)
         for rows in source.scan():
             is_owned = own_shard.owns(rows.ids, shards[shard_index].table.rows)

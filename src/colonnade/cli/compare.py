@@ -38,7 +38,8 @@ def compare(
     if len(runs) < 2:
         raise ConfigError(f"got {len(runs)} run, wanted at least two: colonnade compare RUN RUN")
     records = [read_run_folder(run) for run in runs]
-    console, names = Terminal(), find_distinct_run_names(records)
+    console = Terminal()
+    names = find_distinct_run_names(records)
     different = find_different_settings(records)
     for title, lines in (
         ("figures", build_figure_lines(records)),

@@ -110,10 +110,14 @@ def create_row_progress_bar() -> Progress:
     from colonnade.terminal import Terminal
 
     return Progress(
-        TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TextColumn("rows"),
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("rows"),
         TimeRemainingColumn(),
-        console=Terminal(), transient=True,
-    )  # fmt: skip
+        console=Terminal(),
+        transient=True,
+    )
 
 
 def write_converted_file(

@@ -32,7 +32,9 @@ def doctor(
 
 def describe_machine(facts: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """Return a line (item, this machine's value, what it means) for each of the `collect_machine_facts`."""
-    versions, gpus, pages = facts["versions"], facts["gpus"], facts["huge_pages"]
+    versions = facts["versions"]
+    gpus = facts["gpus"]
+    pages = facts["huge_pages"]
     usable = f"{facts['usable_processors']} of {facts['processors']} usable"
     pages_meaning = _HUGE_PAGES.get(pages, "random reads of rows may be slower")
     return [
@@ -97,7 +99,8 @@ def _warn_of_rotation(facts: Mapping[str, Any]) -> str:
 
 
 def _describe_memory(facts: Mapping[str, Any]) -> str:
-    total, free = facts["memory_bytes"], facts["available_memory_bytes"]
+    total = facts["memory_bytes"]
+    free = facts["available_memory_bytes"]
     if total is None or free is None:
         return "cannot tell"
     limit = facts["memory_limit_bytes"]

@@ -42,7 +42,8 @@ def evaluate(
     parts = ("train", "validation", "test")
     if part is not None and part not in parts:
         raise ConfigError(f"unknown part {part!r}; choose from {', '.join(parts)}")
-    config, step = load_run_config(run), resolve_step(run, at)
+    config = load_run_config(run)
+    step = resolve_step(run, at)
     opened = open_run(config, Mesh(), run, read_only=True, at=step)
     try:
         splits = opened.trainer.data

@@ -82,7 +82,8 @@ def _inspect_run(path: Path) -> None:
     from colonnade.report.reading import collect_table_figures, read_run_folder
 
     run = read_run_folder(path)
-    model, data = run.config.get("model", {}), run.config.get("data", {})
+    model = run.config.get("model", {})
+    data = run.config.get("data", {})
     _print_facts(
         {
             "run": str(path),
@@ -95,11 +96,14 @@ def _inspect_run(path: Path) -> None:
     )
     rows = [
         (
-            t.name, format_count(t.rows_in_memory), format_count(t.rows_in_files),
-            format_bytes(t.bytes_in_memory), format_bytes(t.bytes_in_files),
+            t.name,
+            format_count(t.rows_in_memory),
+            format_count(t.rows_in_files),
+            format_bytes(t.bytes_in_memory),
+            format_bytes(t.bytes_in_files),
         )
         for t in collect_table_figures(run)
-    ]  # fmt: skip
+    ]
     _print_table(("table (rank 0)", "rows in memory", "rows in files", "memory", "files"), rows)
     if run.checkpoints:
         newest = path / "checkpoints" / f"{run.checkpoints[-1]:012d}.json"
@@ -126,19 +130,34 @@ def _inspect_checkpoint(path: Path) -> None:
         }
     )
     rows = [
-        (name, str(t["dim"]), "any id" if t["rows"] is None else f"{t['rows']:,}", t["dtype"], t["optimizer"],
-         str(sharding))
-        for (name, t), sharding in zip(model["tables"].items(), read_table_shardings(header), strict=True)
-    ]  # fmt: skip
+        (
+            name,
+            str(t["dim"]),
+            "any id" if t["rows"] is None else f"{t['rows']:,}",
+            t["dtype"],
+            t["optimizer"],
+            str(sharding),
+        )
+        for (name, t), sharding in zip(
+            model["tables"].items(), read_table_shardings(header), strict=True
+        )
+    ]
     _print_table(("table", "dim", "ids", "dtype", "optimizer", "rows on"), rows)
     towers = []
     for name, tower in model.get("towers", {}).items():
         shapes = [s for n, s in model["dense"].items() if f".interactions.{name}." in f".{n}"]
         inputs, outputs = tower["floats"]
         towers.append(
-            (name, ", ".join(tower["features"]), tower["module"], f"{inputs:,}", f"{outputs:,}",
-             f"{inputs / outputs:.2f}", f"{sum(map(_num_elements, shapes)):,}")
-        )  # fmt: skip
+            (
+                name,
+                ", ".join(tower["features"]),
+                tower["module"],
+                f"{inputs:,}",
+                f"{outputs:,}",
+                f"{inputs / outputs:.2f}",
+                f"{sum(map(_num_elements, shapes)):,}",
+            )
+        )
     _print_table(("tower", "fields", "module", "floats in", "out", "ratio", "parameters"), towers)
 
 
@@ -148,10 +167,16 @@ def _inspect_export(path: Path) -> None:
 
     export = read_export(path)
     rows = [
-        (t.name, str(t.dim), "any id" if t.rows is None else f"{t.rows:,}", t.dtype, format_count(t.count),
-         format_bytes(export.files[t.file].bytes))
+        (
+            t.name,
+            str(t.dim),
+            "any id" if t.rows is None else f"{t.rows:,}",
+            t.dtype,
+            format_count(t.count),
+            format_bytes(export.files[t.file].bytes),
+        )
         for t in export.tables
-    ]  # fmt: skip
+    ]
     facts = {
         "exported model": str(path),
         "step": f"{export.step:,}",
@@ -200,12 +225,14 @@ def _inspect_data(path: Path, kind: str | None, options: Mapping[str, Any]) -> N
     _print_facts(facts)
     lines = [
         (
-            _format_value(name), _describe_field_type(narrowed.type),
-            f"{narrowed.null_count:,}", _count_distinct(narrowed),
+            _format_value(name),
+            _describe_field_type(narrowed.type),
+            f"{narrowed.null_count:,}",
+            _count_distinct(narrowed),
             *(_format_value(array[row], 11) for row in range(min(SAMPLES, num_read))),
         )
         for name, (array, narrowed) in columns.items()
-    ]  # fmt: skip
+    ]
     samples = [f"row {row + 1}" for row in range(min(SAMPLES, num_read))]
     _print_table(("column", "type", "missing", "distinct", *samples), lines, max_lines=MAX_COLUMNS)
     for name, reason in head.left_out.items():

@@ -157,7 +157,8 @@ def compute_node_rates(planned: PlanningResult, tables: Sequence[Table]) -> Node
     tier_bytes["mapped"] += sum(
         table.mapped_rows * sizes[table.name] for table in planned.plan.tables
     )
-    reads, disk_seconds = prediction.reads_per_sample, prediction.device_seconds
+    reads = prediction.reads_per_sample
+    disk_seconds = prediction.device_seconds
     return NodeRates(
         in_memory=prediction.all_in_memory,
         tiered=min(prediction.all_in_memory, batch_size / seconds),

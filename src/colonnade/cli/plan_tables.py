@@ -192,13 +192,23 @@ def _print_memory(
         backing = "+mapped" if table_plan.mapped_rows else ""
         backing += {"run folder": "+files", "ssd": "+ssd"}.get(table_plan.rest, "")
         size = resident_row_bytes(table, table_plan.sharding)
-        lines.append((prediction.reads_per_sample, prediction.bytes_per_sample, [
-            table.name, "any" if rows is None else format_count(rows),
-            "-" if rows is None else format_bytes(rows * size), f"{prediction.lookups_per_sample:.3g}",
-            _format_number(prediction.bytes_per_sample * rate / 1e6),
-            format_bytes(prediction.rows_in_memory * slot_bytes(table)), table_plan.tier + backing,
-            f"{prediction.hit_rate:.1%}", f"{1000 * prediction.reads_per_sample:.3g}",
-        ]))  # fmt: skip
+        lines.append(
+            (
+                prediction.reads_per_sample,
+                prediction.bytes_per_sample,
+                [
+                    table.name,
+                    "any" if rows is None else format_count(rows),
+                    "-" if rows is None else format_bytes(rows * size),
+                    f"{prediction.lookups_per_sample:.3g}",
+                    _format_number(prediction.bytes_per_sample * rate / 1e6),
+                    format_bytes(prediction.rows_in_memory * slot_bytes(table)),
+                    table_plan.tier + backing,
+                    f"{prediction.hit_rate:.1%}",
+                    f"{1000 * prediction.reads_per_sample:.3g}",
+                ],
+            )
+        )
     lines.sort(key=lambda line: (-line[0], -line[1]))
     for *_, cells in lines[:MAX_LINES]:
         grid.add_row(*cells)
@@ -218,13 +228,17 @@ def _print_exchanges(console: Console, planned: PlanningResult) -> None:
     )
     lines = sorted(planned.choice.tables, key=lambda table: -table.chosen.seconds)
     for table in lines[:MAX_LINES]:
-        best, runner_up = table.chosen, table.others[0] if table.others else None
+        best = table.chosen
+        runner_up = table.others[0] if table.others else None
         grid.add_row(
-            table.name, _describe_choice(best, planned) + ("!" if table.is_forced else ""),
-            format_bytes(best.bytes_over("local")), format_bytes(best.bytes_over("remote")),
-            format_seconds(best.seconds), "-" if runner_up is None else _label_exchange(runner_up),
+            table.name,
+            _describe_choice(best, planned) + ("!" if table.is_forced else ""),
+            format_bytes(best.bytes_over("local")),
+            format_bytes(best.bytes_over("remote")),
+            format_seconds(best.seconds),
+            "-" if runner_up is None else _label_exchange(runner_up),
             "-" if runner_up is None else _format_added_seconds(runner_up.more),
-        )  # fmt: skip
+        )
     console.print(grid)
     if len(lines) > MAX_LINES:
         console.print(f"  and {len(lines) - MAX_LINES} more with fewer seconds")
@@ -288,10 +302,13 @@ def _print_table_choices(console: Console, planned: PlanningResult, table: Table
             for channel in ("route", "fetch", "push")
         ]
         grid.add_row(
-            _describe_choice(cost, planned), *by_channel, format_bytes(cost.bytes_over("local")),
-            format_bytes(cost.bytes_over("remote")), format_seconds(cost.seconds),
+            _describe_choice(cost, planned),
+            *by_channel,
+            format_bytes(cost.bytes_over("local")),
+            format_bytes(cost.bytes_over("remote")),
+            format_seconds(cost.seconds),
             "chosen" if cost is table.chosen else _format_added_seconds(cost.more),
-        )  # fmt: skip
+        )
     console.print(grid)
     reason = "set by you" if table.is_forced else "the fewest seconds of the whole step"
     name = table.name.removesuffix("[cold]").removesuffix("[hot]")
@@ -342,7 +359,8 @@ def _print_total_costs(console: Console, planned: PlanningResult, tables: Sequen
 
 
 def _print_link_costs(console: Console, choice: PlanDecision, planned: PlanningResult) -> None:
-    prediction, seconds = planned.prediction, choice.seconds
+    prediction = planned.prediction
+    seconds = choice.seconds
     console.print(str(planned.world))
     if planned.world.origin != "measured":
         console.print("this world is not running: its links are as declared, not measured")
@@ -425,9 +443,13 @@ def print_nodes_as_json(
             needs[str(ratio)] = None if need is None else asdict(need)
         models.append({**asdict(needed), "needs": needs})
     values = {
-        "node": asdict(node), "rates": asdict(rates), "rates_from": rates_source, "models": models, "assumed": ASSUMED,
+        "node": asdict(node),
+        "rates": asdict(rates),
+        "rates_from": rates_source,
+        "models": models,
+        "assumed": ASSUMED,
         "published": MTRAINS,
-    }  # fmt: skip
+    }
     print(json.dumps({"nodes": values}, indent=2))
 
 
@@ -456,9 +478,15 @@ def print_nodes_as_text(
     for needed in results:
         model = needed.model
         grid.add_row(
-            model.name, format_count(model.rows), format_bytes(model.memory_bytes), format_bytes(model.file_bytes),
-            f"{needed.in_memory.nodes:,}", f"{needed.tiered.nodes:,}", f"{needed.ratio:.1f}x", needed.tiered.binding,
-        )  # fmt: skip
+            model.name,
+            format_count(model.rows),
+            format_bytes(model.memory_bytes),
+            format_bytes(model.file_bytes),
+            f"{needed.in_memory.nodes:,}",
+            f"{needed.tiered.nodes:,}",
+            f"{needed.ratio:.1f}x",
+            needed.tiered.binding,
+        )
     console.print(grid)
     for needed in results:
         console.print()

@@ -80,7 +80,8 @@ def predict(
         raise ConfigError(
             "nothing to score: give --path FILE, or --part (train, validation or test) for the model's own data"
         )
-    console, is_run = Terminal(stderr=True), (model / "checkpoints").is_dir()
+    console = Terminal(stderr=True)
+    is_run = (model / "checkpoints").is_dir()
     with Predictor.open(model, at=at) as predictor:
         config = predictor.config
         assert config is not None  # since the model could be built
@@ -93,9 +94,14 @@ def predict(
         )
         size = batch_size or config.train.samples_per_step
         progress = Progress(
-            TextColumn("score"), BarColumn(bar_width=30), MofNCompleteColumn(), TimeRemainingColumn(compact=True),
-            console=console, disable=not console.is_terminal, transient=True,
-        )  # fmt: skip
+            TextColumn("score"),
+            BarColumn(bar_width=30),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(compact=True),
+            console=console,
+            disable=not console.is_terminal,
+            transient=True,
+        )
         started = time.perf_counter()
         with ScoreFile(output, predictor.labels) as file, progress:
             task = progress.add_task("score", total=source.num_samples)

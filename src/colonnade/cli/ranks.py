@@ -123,7 +123,8 @@ def _wait_for_ranks(
             failures = {rank: code for rank, code in enumerate(codes) if code}
             return None if stopped_at or signals else failures
         while signals:
-            number, now = signals.pop(0), time.monotonic()
+            number = signals.pop(0)
+            now = time.monotonic()
             if stopped_at and now - stopped_at > REPEAT_SECONDS:
                 return None
             stopped_at = stopped_at or now

@@ -180,18 +180,36 @@ def serve(
     )
     token = read_token(token_file)
     options = ServeOptions(
-        path=model, name=name, copy=copy, index=index, network=network, at=at, poll_seconds=poll, host=host,
+        path=model,
+        name=name,
+        copy=copy,
+        index=index,
+        network=network,
+        at=at,
+        poll_seconds=poll,
+        host=host,
         token=token,
-        allowed_hosts=tuple(allowed_host or ()), allowed_origins=tuple(allowed_origin or ()),
-        tls_certificate=None if tls_cert is None else str(tls_cert), tls_key=None if tls_key is None else str(tls_key),
-        grpc_port=grpc_port, is_grpc_shared=workers > 1, max_body_bytes=parse_size("--max-body", max_body),
-        max_candidates=max_candidates, max_queue=max_queue, timeout_seconds=timeout, body_seconds=body_timeout,
+        allowed_hosts=tuple(allowed_host or ()),
+        allowed_origins=tuple(allowed_origin or ()),
+        tls_certificate=None if tls_cert is None else str(tls_cert),
+        tls_key=None if tls_key is None else str(tls_key),
+        grpc_port=grpc_port,
+        is_grpc_shared=workers > 1,
+        max_body_bytes=parse_size("--max-body", max_body),
+        max_candidates=max_candidates,
+        max_queue=max_queue,
+        timeout_seconds=timeout,
+        body_seconds=body_timeout,
         micro_batch=micro_batch,
         row_memory_bytes=None if row_memory is None else parse_size("--row-memory", row_memory),
-        max_versions=max_versions, max_version_bytes=parse_size("--version-memory", version_memory), max_pins=max_pins,
-        drain_seconds=drain, threads=threads, access_log=access_log,
+        max_versions=max_versions,
+        max_version_bytes=parse_size("--version-memory", version_memory),
+        max_pins=max_pins,
+        drain_seconds=drain,
+        threads=threads,
+        access_log=access_log,
         state_folder="",
-    )  # fmt: skip
+    )
     if tls_cert is not None and tls_key is not None:
         check_certificate(tls_cert, tls_key)
     signal.signal(signal.SIGTERM, exit_at_once)

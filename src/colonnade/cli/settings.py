@@ -196,7 +196,8 @@ def _describe_allowed_values(annotation: Any) -> str:
     """Describe the values of a type."""
     if hasattr(annotation, "model_fields"):
         return "a section"
-    origin, inner = get_origin(annotation), get_args(annotation)
+    origin = get_origin(annotation)
+    inner = get_args(annotation)
     if origin is Literal:
         return " | ".join(map(str, inner))
     if origin in (Union, types.UnionType):

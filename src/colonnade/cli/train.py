@@ -267,7 +267,8 @@ def train_seeds(config: RunConfig, folder: Path, ranks: int, seeds: int, at: int
         raise ConfigError(
             f"{folder} is a run, wanted a folder for the runs of {seeds} seeds; give another --run"
         )
-    console, metrics = Terminal(), []
+    console = Terminal()
+    metrics = []
     for seed in range(config.train.seed, config.train.seed + seeds):
         console.print(f"seed {seed}", style="bold")
         summary = train_run(

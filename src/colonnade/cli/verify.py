@@ -53,7 +53,8 @@ def verify(
             raise ConfigError(
                 f"{run} has one checkpoint and no stores; leave --at and --directory out"
             )
-        subject, remedy = str(run), "Restore them from a copy, or export the run again"
+        subject = str(run)
+        remedy = "Restore them from a copy, or export the run again"
         files = _export_files(run) if is_export else _publication_files(run)
     elif not (run / "checkpoints").is_dir():
         raise ConfigError(
@@ -64,7 +65,8 @@ def verify(
         )
     else:
         step = resolve_step(run, at or "last")
-        subject, files = f"{run}, step {step}", verify_checkpoint(run, step, directory or ())
+        subject = f"{run}, step {step}"
+        files = verify_checkpoint(run, step, directory or ())
         files = chain(files, verify_other_checkpoints(run, step) if at is None else ())
         remedy = "Restore them from a copy, or go back to an older checkpoint (--at STEP)"
     num_files = num_bytes = 0

@@ -47,7 +47,9 @@ def concatenate_over_ranks(mesh: Mesh, rows: Tensor, channel: str = "gather") ->
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, mesh: Mesh, counts: list[int], channel: str) -> Tensor:
-        ctx.mesh, ctx.counts, ctx.channel = mesh, counts, channel
+        ctx.mesh = mesh
+        ctx.counts = counts
+        ctx.channel = channel
         # gloo gathers equal blocks only, on the CPU.
         padded = torch.zeros(max(counts), *values.shape[1:], dtype=values.dtype)
         padded[: len(values)] = values
@@ -101,21 +103,29 @@ def estimate_sum_traffic(
     other algorithms all hops. A host's uplink sends L x `remote_bytes` and receives as much: 2 (H - 1) L / H x S for
     `exchange_shares`, 2 (H - 1) / H x S for `by host`. With `by host` and without a codec, two hosts send each other
     their whole sums: the same number of bytes in one message."""
-    ranks, hosts, local = world.num_ranks, world.num_hosts, world.ranks_per_host
-    num_local, num_remote = local - 1, ranks - local
+    ranks = world.num_ranks
+    hosts = world.num_hosts
+    local = world.ranks_per_host
+    num_local = local - 1
+    num_remote = ranks - local
     coded_size = num_bytes if coded_bytes is None else coded_bytes
     if algorithm == "whole":
         return SumTraffic(num_local, num_remote, num_local * coded_size, num_remote * coded_size)
     if algorithm == "scattered":
         return SumTraffic(
-            2 * num_local, 2 * num_remote,
-            2 * num_local * coded_size / ranks, 2 * num_remote * coded_size / ranks,
-        )  # fmt: skip
-    num_remote, hops = hosts - 1, 1 if hosts == 2 and coded_bytes is None else 2
+            2 * num_local,
+            2 * num_remote,
+            2 * num_local * coded_size / ranks,
+            2 * num_remote * coded_size / ranks,
+        )
+    num_remote = hosts - 1
+    hops = 1 if hosts == 2 and coded_bytes is None else 2
     return SumTraffic(
-        2 * num_local, hops * num_remote,
-        2 * num_local * num_bytes / local, 2 * num_remote * coded_size / ranks,
-    )  # fmt: skip
+        2 * num_local,
+        hops * num_remote,
+        2 * num_local * num_bytes / local,
+        2 * num_remote * coded_size / ranks,
+    )
 
 
 def choose_sum_algorithm(world: World, num_bytes: float) -> SumAlgorithm:
@@ -148,7 +158,9 @@ def sum_over_ranks(mesh: Mesh, values: Tensor, algorithm: SumAlgorithm) -> None:
     """Sum values over ranks in place. Collective, from one issuing thread.
 
     values: (n,) on the CPU, contiguous, n a multiple of N."""
-    ranks, hosts, local = mesh.num_ranks, mesh.world.num_hosts, mesh.world.ranks_per_host
+    ranks = mesh.num_ranks
+    hosts = mesh.world.num_hosts
+    local = mesh.world.ranks_per_host
     if ranks == 1:
         return
     if algorithm == "whole":

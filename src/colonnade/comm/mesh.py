@@ -95,7 +95,8 @@ class PendingCall:
         begin_waiting()
         try:
             self.monitor.wait_for_call(self.channel, self.work)
-            messages, self.shared_messages = self.shared_messages, None
+            messages = self.shared_messages
+            self.shared_messages = None
             if messages is not None:
                 messages.copy_received_messages()
         except OSError:  # the shared memory of a lost rank is gone
@@ -219,9 +220,11 @@ class Mesh:
         arguments = (received, send, list(receive_rows), list(send_rows))
         if messages is not None:
             arguments = (
-                messages.gloo_received, messages.gloo_send,
-                list(messages.gloo_received_bytes), list(messages.gloo_send_bytes),
-            )  # fmt: skip
+                messages.gloo_received,
+                messages.gloo_send,
+                list(messages.gloo_received_bytes),
+                list(messages.gloo_send_bytes),
+            )
         call = self._begin_call(channel, partial(dist.all_to_all_single, *arguments), scope)
         call.shared_messages = messages
         if not wait:
@@ -255,7 +258,8 @@ class Mesh:
         """Return every rank's tensor, in rank order; shapes must agree. Collective."""
         if self.num_ranks == 1:
             return [values]
-        others, next_rank = self.num_ranks - 1, (self.rank + 1) % self.num_ranks
+        others = self.num_ranks - 1
+        next_rank = (self.rank + 1) % self.num_ranks
         self._count_traffic(
             channel, next_rank, others * values.nbytes, others
         )  # a ring: one block per round

@@ -136,7 +136,8 @@ def _describe_failure_causes(statuses: Mapping[int, PeerStatus], causes: Mapping
     """Return one text for messages: each rank with its process, the cause, and its last status."""
     parts = []
     for rank in sorted(causes)[:MAX_SHOWN]:
-        peer, status = statuses[rank].peer, describe_peer_status(statuses[rank])
+        peer = statuses[rank].peer
+        status = describe_peer_status(statuses[rank])
         parts.append(f"rank {rank} (pid {peer.pid} on {peer.host}) {causes[rank]}; {status}")
     if len(causes) > MAX_SHOWN:
         parts.append(f"and so on for {format_ranks(sorted(causes)[MAX_SHOWN:])}")
@@ -169,8 +170,11 @@ class PeerMonitor:
         serves: bool = False,
     ) -> None:
         """Create the monitor of `rank`. `serves`: this process serves the store that contains the heartbeats."""
-        self.rank, self.peers, self.timeout = rank, tuple(peers), timeout.total_seconds()
-        self._heartbeats, self._serves = heartbeats, serves
+        self.rank = rank
+        self.peers = tuple(peers)
+        self.timeout = timeout.total_seconds()
+        self._heartbeats = heartbeats
+        self._serves = serves
         self.step = 0
         self.lost = ""  # reason why no further call can be made
         self.lost_ranks: tuple[int, ...] = ()
@@ -181,16 +185,19 @@ class PeerMonitor:
         self._batches = 0, 0, False
         self._waiting: dict[str, float] = {}
         self._idle_since = time.monotonic()
-        self._stop_reason, self._stopped_at = "", 0.0
+        self._stop_reason = ""
+        self._stopped_at = 0.0
         self._beats = 0
         self._lines: dict[int, tuple[int, float, dict[str, Any]]] = {}  # beat, read at, line
         self._loss_lock = threading.Lock()
-        self._wake, self._over = threading.Event(), threading.Event()
+        self._wake = threading.Event()
+        self._over = threading.Event()
         self._failed_call: tuple[str, int] | None = None  # channel and number to diagnose
         self._diagnosis = Diagnosis()
         self._is_follower = False
         self._store_error = ""
-        self._diagnosed, self._written = threading.Event(), threading.Event()
+        self._diagnosed = threading.Event()
+        self._written = threading.Event()
         self._thread = threading.Thread(
             target=self._run_heartbeat_thread, name="presence", daemon=True
         )
@@ -226,7 +233,8 @@ class PeerMonitor:
 
     def _find_early_end(self, line: Mapping[str, Any]) -> int | None:
         """Return after how many batches the rank of a status line ended, if this rank has more; else None."""
-        (lookahead, count, is_over), own = line["batches"], self._batches
+        lookahead, count, is_over = line["batches"]
+        own = self._batches
         return count if is_over and lookahead == own[0] and count < own[1] else None
 
     def begin_call(self, channel: str) -> None:
@@ -280,7 +288,8 @@ class PeerMonitor:
             self._failed_call = channel, number
             self._wake.set()
             if self._wait_for_diagnosis():
-                self.lost_ranks, reason = self._diagnosis.ranks, self._diagnosis.reason
+                self.lost_ranks = self._diagnosis.ranks
+                reason = self._diagnosis.reason
                 reason = reason or (
                     "every rank is alive and in this call: the network between them failed"
                 )
@@ -320,7 +329,8 @@ class PeerMonitor:
 
     def withdraw_stop(self) -> None:
         """Clear an announced stop, because this rank continues after an error."""
-        self._stop_reason, self._stopped_at = "", 0.0
+        self._stop_reason = ""
+        self._stopped_at = 0.0
 
     def _run_heartbeat_thread(self) -> None:
         try:
@@ -349,7 +359,8 @@ class PeerMonitor:
         return oldest is not None and time.monotonic() - oldest > LONG_SECONDS
 
     def _write_own_status(self) -> None:
-        now, self._beats = time.monotonic(), self._beats + 1
+        now = time.monotonic()
+        self._beats = self._beats + 1
         line = {
             "beat": self._beats,
             "step": self.step,
@@ -393,7 +404,8 @@ class PeerMonitor:
             self._write_own_status()
 
     def _build_peer_status(self, rank: int, began: float) -> PeerStatus:
-        peer, now = self.peers[rank], time.monotonic()
+        peer = self.peers[rank]
+        now = time.monotonic()
         state = ""
         if peer.machine == self.peers[self.rank].machine:
             state = read_process_state(peer.pid)
@@ -401,9 +413,18 @@ class PeerMonitor:
             return PeerStatus(peer, now - began, state)
         _, read_at, line = self._lines[rank]
         return PeerStatus(
-            peer, now - read_at, state, line["step"], line["calls"], line["waiting"], line["idle"],
-            line["left"], line["follows"], line["lost"], self._find_early_end(line),
-        )  # fmt: skip
+            peer,
+            now - read_at,
+            state,
+            line["step"],
+            line["calls"],
+            line["waiting"],
+            line["idle"],
+            line["left"],
+            line["follows"],
+            line["lost"],
+            self._find_early_end(line),
+        )
 
 
 @contextmanager

@@ -101,7 +101,8 @@ def open_mesh(
         if timeout is not None:
             _joined_mesh.peer_monitor.timeout = timeout.total_seconds()
         return replace(_joined_mesh, traffic=Traffic())
-    limit, rank = timeout or TIMEOUT, int(os.environ["RANK"])
+    limit = timeout or TIMEOUT
+    rank = int(os.environ["RANK"])
     local = ranks_per_host or int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
     server = connect_store(rank, num_ranks, limit)
     token, peers = join_rendezvous(server, rank, num_ranks, describe_this_rank(local, verb), limit)
@@ -124,7 +125,8 @@ def open_mesh(
             world_size=num_ranks,
             timeout=longest,
         )
-    world, ranks = World(num_hosts=num_ranks // local, ranks_per_host=local), range(num_ranks)
+    world = World(num_hosts=num_ranks // local, ranks_per_host=local)
+    ranks = range(num_ranks)
     groups: dict[tuple[str, Scope], dist.ProcessGroup] = {}
     create_process_groups(groups, ISSUING_THREADS, [ALL], ranks, rank, longest)
     create_process_groups(groups, HOST_SCOPE_THREADS, _host_scopes(world), ranks, rank, longest)
@@ -149,7 +151,8 @@ def _open_shared_memory(mesh: Mesh) -> SharedMemory | None:
     world = mesh.world
     if world.ranks_per_host == 1:
         return None
-    pool, token = BufferPool(), torch.frombuffer(bytearray(uuid.uuid4().bytes), dtype=torch.int64)
+    pool = BufferPool()
+    token = torch.frombuffer(bytearray(uuid.uuid4().bytes), dtype=torch.int64)
     fd = -1
     with suppress(AttributeError, WorldError):
         buffer = pool.allocate_buffer(token.nbytes)
@@ -208,12 +211,18 @@ def open_tower_mesh(mesh: Mesh, tower_size: int, threads: Sequence[str] = ("dens
             within = tower_size if tower_size < mesh.num_ranks else 0
             outer_scopes |= dict(zip(_host_scopes(world), _host_scopes(world, within), strict=True))
         create_process_groups(
-            mesh.groups, [thread], list(outer_scopes.values()), range(mesh.num_ranks), mesh.rank, _call_timeout(mesh)
-        )  # fmt: skip
+            mesh.groups,
+            [thread],
+            list(outer_scopes.values()),
+            range(mesh.num_ranks),
+            mesh.rank,
+            _call_timeout(mesh),
+        )
         groups |= {
             (thread, scope): mesh.group(thread, outer) for scope, outer in outer_scopes.items()
         }
-    first, prefix = mesh.rank // tower_size * tower_size, "tower "
+    first = mesh.rank // tower_size * tower_size
+    prefix = "tower "
     tower = Mesh(world, mesh.rank - first, groups, mesh.traffic, mesh.peer_monitor, prefix=prefix)
     _set_participants(tower, range(first, first + tower_size))
     return tower
@@ -237,7 +246,8 @@ def assign_server_ranks(mesh: Mesh, servers_per_host: int) -> Mesh:
         return mesh
     world = mesh.world.with_servers(servers_per_host)
     assert mesh.peer_monitor is not None  # a world of one has no servers
-    trainers, trainer_world = world.trainers, world.trainer_world()
+    trainers = world.trainers
+    trainer_world = world.trainer_world()
     groups: dict[tuple[str, Scope], dist.ProcessGroup] = {}
     scopes = [ALL, *_host_scopes(trainer_world)]
     create_process_groups(groups, TRAINER_THREADS, scopes, trainers, mesh.rank, _call_timeout(mesh))
@@ -292,7 +302,8 @@ def close_mesh(mesh: Mesh) -> None:
 
 def _leave_world() -> None:
     global _joined_mesh
-    mesh, _joined_mesh = _joined_mesh, None
+    mesh = _joined_mesh
+    _joined_mesh = None
     if mesh is None or mesh.peer_monitor is None:
         return
     error = getattr(sys, "last_value", None)  # an exception that was not caught

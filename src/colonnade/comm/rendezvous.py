@@ -32,7 +32,8 @@ from colonnade.comm.differences import find_disagreements, format_differences, f
 from colonnade.errors import PeerLost, WorldError
 
 ROOT = "colonnade"
-STORE, HEARTBEATS = "COLONNADE_STORE", "COLONNADE_HEARTBEATS"
+STORE = "COLONNADE_STORE"
+HEARTBEATS = "COLONNADE_HEARTBEATS"
 """Environment variables: paths of the store and heartbeat files that ranks of one host share (`cli/ranks.py`)."""
 POLL_SECONDS = 0.05  # between two checks for new ranks
 
@@ -58,7 +59,8 @@ def describe_this_rank(local_ranks: int, verb: str = "") -> Peer:
     """Return the identity of this process's rank."""
     from colonnade import __version__
 
-    boot, space = "", ""
+    boot = ""
+    space = ""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             boot = file.read().strip()
@@ -66,9 +68,15 @@ def describe_this_rank(local_ranks: int, verb: str = "") -> Peer:
     except OSError:
         boot = uuid.uuid4().hex  # cannot compare machines: no other rank counts as on this machine
     return Peer(
-        socket.gethostname(), f"{boot}/{space}", os.getpid(), local_ranks,
-        __version__, str(torch.__version__), platform.machine(), verb,
-    )  # fmt: skip
+        socket.gethostname(),
+        f"{boot}/{space}",
+        os.getpid(),
+        local_ranks,
+        __version__,
+        str(torch.__version__),
+        platform.machine(),
+        verb,
+    )
 
 
 def serves_store(rank: int) -> bool:
@@ -87,7 +95,8 @@ def connect_store(rank: int, num_ranks: int, timeout: timedelta) -> dist.Store:
     its host. Raises WorldError, PeerLost."""
     if path := os.environ.get(STORE):
         return _open_file_store(path, timeout)
-    address, text = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    address = os.environ.get("MASTER_ADDR", "")
+    text = os.environ.get("MASTER_PORT", "")
     if not address or not text.isdecimal() or not 0 < int(text) < 2**16:
         raise WorldError(
             f"got MASTER_ADDR={address!r} and MASTER_PORT={text!r} in a world of {num_ranks} ranks, wanted where rank "
@@ -98,9 +107,14 @@ def connect_store(rank: int, num_ranks: int, timeout: timedelta) -> dist.Store:
     listening = _open_listening_socket(address, port) if serves else None
     try:
         return dist.TCPStore(
-            address, port, num_ranks, serves, timeout=timeout, wait_for_workers=False,
+            address,
+            port,
+            num_ranks,
+            serves,
+            timeout=timeout,
+            wait_for_workers=False,
             master_listen_fd=listening,
-        )  # fmt: skip
+        )
     except RuntimeError as error:
         server = "rank 0" if not _served_by_torchrun() else "torchrun on the first host"
         raise PeerLost(
@@ -148,9 +162,15 @@ def join_rendezvous(
                 f"two processes came as rank {rank} of {num_ranks}: pid {first['pid']} on {first['host']} and pid "
                 f"{identity.pid} on {identity.host}; give every process a RANK of its own"
             )
-        _wait_for_keys(store, [f"{ROOT}/{token}/go"], deadline, lambda: _describe_missing(
-            [r for r in range(num_ranks) if not store.check([_arrival_key(token, r)])], num_ranks
-        ))  # fmt: skip
+        _wait_for_keys(
+            store,
+            [f"{ROOT}/{token}/go"],
+            deadline,
+            lambda: _describe_missing(
+                [r for r in range(num_ranks) if not store.check([_arrival_key(token, r)])],
+                num_ranks,
+            ),
+        )
     greetings = [
         json.loads(text)
         for text in store.multi_get([_arrival_key(token, r) for r in range(num_ranks)])
@@ -162,7 +182,8 @@ def join_rendezvous(
 
 def _answer_hellos(store: dist.Store, token: str, num_ranks: int, deadline: float) -> None:
     """Answer on rank 0 every hello, including those of earlier attempts, until each rank has joined."""
-    missing, answered = list(range(1, num_ranks)), set()
+    missing = list(range(1, num_ranks))
+    answered = set()
     while missing:
         missing = [r for r in missing if not store.check([_arrival_key(token, r)])]
         # Check all ranks: a second process may announce itself as a rank that has joined.

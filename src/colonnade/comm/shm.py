@@ -220,13 +220,17 @@ class SharedMessages:
 
     def copy_received_messages(self) -> None:
         """Copy all messages to `received`. Call it once, when gloo is done. Raises OSError if a peer is gone."""
-        target, source = self.received.data_ptr(), self.gloo_received.data_ptr()
+        target = self.received.data_ptr()
+        source = self.gloo_received.data_ptr()
         descriptors: Any = self.gloo_received.numpy()
         read = {}
         blocks = zip(
-            self.members, self.received_bytes, accumulate(self.received_bytes, initial=0),
-            accumulate(self.gloo_received_bytes, initial=0), strict=False,
-        )  # fmt: skip
+            self.members,
+            self.received_bytes,
+            accumulate(self.received_bytes, initial=0),
+            accumulate(self.gloo_received_bytes, initial=0),
+            strict=False,
+        )
         for member, size, target_begin, source_begin in blocks:
             if member in self.numbers:
                 fd, offset, first_unread = DESCRIPTOR.unpack_from(descriptors, source_begin)
@@ -277,7 +281,8 @@ class SharedMemory:
             memmove(buffer.data_ptr(), send.data_ptr(), send.nbytes)
         else:
             buffer = send
-        fd, buffer_begin = self.pool.fd_of(buffer), buffer.untyped_storage().data_ptr()
+        fd = self.pool.fd_of(buffer)
+        buffer_begin = buffer.untyped_storage().data_ptr()
         tracker = self.trackers.setdefault(channel, MessageTracker())
         peers = [m for m, shared in zip(members, is_shared, strict=True) if shared]
         numbers = tracker.begin_call(buffer, peers)
@@ -304,9 +309,18 @@ class SharedMemory:
         memmove(received.data_ptr() + sum(received_bytes[:own]), data + begins[own], sent[own])
         gloo_received = torch.empty(sum(in_bytes), dtype=torch.uint8)
         return SharedMessages(
-            self, tracker, members, numbers, buffer, received, received_bytes,
-            gloo_send, out_bytes, gloo_received, in_bytes,
-        )  # fmt: skip
+            self,
+            tracker,
+            members,
+            numbers,
+            buffer,
+            received,
+            received_bytes,
+            gloo_send,
+            out_bytes,
+            gloo_received,
+            in_bytes,
+        )
 
 
 def can_read_buffer(pid: int, fd: int, token: bytes) -> bool:

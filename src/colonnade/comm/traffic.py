@@ -97,7 +97,8 @@ def count_ring_sum_traffic(
 
 def find_broadcast_children(position: int, num_members: int) -> Sequence[int]:
     """Find the members to which one member forwards a broadcast of member 0, in gloo's binomial tree."""
-    children, step = [], 1
+    children = []
+    step = 1
     while step < num_members:
         # A member receives along the highest bit of its position, and forwards along all higher bits.
         if position < step and position + step < num_members:

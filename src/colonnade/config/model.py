@@ -16,9 +16,22 @@ class ModelConfig(Section):
     their defaults."""
 
     name: Literal[
-        "lr", "fm", "nfm", "wide_deep", "deepfm", "dlrm", "dcn", "dcnv2", "two_tower", "sasrec", "transe",
-        "distmult", "complex", "rotate", "graphsage",
-    ] = "dlrm"  # fmt: skip
+        "lr",
+        "fm",
+        "nfm",
+        "wide_deep",
+        "deepfm",
+        "dlrm",
+        "dcn",
+        "dcnv2",
+        "two_tower",
+        "sasrec",
+        "transe",
+        "distmult",
+        "complex",
+        "rotate",
+        "graphsage",
+    ] = "dlrm"
     """Model to train. `colonnade train --data NAME` has a default for each data set: deepfm for csv, parquet, libsvm,
     tfrecord and criteo, a model of the data's own kind for others."""
     dim: int | None = Field(None, ge=1)

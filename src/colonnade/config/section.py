@@ -37,7 +37,8 @@ class Section(BaseModel, metaclass=_SectionType):
     )
 
 
-FIXED, CHANGEABLE = "fixed on resume", "changeable on resume"
+FIXED = "fixed on resume"
+CHANGEABLE = "changeable on resume"
 """Marks of a setting, or of a section's settings without marks of their own: whether a run may resume with another
 value. Settings without any mark may change. Those that decide scores or the form of saved state are fixed."""
 

@@ -268,7 +268,8 @@ def _check_batch_ids(
         check_tensor(f"{name}, offsets", ids.offsets, (batch.size + 1,), torch.int64)
         count = ids.values.numel() if isinstance(ids.values, Tensor) else 0
         check_tensor(f"{name}, values", ids.values, (count,), torch.int64)
-        first, last = int(ids.offsets[0]), int(ids.offsets[-1])
+        first = int(ids.offsets[0])
+        last = int(ids.offsets[-1])
         if first != 0 or last != count or bool((ids.offsets.diff() < 0).any()):
             raise DataError(
                 f"{where}, {name}: got offsets that start at {first} and end at {last}, wanted 0 .. {count} (the "
@@ -296,7 +297,8 @@ def read_rank_batches(
     If the source does not know its number of samples, reading is collective: one all-reduce per batch on the mesh's
     group `channel`, in the thread that uses that group.
     """
-    num_samples, trainers = source.num_samples, mesh.trainers
+    num_samples = source.num_samples
+    trainers = mesh.trainers
     if not mesh.is_server:
         batches = source.batches(
             batch_size,

@@ -101,11 +101,14 @@ def sample_hops(
     the node's index, counted from `first`. `excluded_P`: one node for each; no hop uses the edge between the two, in
     either direction.
     """
-    columns, size, frontier = {name: Ids(nodes_P)}, 1, nodes_P
+    columns = {name: Ids(nodes_P)}
+    size = 1
+    frontier = nodes_P
     for hop, fan_out in enumerate(fan_outs, 1):
         excluded = None
         if excluded_P is not None:
-            one, other = nodes_P.repeat_interleave(size), excluded_P.repeat_interleave(size)
+            one = nodes_P.repeat_interleave(size)
+            other = excluded_P.repeat_interleave(size)
             excluded = torch.where(frontier == one, other, torch.where(frontier == other, one, -1))
         size *= fan_out
         drawn = random_words(stream_key(key, hop), first * size, (first + len(nodes_P)) * size)
@@ -227,7 +230,8 @@ class NeighbourSource:
         )
 
     def _add_neighbour_columns(self, batch: Batch, begin: int, epoch: int) -> Batch:
-        queries, items = batch.ids["user"].values, batch.ids["item"].values
+        queries = batch.ids["user"].values
+        items = batch.ids["item"].values
         nodes = (queries, items + self.first_item)
         ids: dict[str, Ids] = {}
         for i, role in enumerate(ROLES):

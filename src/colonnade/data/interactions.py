@@ -167,7 +167,8 @@ class PairSource:
             last_batch=last_batch,
         )
         order = pairs[_epoch_order(len(pairs), self.shuffle_key, start.epoch)]
-        lists, log_shares = self.interactions.train, self.interactions.log_shares()
+        lists = self.interactions.train
+        log_shares = self.interactions.log_shares()
         if self.order == "shuffled":
             lists = _shuffle_bags(lists, stream_key(self.shuffle_key, start.epoch, 1))
         return (
@@ -178,7 +179,8 @@ class PairSource:
         assert bags.offsets is not None
         users_B = torch.searchsorted(bags.offsets, pairs_B, right=True) - 1
         items_B = bags.values[pairs_B]
-        users, items = self.interactions.users, self.interactions.items
+        users = self.interactions.users
+        items = self.interactions.items
         ids = {name: gather_ids(column, users_B) for name, column in users.items()}
         ids |= {name: gather_ids(column, items_B) for name, column in items.items()}
         begins_B = bags.offsets[users_B]
@@ -327,7 +329,8 @@ def hold_out(bags: Ids, fraction: float, key: int) -> tuple[Ids, Ids]:
 
     Returns (rest, held out); the items stay in order.
     """
-    sizes_U, bag_n = bags.counts, bags.samples
+    sizes_U = bags.counts
+    bag_n = bags.samples
     drawn = random_words(key, 0, len(bag_n))
     order = np.lexsort((drawn, bag_n.numpy()))
     rank_n = torch.empty(len(bag_n), dtype=torch.int64)
@@ -340,7 +343,8 @@ def group_items_by_user(users_n: Tensor, items_n: Tensor, num_users: int) -> Ids
     """Group pairs (n,), (n,) into a bag of items for each user, (U,); repeated pairs count once, at the first."""
     pairs_n = users_n * (int(items_n.max()) + 1 if len(items_n) else 1) + items_n
     first = np.sort(np.unique(pairs_n.numpy(), return_index=True)[1])
-    users_n, items_n = users_n[first], items_n[first]
+    users_n = users_n[first]
+    items_n = items_n[first]
     by_user = users_n.argsort(stable=True)
     sizes = torch.bincount(users_n, minlength=num_users)
     return Ids(items_n[by_user], _offsets_and_positions(sizes)[0])

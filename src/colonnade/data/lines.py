@@ -88,8 +88,10 @@ class LineFile:
             raise IndexError(f"lines {start}..{stop} of a file of {self.num_lines}")
         if start == stop:
             return b""
-        low, high = start // STRIDE, -(-stop // STRIDE)
-        begin, end = int(self.offsets[low]), int(self.offsets[high])
+        low = start // STRIDE
+        high = -(-stop // STRIDE)
+        begin = int(self.offsets[low])
+        end = int(self.offsets[high])
         try:
             with self.path.open("rb") as file:
                 if os.fstat(file.fileno()).st_size != self.num_bytes:
@@ -127,7 +129,9 @@ def open_line_file(path: str | Path) -> LineFile:
     """Read the file once to index its lines. Raises DataError: missing, a directory, empty, gzipped, unreadable."""
     path = Path(path)
     strides: list[NDArray[np.int64]] = [np.zeros(1, dtype=np.int64)]
-    num_newlines, num_bytes, last = 0, 0, NEWLINE
+    num_newlines = 0
+    num_bytes = 0
+    last = NEWLINE
     if path.exists() and not path.is_dir():
         check_regular_file(path)
     try:

@@ -74,7 +74,8 @@ class ReaderProcesses:
     @contextmanager
     def mark_thread_waiting(self) -> Iterator[None]:
         """Record that this thread waits for the processes until the context ends."""
-        self._waiting_since, self._waiting_thread = time.monotonic(), threading.get_ident()
+        self._waiting_since = time.monotonic()
+        self._waiting_thread = threading.get_ident()
         try:
             yield
         finally:
@@ -87,7 +88,8 @@ class ReaderProcesses:
         """Watch the processes until `is_over`, and print the stopped ones, once per long wait."""
         reported = 0.0
         while not is_over.wait(CHECK_SECONDS):
-            since, waited = self._waiting_since, time.monotonic() - self._waiting_since
+            since = self._waiting_since
+            waited = time.monotonic() - self._waiting_since
             if self._waiting_thread is None or since == reported or waited < REPORT_SECONDS:
                 continue
             pids = [str(w.pid) for w in self.workers if read_process_state(w.pid or 0) == "stopped"]
@@ -174,7 +176,8 @@ def _build_tensor_viewer(data: Tensor) -> Callable[[PackedTensor], Tensor]:
     def view(packed: PackedTensor) -> Tensor:
         if packed.dtype not in as_dtype:
             as_dtype[packed.dtype] = data.view(packed.dtype)
-        strides, stride = [], 1
+        strides = []
+        stride = 1
         for length in reversed(packed.shape):
             strides.append(stride)
             stride *= max(1, length)
@@ -351,7 +354,8 @@ class _RunReader(IterableDataset):
     def __iter__(self) -> Iterator[tuple[PackedBatches, BaseException | None]]:
         process = get_worker_info()
         assert process is not None
-        first, stride = self.start.step + process.id * self.steps, process.num_workers * self.steps
+        first = self.start.step + process.id * self.steps
+        stride = process.num_workers * self.steps
         source_batches: Iterator[Batch] | None = None
         while True:
             batches: list[Batch] = []

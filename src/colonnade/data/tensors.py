@@ -268,7 +268,8 @@ def _check_float_tensor(
 def _check_id_tensor(
     name: str, column: str, ids: Ids, cardinality: int | None, num_samples: int
 ) -> Ids:
-    values, offsets = ids.values, ids.offsets
+    values = ids.values
+    offsets = ids.offsets
     if values.dim() != 1 or values.is_floating_point() or values.is_complex():
         raise _build_shape_error(name, column, values, "one dimension of integers")
     values = values.to(torch.int64)

@@ -202,12 +202,16 @@ class TripleSource:
         return (self._build_triple_batch(order, begin, end, start.epoch) for begin, end in blocks)
 
     def _build_triple_batch(self, order: Tensor, begin: int, end: int, epoch: int) -> Batch:
-        rows, m = order[begin:end], self.num_candidates
+        rows = order[begin:end]
+        m = self.num_candidates
         triples = self.triples[rows]
         # Drawn by position in the epoch, so that any number of ranks draws the same.
         drawn = random_words(stream_key(self.shuffle_key, epoch, 1), begin * m, end * m)
         entities = (drawn % np.uint64(max(self.num_entities, 1))).astype(np.int64)
-        ids = {name: Ids(triples[:, c].contiguous()) for c, name in enumerate(("head", RELATION, "tail"))}  # fmt: skip
+        ids = {
+            name: Ids(triples[:, c].contiguous())
+            for c, name in enumerate(("head", RELATION, "tail"))
+        }
         ids["candidate"] = Ids(torch.from_numpy(entities), torch.arange(len(rows) + 1) * m)
         return Batch(
             len(rows),

@@ -72,7 +72,8 @@ def find_evaluated_fields(
     """Return the fields that these consumers are evaluated of. has_whole_bags: whether bags whose rows are split are
     added up before."""
     numbers = {declared_field.name: i for i, declared_field in enumerate(declaration.fields)}
-    taken_by, attended = {}, {}
+    taken_by = {}
+    attended = {}
     for name in consumers:
         consumer = declaration.consumers[name]
         fields = tuple(numbers[feature_name] for feature_name in consumer.features)
@@ -195,12 +196,16 @@ def build_bag_layout(
     column = {f: c for c, f in enumerate(features)}
     divisions = [
         Division(
-            column[f], declaration.features[f].pooling, arriving.slice_of(key),
+            column[f],
+            declaration.features[f].pooling,
+            arriving.slice_of(key),
             declaration.fields[key].is_squared,
         )
-        for key, f in ((k, declaration.fields[k].feature) for k in arriving.dims if isinstance(k, int))
+        for key, f in (
+            (k, declaration.fields[k].feature) for k in arriving.dims if isinstance(k, int)
+        )
         if declaration.features[f].pooling in ("mean", "sqrtn") and f not in evaluated.averaged
-    ]  # fmt: skip
+    ]
     return BagLayout(
         declaration=declaration,
         evaluated=evaluated,
@@ -273,15 +278,18 @@ def _requested_pooling(f: int, pooling: str, evaluated: EvaluatedFields, num_ran
 def collect_weighed_lookups(batch: Batch, layout: BagLayout) -> Lookups:
     """Return a batch's lookups, weighed by the lengths of bags where several owners compute a mean. Raises DataError,
     NonFiniteError."""
-    declaration, evaluated = layout.declaration, layout.evaluated
+    declaration = layout.declaration
+    evaluated = layout.evaluated
     lookups = collect_lookups(batch, declaration, layout.requested)
     if not evaluated.weighed and not evaluated.unsplit:
         return lookups
-    weights, dtype = list(lookups.weights), declaration.compute_dtype
+    weights = list(lookups.weights)
+    dtype = declaration.compute_dtype
     for c, f in enumerate(layout.requested.features):
         if (bags := lookups.bags[c]) is None:
             continue
-        lengths, feature = bags.diff(), declaration.features[f]
+        lengths = bags.diff()
+        feature = declaration.features[f]
         if f in evaluated.unsplit and len(lengths) and int(lengths.max()) > 1:
             raise DataError(
                 f"feature {feature.name!r}: got a sample with {int(lengths.max())} ids, wanted at most one: its "

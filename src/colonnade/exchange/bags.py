@@ -103,12 +103,19 @@ class BagsExchange:
         owner_map: ranks that pool each table's lookups. attention: by consumer of a sequence. keeps_pooled: checkpoints
         hold the operators' inputs; waits_in_tower: values are stored before the last hop until they are used. tower:
         exchange inside the tower, for rows that this rank pools for `peers`."""
-        self.layout, self.owner_map, self.mesh = layout, owner_map, mesh
-        self.declaration, self.outputs = layout.declaration, layout.outputs
-        self.inner_hops, self.last_hop = tuple(inner_hops), last_hop
-        self.operators, self.attention = operators, attention or {}
-        self.keeps_pooled, self.waits_in_tower = keeps_pooled, waits_in_tower
-        self.tower, self.peers = tower, tuple(peers)
+        self.layout = layout
+        self.owner_map = owner_map
+        self.mesh = mesh
+        self.declaration = layout.declaration
+        self.outputs = layout.outputs
+        self.inner_hops = tuple(inner_hops)
+        self.last_hop = last_hop
+        self.operators = operators
+        self.attention = attention or {}
+        self.keeps_pooled = keeps_pooled
+        self.waits_in_tower = waits_in_tower
+        self.tower = tower
+        self.peers = tuple(peers)
         self.num_ranks = mesh.num_ranks
         self.share = layout.shares[mesh.rank]
         sums = layout.pooled_declaration(mesh.rank)
@@ -125,7 +132,8 @@ class BagsExchange:
     # ---- ids
 
     def build_requests(self, batch: Batch, channel: str) -> LookupRequest:
-        layout, owner = self.layout, self.owner
+        layout = self.layout
+        owner = self.owner
         lookups = collect_weighed_lookups(batch, layout)
         codes = None
         if batch.next_use is not None:
@@ -150,10 +158,8 @@ class BagsExchange:
         """Implement the contract. Collective inside the tower where rows are requested once a tower."""
         if self.tower is not None:
             return self._request_rows_for_peers(self.tower, request, received, batch)
-        plan, received_bags = (
-            request.plan,
-            bags.ReceivedBags(request.lookups, [batch.size], request.codes),
-        )
+        plan = request.plan
+        received_bags = bags.ReceivedBags(request.lookups, [batch.size], request.codes)
         if self.num_ranks > 1:
             received_bags = self._unpack_lookups(received)
             plan = self.owner.plan_lookups(received_bags.lookups, self.owner.one_owner)
@@ -164,9 +170,14 @@ class BagsExchange:
             else reduce_next_use_codes(received_bags.codes, plan)
         )
         return BagsLookup(
-            batch, received_bags.lookups, plan, owned_rows(plan, codes), plan,
-            sizes=received_bags.sizes, requested=request.lookups,
-        )  # fmt: skip
+            batch,
+            received_bags.lookups,
+            plan,
+            owned_rows(plan, codes),
+            plan,
+            sizes=received_bags.sizes,
+            requested=request.lookups,
+        )
 
     def _request_rows_for_peers(
         self,
@@ -198,9 +209,15 @@ class BagsExchange:
             replace(batch, size=sum(received_bags.sizes)),
         )
         return BagsLookup(
-            batch, received_bags.lookups, plan, inner.owned, inner.owner_plan,
-            sizes=sizes, requested=request.lookups, inner=inner,
-        )  # fmt: skip
+            batch,
+            received_bags.lookups,
+            plan,
+            inner.owned,
+            inner.owner_plan,
+            sizes=sizes,
+            requested=request.lookups,
+            inner=inner,
+        )
 
     def _unpack_lookups(self, messages: Sequence[np.ndarray]) -> bags.ReceivedBags:
         """Join received lookups into one batch. Raises WorldError."""
@@ -263,7 +280,8 @@ class BagsExchange:
 
     def _send_pooled_sums(self, lookup: BagsLookup, pooled_sums: Tensor) -> None:
         """Send this rank's block of sums over all hops, or only up to the last one where values wait for their use."""
-        sizes, tag = lookup.sizes, traffic_tag_of(lookup.batch.channel, "fetch")
+        sizes = lookup.sizes
+        tag = traffic_tag_of(lookup.batch.channel, "fetch")
         blocks: Iterable[Tensor] = [pooled_sums]
         if isinstance(self.last_hop.transport, PeerTransport) and not self.inner_hops:
             blocks = self.last_hop.transport.split_by_chunk(pooled_sums, sizes)
@@ -276,7 +294,8 @@ class BagsExchange:
 
     def _send_over_last_hop(self, lookup: BagsLookup, blocks: Iterable[Tensor]) -> None:
         """Evaluate operators, and send their results over the last hop."""
-        last, tag = self.last_hop, traffic_tag_of(lookup.batch.channel, "fetch")
+        last = self.last_hop
+        tag = traffic_tag_of(lookup.batch.channel, "fetch")
         if self.operators is not None:
             lookup.evaluation.partials = []
             record = None if lookup.batch.is_evaluated else lookup.evaluation.partials
@@ -285,16 +304,17 @@ class BagsExchange:
 
     def _attend_to_sequences(self, lookup: BagsLookup) -> None:
         """Attend to sequences on the ranks of their rows. Collective; waits for the queries, which are sent there."""
-        sizes, evaluation = lookup.sizes, lookup.evaluation
-        tag, is_trained = (
-            traffic_tag_of(lookup.batch.channel, "fetch"),
-            not lookup.batch.is_evaluated,
-        )
-        total, arriving = self.receive_pooled_sums(lookup), self.layout.arriving
+        sizes = lookup.sizes
+        evaluation = lookup.evaluation
+        tag = traffic_tag_of(lookup.batch.channel, "fetch")
+        is_trained = not lookup.batch.is_evaluated
+        total = self.receive_pooled_sums(lookup)
+        arriving = self.layout.arriving
         evaluation.attended = {}
         for name, attention in self.attention.items():
             dim = self.declaration.fields[attention.sequence].dim
-            rows, lengths = total.new_zeros(0, dim), torch.zeros(0, dtype=torch.int64)
+            rows = total.new_zeros(0, dim)
+            lengths = torch.zeros(0, dtype=torch.int64)
             if attention.has_rows:
                 number = self.share.sequences.index(attention.sequence)
                 rows = evaluation.sequence_rows[number].detach()
@@ -330,7 +350,8 @@ class BagsExchange:
     def pooled(self, lookup: BagsLookup, into: Mapping[int, Tensor] = NO_TENSORS) -> list[Tensor]:
         total = self.receive_pooled_sums(lookup)
         self._divide_by_bag_lengths(lookup, total)
-        dtype, tensors = self.declaration.output_dtype, []
+        dtype = self.declaration.output_dtype
+        tensors = []
         for i, (output, runs) in enumerate(zip(self.outputs, self.layout.runs, strict=True)):
             is_all = len(runs) == 1 and runs[0].width == total.shape[1] and len(self.outputs) == 1
             if is_all and i not in into:
@@ -366,7 +387,9 @@ class BagsExchange:
         self, lookup: BagsLookup, pending: PendingTransfer, step: int, number: int
     ) -> RowGradients:
         """Receive gradients over all hops and through the operators; return those of the rows that this rank pooled."""
-        last, sizes, evaluation = self.last_hop, lookup.sizes, lookup.evaluation
+        last = self.last_hop
+        sizes = lookup.sizes
+        evaluation = lookup.evaluation
         blocks: Iterable[Tensor] = last.transport.receive_gradients(pending, sizes)
         if self.operators is not None:
             blocks = self.operators.backpropagate_messages(
@@ -398,7 +421,8 @@ class BagsExchange:
         else:
             for gradient, runs in zip(gradients, self.layout.runs, strict=True):
                 for run in runs:
-                    target, source = total[:, run.whole_columns], gradient[:, run.block_columns]
+                    target = total[:, run.whole_columns]
+                    source = gradient[:, run.block_columns]
                     target.copy_(source) if run.is_first else target.add_(source)
         requested = lookup.requested
         assert requested is not None
@@ -412,7 +436,8 @@ class BagsExchange:
     def _push_attention_gradients(self, lookup: BagsLookup, sum_gradients: Tensor) -> None:
         """Add gradients of queries to `sum_gradients` (B, W); store those of this rank's rows. Collective if there is
         attention."""
-        evaluation, arriving = lookup.evaluation, self.layout.arriving
+        evaluation = lookup.evaluation
+        arriving = self.layout.arriving
         for columns in self._only_queries:
             sum_gradients[:, columns] = 0.0
         evaluation.row_gradients = {}
@@ -430,7 +455,8 @@ class BagsExchange:
     def drop(self, lookup: BagsLookup) -> None:
         if lookup.reads is not None and lookup.reads.pending is not None:
             lookup.reads.pending.wait()
-        lookup.reads, lookup.evaluation = None, EvaluatedBatch()
+        lookup.reads = None
+        lookup.evaluation = EvaluatedBatch()
         if self.tower is not None and lookup.inner is not None:
             self.tower.drop(lookup.inner)
 
@@ -440,7 +466,8 @@ class BagsExchange:
         return lookup.reads is not None or lookup.evaluation.gathered is not None
 
     def prefetched(self, lookup: BagsLookup) -> dict[str, Tensor]:
-        layout, rank = self.layout, self.mesh.rank
+        layout = self.layout
+        rank = self.mesh.rank
         if self.keeps_pooled:
             return prefetched_bags.export_operator_inputs(lookup, layout, rank)
         if self.waits_in_tower:
@@ -450,14 +477,16 @@ class BagsExchange:
         return prefetched_bags.export_sums(self.receive_pooled_sums(lookup), layout)
 
     def restore(self, lookup: BagsLookup, prefetched: Sequence[Mapping[str, Tensor]]) -> None:
-        layout, rank = self.layout, self.mesh.rank
+        layout = self.layout
+        rank = self.mesh.rank
         if self.keeps_pooled:
             assert self.operators is not None
             prefetched_bags.restore_operator_inputs(
                 lookup, layout, rank, self.operators, self.last_hop, prefetched
             )
         elif self.waits_in_tower:
-            columns, transport = self.last_hop.columns, self.last_hop.transport
+            columns = self.last_hop.columns
+            transport = self.last_hop.transport
             samples = prefetched_bags.restore_gathered_sums(
                 lookup, layout, columns, self.peers, prefetched
             )

@@ -181,15 +181,17 @@ class CachedExchange:
         """Take caches by table; None for tables of another exchange. device: memory of the cached rows; None: this
         process's."""
         self.rows = RowsExchange(declaration, mesh, shardings)
-        self.declaration, self.mesh = declaration, mesh
-        self.owner, self.owner_map, self.outputs = (
-            self.rows.owner,
-            self.rows.owner_map,
-            self.rows.outputs,
-        )
-        self.widths, self.exactness = self.owner.widths, self.rows.exactness
-        self.pooled, self.has_values = self.rows.pooled, self.rows.has_values
-        self.prefetched, self.restore = self.rows.prefetched, self.rows.restore
+        self.declaration = declaration
+        self.mesh = mesh
+        self.owner = self.rows.owner
+        self.owner_map = self.rows.owner_map
+        self.outputs = self.rows.outputs
+        self.widths = self.owner.widths
+        self.exactness = self.rows.exactness
+        self.pooled = self.rows.pooled
+        self.has_values = self.rows.has_values
+        self.prefetched = self.rows.prefetched
+        self.restore = self.rows.restore
         self.is_cached = [cache is not None for cache in caches]
         none = TableCache(0, RowClock(0, 0))
         self.caches = [cache or none for cache in caches]
@@ -205,9 +207,11 @@ class CachedExchange:
         # Where every batch requests its rows again, copies need not outlast their batch.
         self.outlasts_batch = [cache.clock.is_late for cache in self.caches]
         self.record_widths = np.array(
-            [count_sent_record_bytes(table, is_changed)
-             for table, is_changed in zip(declaration.tables, self.outlasts_batch, strict=True)]
-        )  # fmt: skip
+            [
+                count_sent_record_bytes(table, is_changed)
+                for table, is_changed in zip(declaration.tables, self.outlasts_batch, strict=True)
+            ]
+        )
         self.windows = [cache.window for cache in self.caches]
         self.counts = CacheCounts()
         self.ages = np.zeros(AGES, np.int64)  # of the same rows
@@ -252,7 +256,8 @@ class CachedExchange:
             return self.rows.build_requests(batch, channel)
         preview = None
         if channel == "route":  # by a lookahead
-            preview, self._preview = self._preview, None
+            preview = self._preview
+            self._preview = None
         lookups, plan, codes = self.rows.plan_batch(batch) if preview is None else preview.planned
         with self._lock:
             transfer, request_plan, origin = self._decide_rows(plan, preview)
@@ -274,7 +279,8 @@ class CachedExchange:
         among the batch's rows, -1 if it was evicted."""
         unique = np.asarray(plan.unique_ids)
         ends = self.owner_map.table_offsets(plan).tolist()
-        slots, pushed = np.empty(len(unique), np.int64), np.empty(len(unique), bool)
+        slots = np.empty(len(unique), np.int64)
+        pushed = np.empty(len(unique), bool)
         decisions = []
         rows_by_table = sort_plan_rows_by_id(plan, ends) if preview is None else preview.rows
         for t, (directory, (_, ids)) in enumerate(
@@ -288,19 +294,21 @@ class CachedExchange:
                     directory.decide_batch(ids, hints.next_uses, hints.coming, self.windows[t])
                 )
         # All tables at once: a call for each of dozens of tables takes longer than its work.
-        rows, decision = (
-            np.concatenate([indices for indices, _ in rows_by_table]),
-            join_decisions(decisions),
-        )
+        rows = np.concatenate([indices for indices, _ in rows_by_table])
+        decision = join_decisions(decisions)
         self.counts.add_decision(decision)
         self.ages += count_rows_by_age([decision])
-        slots[rows], pushed[rows] = decision.slots, decision.pushed
+        slots[rows] = decision.slots
+        pushed[rows] = decision.pushed
         is_listed = (decision.outcomes != HIT) | decision.pushed
-        requested_rows, count = rows[is_listed], len(decision.evicted_ids)
-        tables = np.concatenate([
-            row_tables(np.diff(ends)[None, :])[is_listed],
-            row_tables(np.array([[len(decision.evicted_ids) for decision in decisions]])),
-        ])  # fmt: skip
+        requested_rows = rows[is_listed]
+        count = len(decision.evicted_ids)
+        tables = np.concatenate(
+            [
+                row_tables(np.diff(ends)[None, :])[is_listed],
+                row_tables(np.array([[len(decision.evicted_ids) for decision in decisions]])),
+            ]
+        )
         counts = np.bincount(tables, minlength=len(decisions))[None, :]
         listing = np.argsort(tables, kind="stable")
         ids = np.concatenate([unique[requested_rows], decision.evicted_ids])
@@ -312,7 +320,8 @@ class CachedExchange:
         request_order = np.empty(len(ids), np.int64)
         request_order[np.asarray(request_plan.inverse)] = listing
         # From now on in the order of messages: rank by rank.
-        num_ranks, sizes = self.mesh.num_ranks, np.diff(self.owner_map.block_offsets(request_plan))
+        num_ranks = self.mesh.num_ranks
+        sizes = np.diff(self.owner_map.block_offsets(request_plan))
         ranks = np.repeat(np.tile(np.arange(num_ranks), len(decisions)), sizes)
         message_order = request_order[np.argsort(ranks, kind="stable")]
         origin, request_slots, outcomes, written, ages = (
@@ -325,16 +334,28 @@ class CachedExchange:
                 (decision.ages[is_listed].astype(np.int64), np.zeros(count, np.int64)),
             )
         )
-        outcomes, is_expired = outcomes[message_order], outcomes[message_order] == EXPIRED
+        outcomes = outcomes[message_order]
+        is_expired = outcomes == EXPIRED
         whole = ~np.array(self.outlasts_batch)[tables[message_order]]
         requested = RowRequests(
-            sizes.reshape(-1, num_ranks).T, is_expired & ~whole, (outcomes == MISS) | (is_expired & whole),
-            written[message_order], ages[message_order],
-        )  # fmt: skip
+            sizes.reshape(-1, num_ranks).T,
+            is_expired & ~whole,
+            (outcomes == MISS) | (is_expired & whole),
+            written[message_order],
+            ages[message_order],
+        )
         transfer = CacheTransfer(
-            self.directories[0].number, decisions, ends, [directory.num_slots for directory in self.directories],
-            slots, pushed, requested, origin[message_order], request_slots[message_order], ids[message_order],
-        )  # fmt: skip
+            self.directories[0].number,
+            decisions,
+            ends,
+            [directory.num_slots for directory in self.directories],
+            slots,
+            pushed,
+            requested,
+            origin[message_order],
+            request_slots[message_order],
+            ids[message_order],
+        )
         return transfer, request_plan, origin[request_order]
 
     def serve_requests(
@@ -342,7 +363,9 @@ class CachedExchange:
     ) -> PartLookup:
         if batch.is_evaluated:
             return self.rows.serve_requests(request, received, batch)
-        plan, transfer, owner = request.plan, request.transfer, self.owner
+        plan = request.plan
+        transfer = request.transfer
+        owner = self.owner
         assert plan is not None
         headers, id_messages = split_row_flags(received)
         owner_indices = torch.from_numpy(self.owner_map.owner_indices[self.mesh.rank].copy())
@@ -355,18 +378,18 @@ class CachedExchange:
             requests.ids[torch.from_numpy(served.written)], served.count_rows(served.written)
         )
         transfer.served_requests = ServedRequests(
-            served, requests.ids.numpy(),
-            _native.make_plan(written, owner.table_rows, owner.one_owner), written,
-        )  # fmt: skip
+            served,
+            requests.ids.numpy(),
+            _native.make_plan(written, owner.table_rows, owner.one_owner),
+            written,
+        )
         with self._lock:
             changed = self._find_changed_rows(transfer, transfer.served_requests)
             transfer.overwritten = self.record_changes(
                 transfer.served_requests.plan, transfer.number
             )
-        transfer.is_sent, transfer.is_received = (
-            served.wanted | changed,
-            transfer.row_requests.wanted.copy(),
-        )
+        transfer.is_sent = served.wanted | changed
+        transfer.is_received = transfer.row_requests.wanted.copy()
         if any(self.outlasts_batch):
             self._exchange_renewal_flags(transfer, changed, batch.channel)
         codes = requests.codes
@@ -384,9 +407,11 @@ class CachedExchange:
     ) -> np.ndarray:
         """Return which requested rows have changed since the requester copied them, (P,) bool. The changes of every
         earlier batch must be recorded."""
-        served, changed = served_requests.row_requests, np.zeros(len(served_requests.ids), bool)
+        served = served_requests.row_requests
+        changed = np.zeros(len(served_requests.ids), bool)
         rows = np.flatnonzero(served.renewed)
-        ages, tables = served.ages[rows], row_tables(served.counts)[rows]
+        ages = served.ages[rows]
+        tables = row_tables(served.counts)[rows]
         since = self.version_log.has_changed_since(
             tables, served_requests.ids[rows], transfer.number - ages
         )
@@ -398,7 +423,8 @@ class CachedExchange:
     ) -> None:
         """Send each rank that renews a copy a bit: whether the row will be sent. Collective."""
         assert transfer.served_requests is not None and transfer.is_received is not None
-        requested, served = transfer.row_requests, transfer.served_requests.row_requests
+        requested = transfer.row_requests
+        served = transfer.served_requests.row_requests
         bits, sizes = pack_row_bits(
             changed[served.renewed], served.count_rows(served.renewed).sum(1)
         )
@@ -445,8 +471,10 @@ class CachedExchange:
             and transfer.is_sent is not None
             and transfer.is_received is not None
         )
-        is_sent, is_received = transfer.is_sent, transfer.is_received
-        served, requested = transfer.served_requests.row_requests, transfer.row_requests
+        is_sent = transfer.is_sent
+        is_received = transfer.is_received
+        served = transfer.served_requests.row_requests
+        requested = transfer.row_requests
         sent_layout = build_row_layout(served.count_rows(is_sent), self.record_widths)
         received_layout = build_row_layout(requested.count_rows(is_received), self.record_widths)
         message = self.mesh.allocate_send_buffer(sent_layout.num_elements, torch.uint8)
@@ -472,7 +500,8 @@ class CachedExchange:
         if has_pending.any():
             # Gradients that the owner does not have yet are applied to the received copy at once, as the owner will.
             assert self.last_optimizers is not None
-            slots, tables = slots[has_pending], row_tables(received_layout.counts)[has_pending]
+            slots = slots[has_pending]
+            tables = row_tables(received_layout.counts)[has_pending]
             slots = slots[np.argsort(tables, kind="stable")]
             counts = np.bincount(tables, minlength=len(self.widths))
             self._update_cached_rows(
@@ -488,7 +517,8 @@ class CachedExchange:
         self, lookup: PartLookup, gradients: list[Tensor] | None, step: int, number: int
     ) -> Callable[[], RowGradients]:
         assert isinstance(lookup, CachedLookup) and lookup.transfer is not None
-        transfer, reads = lookup.transfer, lookup.reads
+        transfer = lookup.transfer
+        reads = lookup.reads
         assert reads is not None
         if number:
             raise RuntimeError(
@@ -499,16 +529,15 @@ class CachedExchange:
             gradients = kernels.zero_outputs(lookup.lookups)
         offsets = self.rows.table_offsets(lookup)
         sums = transfer.sums = kernels.sum_gradients_by_row(lookup, offsets, gradients)
-        requested, served_requests = transfer.row_requests, transfer.served_requests
+        requested = transfer.row_requests
+        served_requests = transfer.served_requests
         assert served_requests is not None
         sent_layout = build_row_layout(requested.count_rows(requested.written), self.widths)
         send = self.mesh.allocate_send_buffer(
             sent_layout.num_elements, self.declaration.compute_dtype
         )
-        request_slots, origin = (
-            transfer.request_slots[requested.written],
-            transfer.origin[requested.written],
-        )
+        request_slots = transfer.request_slots[requested.written]
+        origin = transfer.origin[requested.written]
         self.cached_rows.take_pending_gradients(
             sent_layout.counts, request_slots, origin, sums, send
         )
@@ -544,10 +573,13 @@ class CachedExchange:
         firsts = entries[torch.as_tensor(plan.segment_offsets)[:-1].long()].long()
         index = received_layout.rank_major_index(self.widths)
         return RowGradients(
-            row_slots[firsts].contiguous(), torch.as_tensor(plan.block_offsets),
-            plan.segment_offsets, plan.entries,
-            _native.RowGradients(received.data_ptr(), index, self.owner.native.compute), (received, index, plan),
-        )  # fmt: skip
+            row_slots[firsts].contiguous(),
+            torch.as_tensor(plan.block_offsets),
+            plan.segment_offsets,
+            plan.entries,
+            _native.RowGradients(received.data_ptr(), index, self.owner.native.compute),
+            (received, index, plan),
+        )
 
     def after_update(self, optimizers: Tensor, settings: Tensor) -> None:
         """Update this rank's copies of the rows that its batch used, after the owners updated theirs."""

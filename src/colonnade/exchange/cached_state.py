@@ -66,7 +66,8 @@ def flush_pending_temporarily(
     served_requests, send, sent_layout = _request_row_updates(
         exchange, list_pending_slots(exchange)
     )
-    store, plan = exchange.store, served_requests.plan
+    store = exchange.store
+    plan = served_requests.plan
     ids = torch.as_tensor(plan.unique_ids)
     offsets = torch.as_tensor(plan.block_offsets)
     pinned = _acquire_rows(exchange, ids, offsets)
@@ -130,7 +131,8 @@ def list_pending_slots(
 ) -> list[np.ndarray]:
     """Return, by table, slots of this rank's copies with pending gradients of more than `above` batches (by table,
     default 0), ascending by id."""
-    cached_rows, bounds = exchange.cached_rows, above or [0] * len(exchange.widths)
+    cached_rows = exchange.cached_rows
+    bounds = above or [0] * len(exchange.widths)
     slots_by_table = [cached_rows.dirty_slots(t) for t in range(len(exchange.widths))]
     return [
         slots[cached_rows.num_pending[t][slots] > bound]
@@ -147,7 +149,8 @@ def _flush_to_owners(exchange: CachedExchange, slots_by_table: Sequence[np.ndarr
         exchange.last_optimizers is not None
     )  # some rank has pending gradients, so all ranks had an update
     served_requests, send, sent_layout = _request_row_updates(exchange, slots_by_table)
-    store, plan = exchange.store, served_requests.plan
+    store = exchange.store
+    plan = served_requests.plan
     offsets = torch.as_tensor(plan.block_offsets)
     (slots,) = _acquire_rows(exchange, torch.as_tensor(plan.unique_ids), offsets)
     try:
@@ -168,19 +171,26 @@ def _request_row_updates(
 ) -> tuple[ServedRequests, Tensor, RowLayout]:
     """Request an update of the rows at `slots_by_table` slots from their owners. Collective. Return the requests for
     this rank's rows, the pending sums to send, and their layout."""
-    cached_rows, mesh = exchange.cached_rows, exchange.mesh
+    cached_rows = exchange.cached_rows
+    mesh = exchange.mesh
     by_id = [cached_rows.ids[t][slots] for t, slots in enumerate(slots_by_table)]
     counts = np.array([[len(slots) for slots in slots_by_table]])
     plan = _native.make_plan(
         build_request_lookups(torch.from_numpy(np.concatenate(by_id)), counts),
-        exchange.owner.table_rows, exchange.owner_map.num_owners,
-    )  # fmt: skip
+        exchange.owner.table_rows,
+        exchange.owner_map.num_owners,
+    )
     blocks = exchange.owner_map.block_offsets(plan)
     firsts, lasts = (b.reshape(-1, mesh.num_ranks).T for b in (blocks[:-1], blocks[1:]))
     requests = pack_id_requests(
-        torch.as_tensor(plan.unique_ids), firsts, lasts, exchange.owner.table_rows,
-        exchange.owner_map.num_owners, exchange.owner_map.owner_indices, codes=None,
-    )  # fmt: skip
+        torch.as_tensor(plan.unique_ids),
+        firsts,
+        lasts,
+        exchange.owner.table_rows,
+        exchange.owner_map.num_owners,
+        exchange.owner_map.owner_indices,
+        codes=None,
+    )
     (received,), _ = exchange_messages([requests], mesh, 0.0, GROUP)
     owner_indices = torch.from_numpy(exchange.owner_map.owner_indices[mesh.rank].copy())
     received_requests = unpack_id_requests(
@@ -190,9 +200,11 @@ def _request_row_updates(
     all_rows = np.ones(len(received_requests.ids), bool)
     none = np.zeros(len(received_requests.ids), np.int64)
     served_requests = ServedRequests(
-        RowRequests(received_requests.counts, ~all_rows, ~all_rows, all_rows, none), received_requests.ids.numpy(),
-        _native.make_plan(wanted, exchange.owner.table_rows, exchange.owner.one_owner), wanted,
-    )  # fmt: skip
+        RowRequests(received_requests.counts, ~all_rows, ~all_rows, all_rows, none),
+        received_requests.ids.numpy(),
+        _native.make_plan(wanted, exchange.owner.table_rows, exchange.owner.one_owner),
+        wanted,
+    )
     sent_layout = build_row_layout(lasts - firsts, exchange.widths)
     send = torch.empty(sent_layout.num_elements, dtype=cached_rows.pending[0].dtype)
     unique = np.asarray(plan.unique_ids)
@@ -208,7 +220,9 @@ def _request_row_updates(
 
 def _acquire_rows(exchange: CachedExchange, ids: Tensor, offsets: Tensor) -> list[Tensor]:
     """Acquire rows, and return a list of their slots (one tensor). Collective. Raises BudgetExceeded on every rank."""
-    store, error, pinned = exchange.store, None, []
+    store = exchange.store
+    error = None
+    pinned = []
     try:
         slots, job = store.acquire(ids, offsets)
         store.wait(job)
@@ -292,7 +306,8 @@ def restore_cache_state(exchange: CachedExchange, state: Mapping[str, Any]) -> N
         table_state = state["tables"][table.name]
         before = SavedRows(table_state["before"]["ids"], table_state["before"]["records"])
         trained = before.is_trained
-        ids, records = before.ids[trained], before.records[trained]
+        ids = before.ids[trained]
+        records = before.records[trained]
         for first in range(0, len(ids), CHUNK_ROWS):
             chunk = slice(first, first + CHUNK_ROWS)
             exchange.store.write_rows(t, ids[chunk].contiguous(), records[chunk].contiguous())
@@ -304,4 +319,5 @@ def restore_cache_state(exchange: CachedExchange, state: Mapping[str, Any]) -> N
         exchange.cached_rows.load_rows(t, directory["slots"].astype("int64"), table_state["copies"])
         exchange.version_log.table_versions(t)[:] = table_state["changes"].numpy()
     exchange.version_log.renumber(shift)
-    exchange.last_optimizers, exchange.number = state["rule"], state["number"] - shift
+    exchange.last_optimizers = state["rule"]
+    exchange.number = state["number"] - shift

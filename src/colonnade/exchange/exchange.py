@@ -60,8 +60,10 @@ class Exchange:
     ) -> None:
         """Take the parts by name, each of some tables of this declaration (`restrict_declaration_to_tables`).
         reads_ahead: by part, steps between reading a row and its use."""
-        self.declaration, self.mesh = declaration, mesh
-        self.names, self.parts = tuple(parts), tuple(parts.values())
+        self.declaration = declaration
+        self.mesh = mesh
+        self.names = tuple(parts)
+        self.parts = tuple(parts.values())
         self.reads_ahead = tuple(reads_ahead)
         # Most urgent first.
         self._order = sorted(range(len(self.parts)), key=lambda i: self.reads_ahead[i])
@@ -257,20 +259,24 @@ class Exchange:
         self, contexts: Sequence[LookupContext], begun: Sequence[Callable[[], RowGradients]]
     ) -> RowGradients:
         """Wait for gradients, part by part, and return them as one application."""
-        arrived, count = [end() for end in begun], len(contexts)
+        arrived = [end() for end in begun]
+        count = len(contexts)
         if len(arrived) == 1:
             return arrived[0]
-        return self._merge_part_gradients([
-            part.owner.merge_gradients(
-                [context.parts[i] for context in contexts], arrived[i * count : (i + 1) * count]
-            )
-            for i, part in enumerate(self.parts)
-        ])  # fmt: skip
+        return self._merge_part_gradients(
+            [
+                part.owner.merge_gradients(
+                    [context.parts[i] for context in contexts], arrived[i * count : (i + 1) * count]
+                )
+                for i, part in enumerate(self.parts)
+            ]
+        )
 
     def compute_squared_norm(self, row_gradients: RowGradients) -> tuple[RowGradients, float]:
         """Return gradients that need not be summed again, and the sum of squares of all rows' sums that count towards
         the norm on this rank. Local."""
-        gradient_sums, total = [], 0.0
+        gradient_sums = []
+        total = 0.0
         for part, own in zip(self.parts, self._split_gradients(row_gradients), strict=True):
             gradients, square = part.owner.kernels_of_gradients(own).squared_norm(own)
             gradient_sums.append(gradients)
@@ -330,9 +336,16 @@ class Exchange:
             # Values of this part and of others, because its tables may have had another exchange.
             prefix = f"{name}."
             own = [
-                {**values, **{key.removeprefix(prefix): values[key] for key in values if key.startswith(prefix)}}
+                {
+                    **values,
+                    **{
+                        key.removeprefix(prefix): values[key]
+                        for key in values
+                        if key.startswith(prefix)
+                    },
+                }
                 for values in prefetched
-            ]  # fmt: skip
+            ]
             self.parts[i].restore(context.parts[i], own)
 
     # ---- rows of all parts and of one part

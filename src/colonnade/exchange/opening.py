@@ -190,7 +190,8 @@ def _open_bags_exchange(
     evaluated = find_evaluated_fields(declaration, shardings, consumers, has_whole_bags=False)
     layout = build_bag_layout(declaration, shardings, mesh.num_ranks, evaluated)
     messages = [layout.sent_columns(rank) for rank in range(mesh.num_ranks)]
-    sent, dtype = messages[mesh.rank], declaration.compute_dtype
+    sent = messages[mesh.rank]
+    dtype = declaration.compute_dtype
     transport: LastTransport
     if mesh.num_ranks == 1:
         transport = LocalTransport(sent, layout.arriving, dtype)
@@ -249,7 +250,8 @@ def _build_attention(
     layout: BagLayout, mesh: Mesh, shardings: Sequence[Sharding]
 ) -> dict[str, RemoteAttention]:
     """Return attention by consumer, for consumers of sequences that owners evaluate."""
-    declaration, attention = layout.declaration, {}
+    declaration = layout.declaration
+    attention = {}
     for name, (query, sequence) in layout.evaluated.attended.items():
         interaction = declaration.consumers[name].interaction
         assert isinstance(interaction, TargetAttention)
@@ -271,7 +273,8 @@ def _open_towers_exchange(
     """Open an exchange of bags by towers: one rank of a tower sends a sample's values. Where the inner hop's reply is
     rows, that rank pools them, too. Raises ConfigError for towers that this world does not have."""
     towers = list_tower_ranks(mesh.world, num_towers or mesh.world.num_hosts)
-    size, own = len(towers[0]), mesh.rank // len(towers[0])
+    size = len(towers[0])
+    own = mesh.rank // len(towers[0])
     sends_rows = hops[1].reply == "rows"
     pooled_on = shardings
     if sends_rows:
@@ -298,9 +301,11 @@ def _open_towers_exchange(
         )
         for tower in range(len(towers))
     ]
-    dtype, peers = declaration.compute_dtype, order_peers(mesh.rank, size, mesh.num_ranks)
+    dtype = declaration.compute_dtype
+    peers = order_peers(mesh.rank, size, mesh.num_ranks)
     last = PeerTransport(mesh, size, carried, layout.arriving, coding, dtype)
-    inner, tower = [], None
+    inner = []
+    tower = None
     if sends_rows:
         tower = RowsExchange(
             layout.pooled_declaration(mesh.rank),

@@ -43,7 +43,8 @@ def choose_remote_consumers(
     required = tuple(
         name for name in candidates if declaration.consumers[name].interaction.sequences
     )
-    best, others = required, [name for name in candidates if name not in required]
+    best = required
+    others = [name for name in candidates if name not in required]
     least = count_sent_floats(declaration, shardings, best)
     for subset in propose_consumer_sets(
         others, lambda subset: count_sent_floats(declaration, shardings, (*required, *subset))
@@ -51,7 +52,8 @@ def choose_remote_consumers(
         selected = tuple(name for name in candidates if name in required or name in subset)
         num_floats = count_sent_floats(declaration, shardings, selected)
         if num_floats < least:
-            best, least = selected, num_floats
+            best = selected
+            least = num_floats
     return best
 
 
@@ -176,7 +178,8 @@ def propose_consumer_sets(names: Sequence[str], cost) -> Iterable[tuple[str, ...
 def tower_of(sharding: Sharding, towers: Sequence[Sequence[int]]) -> int | None:
     """Return the tower that has all rows of a table; None: its rows are in several."""
     size = len(towers[0])
-    first, last = sharding.ranks[0] // size, sharding.ranks[-1] // size
+    first = sharding.ranks[0] // size
+    last = sharding.ranks[-1] // size
     return first if first == last else None
 
 
@@ -213,7 +216,8 @@ def choose_consumers_in_towers(
         candidates, lambda subset: count_tower_floats(declaration, subset)
     ):
         if (num_floats := count_tower_floats(declaration, subset)) < least:
-            best, least = subset, num_floats
+            best = subset
+            least = num_floats
     return best
 
 
@@ -262,10 +266,8 @@ def explain_never_in_towers(
         return f"{kind} has no result that is smaller than its fields' values"
     if world is not None and world.num_ranks == 1:
         return "nothing is sent on one rank"
-    width, floats = (
-        get_result_width(declaration, consumer_name),
-        fields_width(declaration, consumer_name),
-    )
+    width = get_result_width(declaration, consumer_name)
+    floats = fields_width(declaration, consumer_name)
     if reads_ahead and 2 * (width or 0) > floats:
         return (
             f"rows are read ahead, and its result leaves the tower only in the step that uses it: {width} floats, more "

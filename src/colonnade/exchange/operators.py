@@ -65,9 +65,11 @@ class Operators:
     ) -> None:
         """Take consumers by name. taken_by: fields of the consumers of pooled values; the others attend to sequences
         (`RemoteAttention`). evaluators: the ranks that evaluate them, in words, for messages."""
-        self.declaration, self.taken_by = declaration, taken_by
+        self.declaration = declaration
+        self.taken_by = taken_by
         self.consumers = tuple(consumers)
-        self.evaluators, self.inside = evaluators, inside
+        self.evaluators = evaluators
+        self.inside = inside
         self.modules = [declaration.consumers[name].interaction for name in consumers]
         self._are_tried = False
 
@@ -226,9 +228,12 @@ class Operators:
                 continue
             parameters = _trained_parameters(self.declaration.consumers[key].interaction)
             gradient, *weight_gradients = torch.autograd.grad(
-                partial.result, [partial.values, *parameters], received_gradients[:, sent_columns.slice_of(key)],
-                retain_graph=True, allow_unused=True,
-            )  # fmt: skip
+                partial.result,
+                [partial.values, *parameters],
+                received_gradients[:, sent_columns.slice_of(key)],
+                retain_graph=True,
+                allow_unused=True,
+            )
             for parameter, weight_gradient in zip(parameters, weight_gradients, strict=True):
                 if weight_gradient is not None:
                     _add_to_grad(parameter, weight_gradient)
@@ -343,7 +348,8 @@ class RemoteAttention:
         self, group: str, values: Tensor, batch_sizes: Sequence[int], traffic_tag: str
     ) -> Tensor:
         """Send values (G, n), or (0, n) on ranks without rows; return (R, B, n) of this rank's samples."""
-        width, size = values.shape[1], batch_sizes[self.mesh.rank]
+        width = values.shape[1]
+        size = batch_sizes[self.mesh.rank]
         send = [num_samples * width * self.has_rows for num_samples in batch_sizes]
         receive = [size * width * (rank in self.ranks) for rank in range(self.mesh.num_ranks)]
         received, _ = self.mesh.all_to_all(

@@ -42,7 +42,9 @@ def gather_prefetched_rows(
     parts: Sequence[PrefetchedValues], widths: np.ndarray, table_index: int, wanted: Tensor
 ) -> Tensor:
     """Gather prefetched rows of a table by id, (len(wanted), D). Raises CheckpointError for missing ones."""
-    ids, rows, dim = [], [], int(widths[table_index])
+    ids = []
+    rows = []
+    dim = int(widths[table_index])
     for part in parts:
         offsets = part["table_offsets"]
         first, last = offsets[table_index : table_index + 2].tolist()

@@ -43,7 +43,8 @@ def restore_prefetched_sums(
     """Return this rank's sums (B, W): its samples' part of the sums that all ranks of some world had prefetched for
     this step's global batch, in rank order in every world; or sums of the rows that another exchange had prefetched.
     widths: by table. Raises CheckpointError where neither was prefetched."""
-    sizes, names = lookup.sizes, _list_sum_keys(layout)
+    sizes = lookup.sizes
+    names = _list_sum_keys(layout)
     first = sum(sizes[:rank])
     if has_sums(prefetched, names):
         all_samples = gather_prefetched_sums(prefetched, names, layout.arriving, sum(sizes))
@@ -58,11 +59,15 @@ def _pool_prefetched_rows(
     lookup: BagsLookup, layout: BagLayout, widths: np.ndarray, parts: Sequence[PrefetchedValues]
 ) -> Tensor:
     """Return sums (B, W) of the compute dtype, by sample, of rows that were read ahead."""
-    lookups, declaration, fields = lookup.requested, layout.declaration, layout.fields
+    lookups = lookup.requested
+    declaration = layout.declaration
+    fields = layout.fields
     assert lookups is not None
-    size, dtype = lookup.batch.size, declaration.compute_dtype
+    size = lookup.batch.size
+    dtype = declaration.compute_dtype
     sums = torch.zeros(size, fields.width, dtype=dtype)
-    bounds, requested = lookups.feature_offsets.tolist(), layout.requested
+    bounds = lookups.feature_offsets.tolist()
+    requested = layout.requested
     for c, (f, t) in enumerate(zip(requested.features, requested.tables.tolist(), strict=True)):
         ids = lookups.ids[bounds[c] : bounds[c + 1]]
         rows = gather_prefetched_rows(parts, widths, t, ids).to(dtype)
@@ -72,7 +77,8 @@ def _pool_prefetched_rows(
             samples = torch.arange(size).repeat_interleave(offsets.diff())
             rows = torch.zeros(size, rows.shape[1], dtype=dtype).index_add_(0, samples, rows)
         for i in fields.order:
-            field, start = declaration.fields[i], fields.columns.starts[i]
+            field = declaration.fields[i]
+            start = fields.columns.starts[i]
             if field.feature == f:
                 column = declaration.parts[field.part][1].column
                 sums[:, start : start + field.dim] = rows[:, column : column + field.dim]
@@ -99,9 +105,10 @@ def gather_prefetched_sums(
     blocks = []
     for rank_values in prefetched:
         by_name = {
-            name: part for fields, parts in _iterate_prefetched_sums(rank_values)
+            name: part
+            for fields, parts in _iterate_prefetched_sums(rank_values)
             for name, part in zip(fields, parts, strict=False)
-        }  # fmt: skip
+        }
         if set(field_names) <= set(by_name):
             blocks.append(torch.cat([by_name[name] for name in field_names], 1))
     sums = torch.cat(blocks) if len(blocks) == len(prefetched) else torch.empty(0, 0)
@@ -122,7 +129,8 @@ def _iterate_prefetched_sums(
         if last != "sums":
             continue
         start = f"{prefix}." if prefix else ""
-        fields, sums = decode_names(prefetched[f"{start}fields"]), prefetched[key]
+        fields = decode_names(prefetched[f"{start}fields"])
+        sums = prefetched[key]
         dims = prefetched.get(f"{start}field_dims")
         # Older checkpoints have no dims; all their fields have the same.
         sizes = [sums.shape[1] // len(fields)] * len(fields) if dims is None else dims.tolist()
@@ -136,10 +144,8 @@ def export_gathered_sums(
     lookup: BagsLookup, layout: BagLayout, columns: FieldColumns, peers: Sequence[int]
 ) -> dict[str, Tensor]:
     """Return the sums gathered on this rank (M, W), their fields, and their samples' indices in the global batch."""
-    gathered, names = (
-        lookup.evaluation.gathered,
-        dict(zip(layout.fields.order, _list_sum_keys(layout), strict=True)),
-    )
+    gathered = lookup.evaluation.gathered
+    names = dict(zip(layout.fields.order, _list_sum_keys(layout), strict=True))
     assert gathered is not None
     return {
         "gathered": torch.cat(gathered),
@@ -158,7 +164,9 @@ def restore_gathered_sums(
 ) -> Tensor:
     """Return sums (M, W) of `columns` for this rank's peers' samples. Raises CheckpointError where no sums were
     prefetched."""
-    sizes, names, whole = lookup.sizes, _list_sum_keys(layout), layout.fields.columns
+    sizes = lookup.sizes
+    names = _list_sum_keys(layout)
+    whole = layout.fields.columns
     if has_sums(prefetched, names):
         all_samples = gather_prefetched_sums(prefetched, names, whole, sum(sizes))
     elif all("gathered" in rank_values for rank_values in prefetched):
@@ -191,7 +199,8 @@ def gather_prefetched_columns(
         (sum(sizes), columns.width), float("nan"), dtype=prefetched[0]["gathered"].dtype
     )
     for rank_values in prefetched:
-        first, fields = 0, decode_names(rank_values["gathered fields"])
+        first = 0
+        fields = decode_names(rank_values["gathered fields"])
         if not set(fields) <= set(field_names) or len(all_samples) != int(
             rank_values["of samples"]
         ):
@@ -213,7 +222,8 @@ def gather_prefetched_columns(
 
 def export_operator_inputs(lookup: BagsLookup, layout: BagLayout, rank: int) -> dict[str, Tensor]:
     """Return the inputs of this rank's partials, (G, dim) by field: rows may have changed when gradients arrive."""
-    pooled, columns = lookup.evaluation.pooled, layout.pooled_columns(rank)
+    pooled = lookup.evaluation.pooled
+    columns = layout.pooled_columns(rank)
     assert pooled is not None
     return {
         _pooled_name(layout, i): pooled[:, columns.slice_of(i)].clone()
@@ -231,7 +241,9 @@ def restore_operator_inputs(
 ) -> None:
     """Restore the prefetched inputs of operators, instead of a fetch; each field is summed over the ranks that had rows
     of it. Raises CheckpointError for values of another exchange, or of other consumers."""
-    sizes, whole, evaluation = lookup.sizes, layout.fields.columns, lookup.evaluation
+    sizes = lookup.sizes
+    whole = layout.fields.columns
+    evaluation = lookup.evaluation
     is_same_world = [set(rank_values) for rank_values in prefetched] == [
         {_pooled_name(layout, i) for i in share.order} for share in layout.shares
     ]
@@ -279,16 +291,19 @@ def _restore_unchanged_inputs(
     prefetched: Sequence[PrefetchedValues],
 ) -> None:
     """Restore in a world sharded like the one that prefetched the values: every owner's message has the same bits."""
-    sizes, evaluation = lookup.sizes, lookup.evaluation
+    sizes = lookup.sizes
+    evaluation = lookup.evaluation
     first = sum(sizes[:rank])
     blocks: list[list[Tensor]] = [[] for _ in routes]
     for owner, (rank_values, share) in enumerate(zip(prefetched, layout.shares, strict=True)):
         parts = [rank_values[_pooled_name(layout, i)] for i in share.order]
         none = torch.zeros(sum(sizes), 0, dtype=layout.declaration.compute_dtype)
-        pooled, columns = torch.cat([none, *parts], dim=1), share.columns
+        pooled = torch.cat([none, *parts], dim=1)
+        columns = share.columns
         partials = operators.evaluate_partials(pooled, columns, owner == rank)
         if owner == rank:
-            evaluation.pooled, evaluation.partials = pooled, [partials]
+            evaluation.pooled = pooled
+            evaluation.partials = [partials]
         for route, received in zip(routes, blocks, strict=True):
             sent = operators.join_values_and_partials(
                 pooled, columns, route.columns_of(owner), partials

@@ -52,18 +52,20 @@ class ReplicatedExchange:
     def __init__(
         self, declaration: EmbeddingDeclaration, mesh: Mesh, coding: Coding = NO_CODING
     ) -> None:
-        self.mesh, self.counts_norm = mesh, mesh.rank == 0
+        self.mesh = mesh
+        self.counts_norm = mesh.rank == 0
         self.rows = RowsExchange(
             declaration, mesh, [table_wise(mesh.rank)] * len(declaration.tables), coding
         )
-        self.declaration, self.outputs = declaration, self.rows.outputs
-        self.owner, self.exactness = self.rows.owner, self.rows.exactness
-        self.pooled, self.drop, self.has_values = (
-            self.rows.pooled,
-            self.rows.drop,
-            self.rows.has_values,
-        )
-        self.prefetched, self.restore = self.rows.prefetched, self.rows.restore
+        self.declaration = declaration
+        self.outputs = self.rows.outputs
+        self.owner = self.rows.owner
+        self.exactness = self.rows.exactness
+        self.pooled = self.rows.pooled
+        self.drop = self.rows.drop
+        self.has_values = self.rows.has_values
+        self.prefetched = self.rows.prefetched
+        self.restore = self.rows.restore
 
     def build_requests(self, batch: Batch, channel: str) -> LookupRequest:
         owner = self.owner
@@ -72,15 +74,21 @@ class ReplicatedExchange:
         if channel != "evaluate":  # no rank needs the rows that others only read
             offsets = np.asarray(plan.block_offsets)
             (message,) = pack_id_requests(
-                torch.as_tensor(plan.unique_ids), offsets[None, :-1], offsets[None, 1:], owner.table_rows,
-                owner.one_owner, np.zeros((1, len(owner.widths)), np.int64), codes=codes,
-            )  # fmt: skip
+                torch.as_tensor(plan.unique_ids),
+                offsets[None, :-1],
+                offsets[None, 1:],
+                owner.table_rows,
+                owner.one_owner,
+                np.zeros((1, len(owner.widths)), np.int64),
+                codes=codes,
+            )
         return LookupRequest([message] * self.mesh.num_ranks, lookups, plan, codes)
 
     def serve_requests(
         self, request: LookupRequest, received: Sequence[np.ndarray], batch: BatchInfo
     ) -> RowsLookup:
-        plan, owner = request.plan, self.owner
+        plan = request.plan
+        owner = self.owner
         assert plan is not None
         if batch.is_evaluated:
             return RowsLookup(batch, request.lookups, plan, owned_rows(plan, request.codes), plan)
@@ -103,7 +111,8 @@ class ReplicatedExchange:
 
     def fetch(self, lookup: RowsLookup, source: RowSource) -> None:
         """Read rows of this rank. Not collective."""
-        kernels, codec = self.owner.select_kernels(source.views), self.rows.codec
+        kernels = self.owner.select_kernels(source.views)
+        codec = self.rows.codec
         unique_rows = lookup.request_slots(source)
         if unique_rows is None:
             unique_rows = self._select_unique_rows(lookup, source.rows)

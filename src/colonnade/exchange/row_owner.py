@@ -33,11 +33,16 @@ class RowOwner:
     """Kernels on this rank's rows, in memory or on a device, and plans of the rows that batches use."""
 
     def __init__(
-        self, declaration: EmbeddingDeclaration, lookup_columns: LookupColumns, outputs: Sequence[Output], mesh: Mesh
-    ) -> None:  # fmt: skip
+        self,
+        declaration: EmbeddingDeclaration,
+        lookup_columns: LookupColumns,
+        outputs: Sequence[Output],
+        mesh: Mesh,
+    ) -> None:
         """Take the tables and features that the kernels pool: all declared ones, or those that this rank has rows
         of."""
-        self.declaration, self.lookup_columns = declaration, lookup_columns
+        self.declaration = declaration
+        self.lookup_columns = lookup_columns
         self.widths = declaration.widths
         self.table_rows = torch.tensor([t.rows or 0 for t in declaration.tables])
         self.one_owner = torch.ones(len(declaration.tables), dtype=torch.int64)  # by table

@@ -112,7 +112,8 @@ class RowsExchange:
         coding: Coding = NO_CODING,
     ) -> None:
         """Take shardings by table; default row-wise over all ranks."""
-        self.declaration, self.mesh = declaration, mesh
+        self.declaration = declaration
+        self.mesh = mesh
         self.num_ranks = mesh.num_ranks
         everywhere = row_wise_over_owners(mesh.world)
         self.owner_map = build_owner_map(
@@ -140,9 +141,14 @@ class RowsExchange:
         blocks = self.owner_map.block_offsets(plan)
         firsts, lasts = (b.reshape(-1, self.num_ranks).T for b in (blocks[:-1], blocks[1:]))
         return pack_id_requests(
-            torch.as_tensor(plan.unique_ids), firsts, lasts, self.owner.table_rows, self.owner_map.num_owners,
-            self.owner_map.owner_indices, codes=codes,
-        )  # fmt: skip
+            torch.as_tensor(plan.unique_ids),
+            firsts,
+            lasts,
+            self.owner.table_rows,
+            self.owner_map.num_owners,
+            self.owner_map.owner_indices,
+            codes=codes,
+        )
 
     def serve_requests(
         self, request: LookupRequest, received: Sequence[np.ndarray], batch: BatchInfo
@@ -168,7 +174,8 @@ class RowsExchange:
 
     def resolve_slots(self, lookup: PartLookup, views: Sequence[RowView]) -> None:
         """Find the slot of each request, and the order of rows in memory for the update. Local, any thread."""
-        slots, plan = lookup.slots, lookup.owner_plan
+        slots = lookup.slots
+        plan = lookup.owner_plan
         by_page = None
         if views[0].rows is None:
             by_page = _native.by_page(
@@ -209,18 +216,29 @@ class RowsExchange:
     ) -> Callable[[], None]:
         """Send rows, laid out as served, and receive others into `into`, laid out as wanted. Collective. Return a
         function that waits for them."""
-        codec, served, wanted = self.codec, messages.served, messages.wanted
+        codec = self.codec
+        served = messages.served
+        wanted = messages.wanted
         if codec.values.name == "exact":
             _, call = self.mesh.all_to_all(
-                "fetch", send, served.rank_elements, wanted.rank_elements, wait=False,
-                traffic_tag=tag, into=into,
-            )  # fmt: skip
+                "fetch",
+                send,
+                served.rank_elements,
+                wanted.rank_elements,
+                wait=False,
+                traffic_tag=tag,
+                into=into,
+            )
             return partial(_wait_for, call, send)
         coded = codec.encode_values(send, served)
         data, call = self.mesh.all_to_all(
-            "fetch", coded, codec.rank_bytes(codec.values, served, send.dtype),
-            codec.rank_bytes(codec.values, wanted, send.dtype), wait=False, traffic_tag=tag,
-        )  # fmt: skip
+            "fetch",
+            coded,
+            codec.rank_bytes(codec.values, served, send.dtype),
+            codec.rank_bytes(codec.values, wanted, send.dtype),
+            wait=False,
+            traffic_tag=tag,
+        )
 
         def decode() -> None:
             _wait_for(call, coded)
@@ -261,13 +279,18 @@ class RowsExchange:
 
     def sum_gradients(self, lookup: RowsLookup, gradients: list[Tensor]) -> Tensor:
         """Return this rank's sums of gradients by unique row, laid out as wanted."""
-        owner, plan, messages = self.owner, lookup.plan, lookup.messages
+        owner = self.owner
+        plan = lookup.plan
+        messages = lookup.messages
         assert messages is not None
         send = self.mesh.allocate_send_buffer(messages.wanted.num_elements, owner.compute_dtype)
         entries = RowGradients(
-            lookup.slots, self.table_offsets(lookup), plan.segment_offsets, plan.entries,
+            lookup.slots,
+            self.table_offsets(lookup),
+            plan.segment_offsets,
+            plan.entries,
             *owner.native.output_gradients(lookup, gradients),
-        )  # fmt: skip
+        )
         owner.native.sum_rows_into(entries, send, messages.wanted_index)
         return send
 
@@ -282,11 +305,15 @@ class RowsExchange:
     ) -> Callable[[], RowGradients]:
         """Send sums of rows to their owners, or all of them to every rank. Collective. Return a function that waits for
         the sums sent to this rank."""
-        codec, dtype, messages = self.codec, gradient_sums.dtype, lookup.messages
+        codec = self.codec
+        dtype = gradient_sums.dtype
+        messages = lookup.messages
         assert messages is not None
-        wanted, served = messages.wanted, messages.served
+        wanted = messages.wanted
+        served = messages.served
         is_exact = codec.gradients.name == "exact"
-        sizes, sizes_in = wanted.rank_elements, served.rank_elements
+        sizes = wanted.rank_elements
+        sizes_in = served.rank_elements
         if not is_exact:
             rounding_keys = codec.build_rounding_keys(
                 lookup.plan, self.owner_map.block_offsets(lookup.plan), step, number
@@ -296,10 +323,8 @@ class RowsExchange:
                 codec.rank_bytes(codec.gradients, layout, dtype) for layout in (wanted, served)
             )
         if to_all:
-            sizes, gradient_sums = (
-                [len(gradient_sums)] * self.num_ranks,
-                gradient_sums.repeat(self.num_ranks),
-            )
+            sizes = [len(gradient_sums)] * self.num_ranks
+            gradient_sums = gradient_sums.repeat(self.num_ranks)
         data, call = self.mesh.all_to_all("push", gradient_sums, sizes, sizes_in, wait=False)
 
         def finish() -> RowGradients:
@@ -334,8 +359,11 @@ class RowsExchange:
 
     def restore(self, lookup: RowsLookup, prefetched: Sequence[Mapping[str, Tensor]]) -> None:
         parts = collect_prefetched_rows(prefetched)
-        unique, offsets = torch.as_tensor(lookup.plan.unique_ids), self.table_offsets(lookup)
-        blocks, indices, start = [], [], 0
+        unique = torch.as_tensor(lookup.plan.unique_ids)
+        offsets = self.table_offsets(lookup)
+        blocks = []
+        indices = []
+        start = 0
         for t, dim in enumerate(self.owner.widths.tolist()):
             ids = unique[offsets[t] : offsets[t + 1]]
             blocks.append(gather_prefetched_rows(parts, self.owner.widths, t, ids).flatten())
@@ -355,11 +383,15 @@ class RowsExchange:
         """Build the layouts of messages: wanted (N, T) rows of each owner, served (N, T) rows for each rank. ids: of
         the served rows."""
         widths = self.owner.widths
-        received, sent = build_row_layout(wanted, widths), build_row_layout(served, widths)
+        received = build_row_layout(wanted, widths)
+        sent = build_row_layout(served, widths)
         return RowMessages(
-            received, sent, received.table_major_index(widths), sent.rank_major_index(widths),
+            received,
+            sent,
+            received.table_major_index(widths),
+            sent.rank_major_index(widths),
             build_request_lookups(ids, served),
-        )  # fmt: skip
+        )
 
     def build_own_messages(self, lookup: PartLookup) -> RowMessages:
         """Build the layout of the message in a world of one: every row that is looked up."""
@@ -375,9 +407,14 @@ def build_received_gradients(
     source = _native.RowGradients(received.data_ptr(), messages.served_index, owner.native.compute)
     pinned = lookup.pinned
     return RowGradients(
-        lookup.slots, lookup.owned.offsets, plan.segment_offsets, plan.entries, source, received,
+        lookup.slots,
+        lookup.owned.offsets,
+        plan.segment_offsets,
+        plan.entries,
+        source,
+        received,
         pinned.by_page if pinned else None,
-    )  # fmt: skip
+    )
 
 
 def _wait_for(call: PendingCall | None, keep: Tensor) -> None:

@@ -59,7 +59,8 @@ def export_model(
     `Predictor.open` opens the folder of the weights. The destination appears when it is complete. Raises as
     `export_run`, and ConfigError for a model that cannot be exported in this way.
     """
-    run, destination = Path(run), Path(destination)
+    run = Path(run)
+    destination = Path(destination)
     if not (torch or aoti or triton or hub):
         export_run(run, destination, at=at)
         return destination
@@ -109,7 +110,8 @@ def _write_triton(folder: Path, name: str, predictor: Predictor) -> None:
 
 
 def _write_hub(folder: Path, name: str, run: Path, predictor: Predictor) -> None:
-    export, inputs = read_export(folder), list_model_inputs(predictor)
+    export = read_export(folder)
+    inputs = list_model_inputs(predictor)
     metrics = hub_files.read_metrics(run, export.step)
     card = hub_files.format_card(name, export, inputs, metrics)
     hub_files.write_card(folder, card, hub_files.format_config(export, inputs))

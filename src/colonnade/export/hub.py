@@ -17,7 +17,8 @@ from colonnade.export.tensors import ProgramInput
 from colonnade.publish.exported import Export
 from colonnade.train.metrics_file import FILE_NAME, read_metrics_lines
 
-CARD, CONFIG = "README.md", "config.json"
+CARD = "README.md"
+CONFIG = "config.json"
 METRICS = {
     "auc": "AUC",
     "log_loss": "log loss",

@@ -79,7 +79,8 @@ def format_layout(
         numbers = f"{table.rows or 0} {table.hashes or 0} {count} {table_seed(seed, table.name)}"
         lines.append(f"table {_quote(table.name)} {numbers} {len(table.parts)} {parts}")
     for feature, is_bag in zip(declaration.features, has_lengths, strict=True):
-        t, pooling = declaration.table_index_of(feature), POOLINGS.index(feature.pooling)
+        t = declaration.table_index_of(feature)
+        pooling = POOLINGS.index(feature.pooling)
         lines.append(f"feature {_quote(feature.name)} {t} {pooling} {int(is_bag)}")
     return "\n".join(lines) + "\n"
 
@@ -101,7 +102,10 @@ def _parse_lines(lines: Sequence[list[str]]) -> LookupLayout:
     if (word, version) != ("version", str(LAYOUT_VERSION)):
         raise ValueError(f"{word} {version}")
     tables: list[Table] = []
-    features, counts, seeds, has_lengths = [], [], [], []
+    features = []
+    counts = []
+    seeds = []
+    has_lengths = []
     for kind, name, *numbers in lines[1:]:
         if kind == "feature":
             t, pooling, is_bag = map(int, numbers)
@@ -151,8 +155,10 @@ class LayoutReader:
         lookup_columns: LookupColumns,
         outputs: Sequence[Output],
     ) -> None:
-        self.layout, self.kernels = layout, kernels
-        self.lookup_columns, self.outputs = lookup_columns, outputs
+        self.layout = layout
+        self.kernels = kernels
+        self.lookup_columns = lookup_columns
+        self.outputs = outputs
 
     def read(self, weights: Sequence[Tensor], keys: Sequence[Tensor], batch: Batch) -> list[Tensor]:
         """Return one tensor per field. Raises DataError, IdRangeError, CorruptionError."""
@@ -212,7 +218,8 @@ class LayoutReader:
         self, t: int, rows: Tensor, ids: Tensor, slots: Tensor, is_absent: Tensor
     ) -> Tensor:
         """Return the row of each id (E, width): its own, or its first value."""
-        table, seed = self.layout.declaration.tables[t], self.layout.seeds[t]
+        table = self.layout.declaration.tables[t]
+        seed = self.layout.seeds[t]
         gathered = rows.new_empty(len(ids), table.width)
         gathered[~is_absent] = rows[slots[~is_absent]]
         missing = ids[is_absent]
@@ -246,10 +253,8 @@ class LayoutReader:
 def open_layout(text: str) -> LayoutReader:
     """Return the reader of a layout, built once. Raises CorruptionError as `parse_layout`."""
     layout = parse_layout(text)
-    outputs, columns = (
-        list_lookup_outputs(layout.declaration),
-        build_lookup_columns(layout.declaration),
-    )
+    outputs = list_lookup_outputs(layout.declaration)
+    columns = build_lookup_columns(layout.declaration)
     return LayoutReader(
         layout, NativeKernels(layout.declaration, columns, outputs, 1), columns, outputs
     )

@@ -62,7 +62,8 @@ def export_program(predictor: Predictor, *, with_rows: bool = True) -> ExportedP
     with_rows: the rows are in the program; else `load_program` maps them from the export's folder. Raises ConfigError
     for a model without `predict`, such as a retrieval model, and for one that torch.export cannot trace.
     """
-    schema, collection = _get_schema(predictor), find_collection(predictor.model)
+    schema = _get_schema(predictor)
+    collection = find_collection(predictor.model)
     inputs = list_inputs(schema, collection.declaration)
     export = read_export(predictor.folder)
     if export.step != predictor.step:
@@ -81,7 +82,8 @@ def export_dense_program(predictor: Predictor) -> ExportedProgram:
 
     Raises ConfigError as `export_program`.
     """
-    schema, collection = _get_schema(predictor), find_collection(predictor.model)
+    schema = _get_schema(predictor)
+    collection = find_collection(predictor.model)
     inputs = list_dense_inputs(schema, collection.declaration)
     module = DenseModel(predictor.model, collection, schema)
     with _traced(predictor.model, collection, module.compute_outputs):
@@ -134,7 +136,8 @@ class ExportedModel(nn.Module, ABC):
 
     def build_batch(self, inputs: Mapping[str, Tensor]) -> Batch:
         """Return a batch with the ids that the program has."""
-        size, dense = self.get_size(inputs), inputs.get(DENSE)
+        size = self.get_size(inputs)
+        dense = inputs.get(DENSE)
         ids = {
             feature.name: Ids(self.get_ids(feature), self.get_offsets(feature))
             for feature in self.declaration.features
@@ -284,7 +287,8 @@ def map_rows(folder: Path, export: Export, *, verify: bool) -> list[ExportedRows
             file.check_all()
         try:
             tensors = load_file(path)
-            keys, weights = tensors["ids"], tensors["weights"]
+            keys = tensors["ids"]
+            weights = tensors["weights"]
         except Exception as error:  # safetensors raises its own kind
             raise CorruptionError(f"{path}: got {' '.join(str(error).split())}; {REMEDY}") from None
         tables.append(ExportedRows(keys[:0] if len(keys) == table.rows else keys, weights))
@@ -326,7 +330,8 @@ def _traced(
 def _export(module: ExportedModel, inputs: Sequence[ProgramInput]) -> ExportedProgram:
     """Trace a module for batches of any size."""
     dims: dict[str, Any] = {}
-    example, shapes = {}, {}
+    example = {}
+    shapes = {}
     for known in inputs:
         first, *others = known.shape
         assert isinstance(first, str)

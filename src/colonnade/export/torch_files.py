@@ -35,8 +35,10 @@ from colonnade.store.checksums import FileChecksums, compute_checksums, open_che
 from colonnade.store.untrusted import STRICT, FileName, check_file_name, parse_json, read_regular
 from colonnade.store.verification import VerifiedFile, verify_file
 
-MODEL_PROGRAM, DENSE_PROGRAM = "model.pt2", "dense.pt2"
-MODEL_PACKAGE, DENSE_PACKAGE = "model_aoti.pt2", "dense_aoti.pt2"
+MODEL_PROGRAM = "model.pt2"
+DENSE_PROGRAM = "dense.pt2"
+MODEL_PACKAGE = "model_aoti.pt2"
+DENSE_PACKAGE = "dense_aoti.pt2"
 DESCRIPTION = "program.json"
 OPERATOR_SOURCE = "lookup.cpp"
 REMEDY = "export the run again, or restore the folder from a copy"
@@ -77,7 +79,8 @@ def write_programs(
             f"got --aoti and {row_bytes:,} bytes of rows, wanted at most {max_row_bytes:,}, which a compiled program "
             "holds; give --torch instead: its model.pt2 reads the rows from their files"
         )
-    whole, dense = export_program(predictor, with_rows=has_rows), export_dense_program(predictor)
+    whole = export_program(predictor, with_rows=has_rows)
+    dense = export_dense_program(predictor)
     torch.export.save(whole, folder / MODEL_PROGRAM)
     torch.export.save(dense, folder / DENSE_PROGRAM)
     names = [MODEL_PROGRAM, DENSE_PROGRAM]
@@ -87,7 +90,8 @@ def write_programs(
             names.append(name)
         shutil.copyfile(Path(__file__).parent / "cpp" / OPERATOR_SOURCE, folder / OPERATOR_SOURCE)
         names.append(OPERATOR_SOURCE)
-    declaration, schema = find_collection(predictor.model).declaration, export.schema
+    declaration = find_collection(predictor.model).declaration
+    schema = export.schema
     programs = Programs(
         1,
         torch.__version__,

@@ -108,7 +108,8 @@ class FieldSubset(Interaction):
     def __init__(self, operator: Interaction, field_indices: Sequence[int]) -> None:
         """Create the partial. operator: its merge must be a sum. field_indices: indices of the subset, ascending."""
         super().__init__()
-        self.operator, self.field_indices = operator, tuple(field_indices)
+        self.operator = operator
+        self.field_indices = tuple(field_indices)
         self.needs_equal_dims = operator.needs_equal_dims
 
     def width(self, dim: int) -> int | None:

@@ -101,7 +101,8 @@ class NormalizedLinear(ConcatenatedFields):
         total = self.starts[-1]
         bound = max(1, total) ** -0.5
         self.eps = eps
-        self.scale, self.shift = nn.Parameter(torch.ones(total)), nn.Parameter(torch.zeros(total))
+        self.scale = nn.Parameter(torch.ones(total))
+        self.shift = nn.Parameter(torch.zeros(total))
         self.weight = nn.Parameter(torch.empty(out, total).uniform_(-bound, bound))
         self.bias = nn.Parameter(torch.empty(out).uniform_(-bound, bound))
 
@@ -115,19 +116,23 @@ class NormalizedLinear(ConcatenatedFields):
         self, fields: Tensor, field_indices: Sequence[int] | None = None
     ) -> Tensor:
         weight = self._select_columns(self.weight * self.scale, field_indices).to(fields)
-        sums, squares = fields.sum(1, keepdim=True), fields.square().sum(1, keepdim=True)
+        sums = fields.sum(1, keepdim=True)
+        squares = fields.square().sum(1, keepdim=True)
         return torch.cat([linear(fields, weight, None), sums, squares], dim=1)
 
     def combine(self, stats: Tensor, dense: Tensor | None = None) -> Tensor:
-        mapped, count = stats[:, :-2], self.starts[-1]
-        mean, square = stats[:, -2:-1] / count, stats[:, -1:] / count
+        mapped = stats[:, :-2]
+        count = self.starts[-1]
+        mean = stats[:, -2:-1] / count
+        square = stats[:, -1:] / count
         deviation = ((square - mean.square()).clamp(min=0) + self.eps).sqrt()
         mapped_ones = (self.weight * self.scale).sum(1).to(stats)
         constant = (self.weight @ self.shift + self.bias).to(stats)
         return (mapped - mean * mapped_ones) / deviation + constant
 
     def forward(self, fields: Tensor) -> Tensor:
-        scale, shift = self.scale.to(fields), self.shift.to(fields)
+        scale = self.scale.to(fields)
+        shift = self.shift.to(fields)
         normalized = layer_norm(fields, (self.starts[-1],), scale, shift, self.eps)
         return linear(normalized, self.weight.to(fields), self.bias.to(fields))
 
@@ -220,7 +225,8 @@ class LowRankCross(ConcatenatedFields):
         weights = (self.down, self.up, self.bias, self.last)
         down, up, bias, last = (select_columns(weight.to(values)) for weight in weights)
         # Factors of x_l: 1 + sum of b_j; U_0, U_1, ...
-        factors, products = last.new_ones(1, last.shape[1]), []
+        factors = last.new_ones(1, last.shape[1])
+        products = []
         for k, rows in enumerate((*down, last)):
             products.append((rows[:, None] * factors).flatten(0, 1))
             if k < len(up):

@@ -34,7 +34,8 @@ class PairwiseProducts(Interaction):
         super().__init__()
         if over not in ("fields", "ids"):
             raise ConfigError(f"{type(self).__name__}: got over={over!r}, wanted 'fields' or 'ids'")
-        self.over, self.single = over, frozenset(single)
+        self.over = over
+        self.single = frozenset(single)
 
     def list_inputs(self, fields: Sequence[str]) -> tuple[str, ...]:
         if self.over == "fields":
@@ -98,7 +99,8 @@ class FM(PairwiseProducts):
         return _sum_by_sample(stats, segments, num_samples)
 
     def combine(self, stats: Tensor, dense: Tensor | None = None) -> Tensor:
-        sums, squares = stats[:, :-1], stats[:, -1:]
+        sums = stats[:, :-1]
+        squares = stats[:, -1:]
         return (sums.square().sum(1, keepdim=True) - squares) / 2
 
     def partial_of_fields(

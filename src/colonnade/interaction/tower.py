@@ -50,7 +50,8 @@ class TowerModule(Interaction):
                 f"shapes that are known before the first batch: its fields are {sum(dims)} columns"
             )
         self.module = module
-        self.dims, self.out = tuple(dims), out
+        self.dims = tuple(dims)
+        self.out = out
         self.needs_equal_dims = not side_by_side and len(set(dims)) == 1
 
     @property

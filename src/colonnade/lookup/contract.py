@@ -225,16 +225,19 @@ class RowGradients:
 
 def unique_owned_rows(contexts: Sequence[LookupContext], table_index: int) -> tuple[Tensor, Tensor]:
     """Return (ids (n,) int64, slots (n,) int32) of the rows of one table that these batches use, each once."""
-    ids, slots = [torch.empty(0, dtype=torch.int64)], [torch.empty(0, dtype=torch.int32)]
+    ids = [torch.empty(0, dtype=torch.int64)]
+    slots = [torch.empty(0, dtype=torch.int32)]
     for context in contexts:
         assert context.pinned is not None
         first, last = context.owned.offsets[table_index : table_index + 2].tolist()
         ids.append(context.owned.ids[first:last])
         slots.append(context.pinned.slots[first:last])
-    all_ids, all_slots = torch.cat(ids), torch.cat(slots)
+    all_ids = torch.cat(ids)
+    all_slots = torch.cat(slots)
     if len(contexts) > 1:
         _, first_of = np.unique(all_ids.numpy(), return_index=True)
-        all_ids, all_slots = all_ids[first_of], all_slots[first_of]
+        all_ids = all_ids[first_of]
+        all_slots = all_slots[first_of]
     return all_ids, all_slots
 
 
@@ -250,7 +253,8 @@ class Pushed:
     def wait_for_gradients(self) -> RowGradients | None:
         """Wait for the gradients, and return them. Collective."""
         if self.finish is not None:
-            self.gradients, self.finish = self.finish(), None
+            self.gradients = self.finish()
+            self.finish = None
         return self.gradients
 
 

@@ -97,7 +97,8 @@ class FieldLayout:
 
     def select_rank(self, rank: int, shardings: Sequence[Sharding]) -> FieldLayout:
         """Return the fields of tables that have rows on that rank."""
-        parts, fields = self.declaration.parts, self.declaration.fields
+        parts = self.declaration.parts
+        fields = self.declaration.fields
         own_fields = [i for i in self.order if rank in shardings[parts[fields[i].part][0]].ranks]
         return FieldLayout(self.declaration, tuple(own_fields))
 
@@ -129,9 +130,15 @@ def find_runs(
             run = ColumnRun(block_start, whole.starts[key], whole.dims[key], key not in written)
             written.add(key)
             last = runs[-1] if runs else None
-            if last and (last.block_start + last.width, last.whole_start + last.width, last.is_first) == (
-                run.block_start, run.whole_start, run.is_first,
-            ):  # fmt: skip
+            if last and (
+                last.block_start + last.width,
+                last.whole_start + last.width,
+                last.is_first,
+            ) == (
+                run.block_start,
+                run.whole_start,
+                run.is_first,
+            ):
                 runs[-1] = replace(last, width=last.width + run.width)
             else:
                 runs.append(run)

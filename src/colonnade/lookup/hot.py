@@ -41,8 +41,10 @@ def split_hot_rows(
 
     hot: ids of hot rows by table, (H,) int64 ascending. Raises IdRangeError, DataError and NonFiniteError, as exchanges
     do for other features."""
-    ids, next_use = dict(batch.ids), None if batch.next_use is None else dict(batch.next_use)
-    lengths, order = {}, {}
+    ids = dict(batch.ids)
+    next_use = None if batch.next_use is None else dict(batch.next_use)
+    lengths = {}
+    order = {}
     for feature in declared.features:
         t = declared.table_index_of(feature)
         if t not in hot:

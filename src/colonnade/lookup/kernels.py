@@ -136,7 +136,9 @@ class NativeKernels:
         outputs: Sequence[Output],
         num_ranks: int,
     ) -> None:
-        self.declaration, self.lookup_columns, self.outputs = declaration, lookup_columns, outputs
+        self.declaration = declaration
+        self.lookup_columns = lookup_columns
+        self.outputs = outputs
         self.widths = declaration.widths
         self.dtype = declaration.tables[0].dtype
         self.itemsize = declaration.tables[0].itemsize
@@ -182,9 +184,17 @@ class NativeKernels:
         tensors = self._empty_outputs(lookups, into)
         out_bases, out_strides = self._output_addresses(tensors)
         _native.pool(
-            lookups.native, index, bases, strides, self.reads,
-            out_bases, out_strides, self.dtype, self.declaration.output, order,
-        )  # fmt: skip
+            lookups.native,
+            index,
+            bases,
+            strides,
+            self.reads,
+            out_bases,
+            out_strides,
+            self.dtype,
+            self.declaration.output,
+            order,
+        )
         if self.square_reads:
             self._pool_squares(lookups, locations, tensors)
         return tensors
@@ -202,9 +212,15 @@ class NativeKernels:
         counts = lookups.feature_offsets.diff().tolist()
         rows = [empty(counts[r.column], r.part.dim, dtype=dtype) for r in self.square_reads]
         _native.pool(
-            separate.native, index, bases, strides, _native_reads(self.square_reads),
-            *_block_addresses(rows), self.dtype, self.compute,
-        )  # fmt: skip
+            separate.native,
+            index,
+            bases,
+            strides,
+            _native_reads(self.square_reads),
+            *_block_addresses(rows),
+            self.dtype,
+            self.compute,
+        )
         for read, block in zip(self.square_reads, rows, strict=True):
             out = tensors[read.output][:, read.columns]
             values = out if out.dtype == dtype else empty(*out.shape, dtype=dtype)
@@ -234,18 +250,30 @@ class NativeKernels:
         starts = torch.from_numpy(layout.block_elements.ravel() * self.itemsize)
         widths = torch.from_numpy(self.widths * self.itemsize).repeat(len(layout.counts))
         _native.pool(
-            requests, index, bases, strides, self.whole_rows,
-            send.data_ptr() + starts, widths, self.dtype, self.dtype,
-        )  # fmt: skip
+            requests,
+            index,
+            bases,
+            strides,
+            self.whole_rows,
+            send.data_ptr() + starts,
+            widths,
+            self.dtype,
+            self.dtype,
+        )
         return send
 
     def gradients_from_outputs(self, lookup: PartLookup, gradients: list[Tensor]) -> RowGradients:
         plan = lookup.plan
         source, keep = self.output_gradients(lookup, gradients)
         return RowGradients(
-            lookup.slots, lookup.owned.offsets, plan.segment_offsets, plan.entries,
-            source, keep, lookup.pinned.by_page if lookup.pinned else None,
-        )  # fmt: skip
+            lookup.slots,
+            lookup.owned.offsets,
+            plan.segment_offsets,
+            plan.entries,
+            source,
+            keep,
+            lookup.pinned.by_page if lookup.pinned else None,
+        )
 
     def output_gradients(
         self, lookup: PartLookup, gradients: list[Tensor]
@@ -266,7 +294,8 @@ class NativeKernels:
         squares are read, there is one gradient for each lookup."""
         dtype = self.declaration.compute_dtype
         gradients = [gradient.to(dtype) for gradient in gradients]
-        merged, squared = [], squared_columns(self.lookup_columns)
+        merged = []
+        squared = squared_columns(self.lookup_columns)
         for reads in self.reads_of_key.values():
             gradient, of_squares = add_gradients(reads, gradients)
             if reads[0].column in squared:
@@ -276,8 +305,9 @@ class NativeKernels:
         source = _native.OutputGradients(
             separate_lookups(lookups, self.lookup_columns, dtype).native,
             _native_reads(reads[0] for reads in self.reads_of_key.values()),
-            *_block_addresses(merged), self.compute,
-        )  # fmt: skip
+            *_block_addresses(merged),
+            self.compute,
+        )
         return source, (gradients, merged)
 
     def _square_gradients(
@@ -298,13 +328,17 @@ class NativeKernels:
     def sum_gradients_by_row(
         self, lookup: PartLookup, offsets: Tensor, gradients: list[Tensor]
     ) -> RowSums:
-        plan, layout = lookup.plan, build_row_layout(offsets.diff().numpy()[None, :], self.widths)
+        plan = lookup.plan
+        layout = build_row_layout(offsets.diff().numpy()[None, :], self.widths)
         values = empty(layout.num_elements, dtype=self.declaration.compute_dtype)
         sums = RowSums(values, layout.rank_major_index(self.widths))
         row_gradients = RowGradients(
-            lookup.slots, offsets, plan.segment_offsets, plan.entries,
+            lookup.slots,
+            offsets,
+            plan.segment_offsets,
+            plan.entries,
             *self.output_gradients(lookup, gradients),
-        )  # fmt: skip
+        )
         self.sum_rows_into(row_gradients, sums.values, sums.index)
         return sums
 
@@ -314,23 +348,32 @@ class NativeKernels:
         index = sums.index
         if not is_selected.all():
             rows = np.repeat(is_selected, counts)
-            slots, index = slots[rows], index[torch.from_numpy(rows)].contiguous()
+            slots = slots[rows]
+            index = index[torch.from_numpy(rows)].contiguous()
             counts = counts * is_selected
         ramp = torch.arange(len(index) + 1, dtype=torch.int32)
         return RowGradients(
             torch.from_numpy(slots.astype(np.int32)),
             torch.from_numpy(np.concatenate([[0], counts.cumsum()])),
-            ramp, ramp[:-1].contiguous(),
-            _native.RowGradients(sums.values.data_ptr(), index, self.compute), (sums, index),
-        )  # fmt: skip
+            ramp,
+            ramp[:-1].contiguous(),
+            _native.RowGradients(sums.values.data_ptr(), index, self.compute),
+            (sums, index),
+        )
 
     def sum_rows_into(self, row_gradients: RowGradients, sums: Tensor, index: Tensor) -> None:
         """Write each row's summed gradient to `sums`, elements of the compute dtype. index: (O,) int32, the first
         element of each row."""
         _native.sum_rows(
-            row_gradients.segment_offsets, row_gradients.entries, row_gradients.source, row_gradients.offsets,
-            self.declaration.native_parts, sums.data_ptr(), index, self.compute,
-        )  # fmt: skip
+            row_gradients.segment_offsets,
+            row_gradients.entries,
+            row_gradients.source,
+            row_gradients.offsets,
+            self.declaration.native_parts,
+            sums.data_ptr(),
+            index,
+            self.compute,
+        )
 
     def sum_entries(self, row_gradients: RowGradients) -> tuple[RowGradients, Tensor]:
         """Add up each row's entries. Return the summed gradients, and their elements table by table, row by row."""
@@ -351,8 +394,12 @@ class NativeKernels:
         ), sums
 
     def merge_batches(
-        self, batches: Sequence[PartLookup], row_gradients: Sequence[RowGradients], slots: Tensor, plan: _native.Plan
-    ) -> RowGradients:  # fmt: skip
+        self,
+        batches: Sequence[PartLookup],
+        row_gradients: Sequence[RowGradients],
+        slots: Tensor,
+        plan: _native.Plan,
+    ) -> RowGradients:
         counts = np.stack([np.diff(batch.owned.offsets.numpy()) for batch in batches])
         layout = build_row_layout(counts, self.widths)
         sums = empty(layout.num_elements, dtype=self.declaration.compute_dtype)
@@ -361,9 +408,13 @@ class NativeKernels:
         for i, part in enumerate(row_gradients):
             self.sum_rows_into(part, sums, index[starts[i] : starts[i + 1]].contiguous())
         return RowGradients(
-            slots, torch.as_tensor(plan.block_offsets), plan.segment_offsets, plan.entries,
-            _native.RowGradients(sums.data_ptr(), index, self.compute), (sums, index, plan),
-        )  # fmt: skip
+            slots,
+            torch.as_tensor(plan.block_offsets),
+            plan.segment_offsets,
+            plan.entries,
+            _native.RowGradients(sums.data_ptr(), index, self.compute),
+            (sums, index, plan),
+        )
 
     def squared_norm(self, row_gradients: RowGradients) -> tuple[RowGradients, float]:
         summed, values = self.sum_entries(row_gradients)
@@ -374,9 +425,16 @@ class NativeKernels:
     ) -> None:
         rows = row_gradients.by_page or row_gradients
         _native.update(
-            store.native, rows.slots, row_gradients.offsets, rows.segment_offsets, rows.entries, row_gradients.source,
-            self.declaration.native_parts, optimizers, settings,
-        )  # fmt: skip
+            store.native,
+            rows.slots,
+            row_gradients.offsets,
+            rows.segment_offsets,
+            rows.entries,
+            row_gradients.source,
+            self.declaration.native_parts,
+            optimizers,
+            settings,
+        )
 
     def squared_norms(self, view: RowView, slots: Tensor) -> Tensor:
         return torch.as_tensor(
@@ -396,14 +454,17 @@ class NativeKernels:
         """Return the address of output row 0 of each read, and the bytes between its rows, (R,) int64 each."""
         itemsize = tensors[0].element_size() if tensors else 0
         starts = np.array([tensor.data_ptr() for tensor in tensors], dtype=np.int64)
-        return starts[self._read_outputs] + self._read_columns * itemsize, self._read_widths * itemsize  # fmt: skip
+        return starts[
+            self._read_outputs
+        ] + self._read_columns * itemsize, self._read_widths * itemsize
 
 
 def output_shapes(
     outputs: Sequence[Output], lookup_columns: LookupColumns, lookups: Lookups
 ) -> list[tuple[int, int]]:
     """Return the shape of each output of a batch."""
-    shapes, first = [], 0
+    shapes = []
+    first = 0
     for output in outputs:
         rows = lookups.batch_size
         if output.is_sequence:
@@ -465,7 +526,9 @@ class DeviceKernels:
         outputs: Sequence[Output],
         host: NativeKernels,
     ) -> None:
-        self.declaration, self.lookup_columns, self.outputs = declaration, lookup_columns, outputs
+        self.declaration = declaration
+        self.lookup_columns = lookup_columns
+        self.outputs = outputs
         self.host = host
         self.reads, self.square_reads = list_reads(declaration, lookup_columns, outputs)
         self.tables = lookup_columns.tables.tolist()  # by column of lookups
@@ -483,7 +546,8 @@ class DeviceKernels:
     def pool(
         self, lookups: Lookups, locations: DeviceLookups, into: Mapping[int, Tensor] = NO_TENSORS
     ) -> list[Tensor]:
-        dtype, device = self.declaration.output_dtype, locations.index.device
+        dtype = self.declaration.output_dtype
+        device = locations.index.device
         shapes = output_shapes(self.outputs, self.lookup_columns, lookups)
         tensors = [
             into[i] if i in into else torch.empty(shape, dtype=dtype, device=device)
@@ -491,7 +555,8 @@ class DeviceKernels:
         ]
         bounds = lookups.feature_offsets.tolist()
         for read in (*self.reads, *self.square_reads):
-            c, part = read.column, read.part
+            c = read.column
+            part = read.part
             slots = locations.index[bounds[c] : bounds[c + 1]]
             part_columns = locations.rows[read.table][:, part.column : part.column + part.dim]
             values = part_columns.index_select(0, slots)
@@ -534,15 +599,19 @@ class DeviceKernels:
         self, lookup: PartLookup, offsets: Tensor, gradients: list[Tensor]
     ) -> list[Tensor]:
         locations: DeviceLookups = lookup.reads.locations  # type: ignore[attr-defined]
-        device, bags = locations.index.device, locations.bags
+        device = locations.index.device
+        bags = locations.bags
         gradients = [gradient.to(device) for gradient in gradients]
-        lookups, plan = lookup.lookups, lookup.plan
-        segments, entries = torch.as_tensor(plan.segment_offsets), torch.as_tensor(plan.entries)
+        lookups = lookup.lookups
+        plan = lookup.plan
+        segments = torch.as_tensor(plan.segment_offsets)
+        entries = torch.as_tensor(plan.entries)
         firsts = segments[offsets].tolist()
         parts = [lookups.feature_offsets, segments, entries]  # one copy for all of them
         moved = torch.cat(parts).to(device).split([len(part) for part in parts])
         ends, segments, entries = moved
-        rows, bounds = offsets.tolist(), lookups.feature_offsets.tolist()
+        rows = offsets.tolist()
+        bounds = lookups.feature_offsets.tolist()
         sums = []
         for t, table in enumerate(self.declaration.tables):
             columns = [c for c, of in enumerate(self.tables) if of == t]
@@ -554,7 +623,9 @@ class DeviceKernels:
             for part in table.parts:
                 # Terms of the columns that read the part, one after another, and the shift from a lookup to its term.
                 read = self._columns_that_read(t, part)
-                terms, shifts, length = [], [0] * len(self.tables), 0
+                terms = []
+                shifts = [0] * len(self.tables)
+                length = 0
                 for c in columns:
                     if c not in read:
                         continue
@@ -569,7 +640,8 @@ class DeviceKernels:
                     )
                 if not terms:
                     continue
-                terms_index, ends_in_terms = table_entries, row_ends
+                terms_index = table_entries
+                ends_in_terms = row_ends
                 if len(columns) > 1:
                     column = torch.bucketize(table_entries, ends[1:], right=True)
                     terms_index = table_entries + torch.tensor(shifts, device=device)[column]
@@ -608,12 +680,17 @@ class DeviceKernels:
         )
 
     def merge_batches(
-        self, batches: Sequence[PartLookup], row_gradients: Sequence[RowGradients], slots: Tensor, plan: _native.Plan
-    ) -> RowGradients:  # fmt: skip
+        self,
+        batches: Sequence[PartLookup],
+        row_gradients: Sequence[RowGradients],
+        slots: Tensor,
+        plan: _native.Plan,
+    ) -> RowGradients:
         parts = [gradients.source.by_table for gradients in row_gradients]
         segments = torch.as_tensor(plan.segment_offsets)
         blocks = torch.as_tensor(plan.block_offsets)
-        firsts, entries = segments[blocks].tolist(), torch.as_tensor(plan.entries).long()
+        firsts = segments[blocks].tolist()
+        entries = torch.as_tensor(plan.entries).long()
         counts = np.stack([np.diff(batch.owned.offsets.numpy()) for batch in batches])
         # Rows are listed batch by batch, table by table; in `terms` the rows of one table are contiguous.
         starts = np.concatenate([[0], np.cumsum(counts.ravel())])[:-1].reshape(counts.shape)
@@ -657,7 +734,8 @@ class DeviceKernels:
         if isinstance(row_gradients.source, DeviceRowSums):
             return row_gradients.source.by_table
         _, values = self.host.sum_entries(row_gradients)
-        counts, widths = row_gradients.offsets.diff().tolist(), self.declaration.widths.tolist()
+        counts = row_gradients.offsets.diff().tolist()
+        widths = self.declaration.widths.tolist()
         parts = values.to(device).split([n * w for n, w in zip(counts, widths, strict=True)])
         return [part.view(n, w) for part, n, w in zip(parts, counts, widths, strict=True)]
 

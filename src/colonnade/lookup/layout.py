@@ -316,10 +316,9 @@ def list_lookup_outputs(declaration: EmbeddingDeclaration) -> tuple[Output, ...]
                 tuple(index[member] for member in members),
                 tuple(int(start) for start in starts[:-1]),
                 int(starts[-1]),
-                len(fields) == 1
-                and declaration.features[fields[0].feature].pooling == "sequence",
+                len(fields) == 1 and declaration.features[fields[0].feature].pooling == "sequence",
             )
-        )  # fmt: skip
+        )
     return tuple(listed)
 
 
@@ -374,7 +373,10 @@ def collect_lookups(
 ) -> Lookups:
     """Collect a batch's ids, one column of lookups after another. Raises DataError and NonFiniteError that name the
     feature."""
-    values, bags, weights, dtype = [], [], [], declaration.compute_dtype
+    values = []
+    bags = []
+    weights = []
+    dtype = declaration.compute_dtype
     for f in lookup_columns.features:
         feature = declaration.features[f]
         ids = batch.ids.get(feature.name)
@@ -412,9 +414,14 @@ def replace_weights(
 ) -> Lookups:
     """Return the same lookups with other weights, by column. dtype: the compute dtype."""
     return _build_lookups(
-        lookups.ids, lookups.feature_offsets, lookups.bags, weights, lookup_columns, lookups.batch_size,
+        lookups.ids,
+        lookups.feature_offsets,
+        lookups.bags,
+        weights,
+        lookup_columns,
+        lookups.batch_size,
         dtype,
-    )  # fmt: skip
+    )
 
 
 def replace_poolings(
@@ -466,10 +473,12 @@ def collect_next_use(
 ) -> np.ndarray:
     """`Batch.next_use`, (E,) uint8 in the order of `collect_lookups`; a feature without codes has zeros. Raises
     DataError."""
-    hints, collected = batch.next_use or {}, []
+    hints = batch.next_use or {}
+    collected = []
     for f in lookup_columns.features:
         name = declaration.features[f].name
-        num_lookups, codes = len(batch.ids[name].values), hints.get(name)
+        num_lookups = len(batch.ids[name].values)
+        codes = hints.get(name)
         if codes is None:
             collected.append(np.zeros(num_lookups, np.uint8))
         elif codes.dtype != torch.uint8 or tuple(codes.shape) != (num_lookups,):
@@ -564,7 +573,8 @@ def _check_offsets(feature: Feature, offsets: Tensor, num_ids: int, size: int) -
             f"feature {feature.name!r}: got offsets of {offsets.dtype} and shape {tuple(offsets.shape)} "
             f"for {size} samples, {wanted}"
         )
-    first, last = int(offsets[0]), int(offsets[-1])
+    first = int(offsets[0])
+    last = int(offsets[-1])
     if first != 0 or last != num_ids or bool((offsets.diff() < 0).any()):
         raise DataError(
             f"feature {feature.name!r}: got offsets from {first} to {last} for {num_ids} ids, {wanted}"

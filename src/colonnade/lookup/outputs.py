@@ -81,7 +81,8 @@ def combine(name: str, consumer: Consumer, stats: Tensor, dense: Tensor | None) 
 def evaluate(name: str, consumer: Consumer, pooled: Tensor, dense: Tensor | None) -> Tensor:
     """Compute a consumer's output from its fields side by side, pooled (B, sum of dims). Raises DataError for another
     number of dense columns than it takes."""
-    interaction, num_fields = consumer.interaction, len(consumer.features)
+    interaction = consumer.interaction
+    num_fields = len(consumer.features)
     dim = pooled.shape[1] // max(1, num_fields)
     if interaction.width(dim) is None:
         return interaction.combine(pooled)

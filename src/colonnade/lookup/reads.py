@@ -69,7 +69,8 @@ def bag_of_column(
     lookups: Lookups, lookup_columns: LookupColumns, column: int, like: Tensor
 ) -> Bag:
     """Return the bags of a column of lookups. like: a tensor of the compute dtype."""
-    offsets, weights = lookups.bags[column], lookups.weights[column]
+    offsets = lookups.bags[column]
+    weights = lookups.weights[column]
     pooling = POOLINGS[int(lookup_columns.poolings[column])]
     # A sample's only lookup is not divided.
     kind: Pooling = "sequence" if offsets is None else pooling
@@ -95,7 +96,8 @@ def add_gradients(
     squares; None without such a read. gradients: by output."""
     sums: list[Tensor | None] = [None, None]
     for read in reads:
-        before, own = sums[read.is_squared], gradients[read.output][:, read.columns]
+        before = sums[read.is_squared]
+        own = gradients[read.output][:, read.columns]
         sums[read.is_squared] = own if before is None else before + own
     return sums[0], sums[1]
 

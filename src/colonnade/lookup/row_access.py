@@ -60,10 +60,12 @@ def read_weights(
         raise IdRangeError(
             f"table {table!r}: got ids {int(unique[0])} .. {int(unique[-1])}, wanted 0 .. {num_rows - 1}"
         )
-    width, compute = declared.tables[table_index].width, declared.compute_dtype
+    width = declared.tables[table_index].width
+    compute = declared.compute_dtype
     weights = torch.zeros(len(unique), width, dtype=compute)
     for t in slices:
-        table_shard, shard = views.table_shards[t], shards[t]
+        table_shard = views.table_shards[t]
+        shard = shards[t]
         is_owned = shard.owns(unique, num_rows)
         if mesh.rank not in table_shard.sharding.row_owners:
             is_owned[:] = False  # a replicated row that another rank returns
@@ -132,11 +134,10 @@ class MappedLookup:
     and builds no graph."""
 
     def __init__(self, declaration: EmbeddingDeclaration, rows: MappedRows) -> None:
-        self.declaration, self.rows = declaration, rows
-        self.outputs, self.lookup_columns = (
-            list_lookup_outputs(declaration),
-            build_lookup_columns(declaration),
-        )
+        self.declaration = declaration
+        self.rows = rows
+        self.outputs = list_lookup_outputs(declaration)
+        self.lookup_columns = build_lookup_columns(declaration)
         self.table_rows = torch.tensor([table.rows or 0 for table in declaration.tables])
         self.kernels = NativeKernels(declaration, self.lookup_columns, self.outputs, 1)
         # The native reader has no squares.
@@ -147,7 +148,8 @@ class MappedLookup:
     def read(self, batch: Batch, device: torch.device) -> dict[str, Tensor]:
         """Return the same outputs as `Exchange.values`. Raises IdRangeError and DataError as training does, and
         CorruptionError and StorageError where a file of rows is damaged."""
-        ids, is_sharing = batch.ids, isinstance(batch.ids, SharedIds)
+        ids = batch.ids
+        is_sharing = isinstance(batch.ids, SharedIds)
         if isinstance(ids, SharedIds):
             ids = ids.compact
         pooled = None

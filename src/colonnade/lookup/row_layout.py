@@ -36,7 +36,8 @@ class RowLayout:
 
     @staticmethod
     def _element_offsets(starts: np.ndarray, counts: np.ndarray, dims: np.ndarray) -> Tensor:
-        counts, widths = counts.ravel(), np.broadcast_to(dims, counts.shape).ravel()
+        widths = np.broadcast_to(dims, counts.shape).ravel()
+        counts = counts.ravel()
         before = np.concatenate([[0], np.cumsum(counts)[:-1]])
         index = np.repeat(starts.ravel() - before * widths, counts)
         index += np.arange(index.size) * np.repeat(widths, counts)

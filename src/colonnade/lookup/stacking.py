@@ -67,7 +67,8 @@ def hash_ids(batch: Batch, declaration: EmbeddingDeclaration) -> Batch:
         size = 1 if is_shared else batch.size
         checked_batch = batch if shared is None else replace(batch, size=size, ids=ids)
         column = get_checked_ids(checked_batch, feature, declaration.compute_dtype)
-        rows, hashes = stacked_rows(table, column.values), int(table.hashes or 1)
+        rows = stacked_rows(table, column.values)
+        hashes = int(table.hashes or 1)
         starts = torch.arange(size + 1) if column.offsets is None else column.offsets
         weights = column.weights
         # Pooling divides by the number of rows, and must divide by the number of ids.

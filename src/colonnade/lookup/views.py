@@ -127,7 +127,8 @@ class Slices:
             for name, consumer in declared.consumers.items()
         }
         for name in self.split_consumers:
-            consumer, (whole_fields, others) = declared.consumers[name], self._split_fields(name)
+            consumer = declared.consumers[name]
+            whole_fields, others = self._split_fields(name)
             positions = [consumer.features.index(field) for field in whole_fields]
             consumers[name] = Consumer(FieldSubset(consumer.interaction, positions), whole_fields)
             taken = tuple(slice_name for other in others for slice_name in self.slice_names[other])
@@ -139,13 +140,15 @@ class Slices:
 
     def _split_fields(self, name: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return the fields of a split consumer: those that an exchange may evaluate, and the others."""
-        features, positions = self.declared.consumers[name].features, self.split_consumers[name]
+        features = self.declared.consumers[name].features
+        positions = self.split_consumers[name]
         others = tuple(field for n, field in enumerate(features) if n not in positions)
         return tuple(features[n] for n in positions), others
 
     def _slice_feature(self, f: int, slice_index: int) -> Feature:
         """Return a declared feature as the reader of one slice of its table."""
-        feature, table = self.declared.features[f], self.table_shards[slice_index].table
+        feature = self.declared.features[f]
+        table = self.table_shards[slice_index].table
         if not isinstance(table, TableSide):
             return replace(feature, table=table.name)
         pooling: Pooling = "sequence" if feature.pooling == "sequence" else "sum"
@@ -154,7 +157,8 @@ class Slices:
     @cached_property
     def slice_names(self) -> Mapping[str, tuple[str, ...]]:
         """Names of the fields of a field's slices, by declared field, from the left."""
-        declared, slice_names = self.declared, {}
+        declared = self.declared
+        slice_names = {}
         for field in declared.fields:
             part = declared.parts[field.part][1]
             slice_names[field.name] = tuple(
@@ -255,7 +259,8 @@ class Slices:
         if not self.is_cut and not self.local_attention:
             return outputs
         for name in self.local_attention:
-            consumer, (field,) = self.declared.consumers[name], self._sequences_of(name)
+            consumer = self.declared.consumers[name]
+            (field,) = self._sequences_of(name)
             outputs[name] = consumer.interaction(outputs[name], outputs[field], offsets[field])
         return {name: outputs[name] for name in self.declared.output_names}
 
@@ -314,7 +319,8 @@ class Slices:
     ) -> Tensor:
         """Return the output of a split consumer. values: the partial of the fields that an exchange may evaluate, or
         these side by side; others: its other fields side by side."""
-        consumer, output = self.declared.consumers[name], self.declared.output_dtype
+        consumer = self.declared.consumers[name]
+        output = self.declared.output_dtype
         whole_fields, other_fields = self._split_fields(name)
         dims = {field.name: field.dim for field in self.declared.fields}
         if not is_partial:
@@ -330,7 +336,8 @@ class Slices:
             )
             whole = torch.cat([parts[f] for f in consumer.features], 1)
             return evaluate(name, consumer, whole, dense)
-        operator, others = consumer.interaction, others.to(values)
+        operator = consumer.interaction
+        others = others.to(values)
         other_values = (
             others.unflatten(1, (len(other_fields), -1)) if operator.needs_equal_dims else others
         )
@@ -346,12 +353,16 @@ class Slices:
             return values.to(self.declared.output_dtype)
         dims = {field.name: field.dim for field in self.declared.fields}
         squared = {field.name for field in self.declared.fields if field.is_squared}
-        parts, column = [], 0
+        parts = []
+        column = 0
         for name in fields:
-            feature, dim = self._feature_of(name), dims[name]
-            part, column = values[:, column : column + dim], column + dim
+            feature = self._feature_of(name)
+            dim = dims[name]
+            part = values[:, column : column + dim]
+            column = column + dim
             if self.declared.table_index_of(feature) in self.hot_ids:
-                part, column = part + values[:, column : column + dim], column + dim
+                part = part + values[:, column : column + dim]
+                column = column + dim
                 if feature.name in split_batch.lengths:
                     lengths = split_batch.lengths[feature.name].to(part.device)
                     part = part / (lengths.square() if name in squared else lengths)
@@ -387,7 +398,8 @@ def slices_of(
     if not exchanges:
         return Slices(declared, shards, frozenset(), {})
     late = bounds or [0] * len(exchanges)
-    exchanged, split_consumers = set(), {}
+    exchanged = set()
+    split_consumers = {}
     for name, consumer in declared.consumers.items():
         fields = {field.name: declared.parts[field.part][0] for field in declared.fields}
         tables = [fields[f] for f in consumer.features]

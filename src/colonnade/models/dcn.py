@@ -42,7 +42,8 @@ class DCN(Scorer):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        dims, widths = find_field_dims(tables, features), [*top, tasks]
+        dims = find_field_dims(tables, features)
+        widths = [*top, tasks]
         self.rows = [cross_layers, tasks, widths[0]]
         first = build_first_layer(num_dense, dims.values(), sum(self.rows))
         self.embeddings = EmbeddingCollection(

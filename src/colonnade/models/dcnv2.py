@@ -123,7 +123,8 @@ class DCNv2(Scorer):
     ) -> tuple[Consumers, SplitMLP]:
         """Return the consumers of the fields, and the MLP after them. widths: of the layers after x_0 or x_L, the MLP's
         and the last one."""
-        width, tasks = num_dense + sum(dims.values()), widths[-1]
+        width = num_dense + sum(dims.values())
+        tasks = widths[-1]
         shape = (list(dims.values()), rank, layers)
         if not self.is_parallel:
             cross = LowRankCross(*shape, widths[0], num_dense=num_dense)

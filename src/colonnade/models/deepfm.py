@@ -39,7 +39,8 @@ class DeepFM(Scorer):
         super().__init__()
         deep = find_field_dims(tables, features, DEEP)
         wide = find_first_order_fields(tables, features, tasks)
-        names, widths = list(deep), [*top, tasks]
+        names = list(deep)
+        widths = [*top, tasks]
         pairs = build_pairs(FM, features, over, bags)
         self.embeddings = EmbeddingCollection(
             tables,

@@ -13,7 +13,8 @@ from colonnade.errors import ConfigError
 from colonnade.interaction import FM, BiInteraction
 from colonnade.table import Feature, Table
 
-DEEP, WIDE = "deep", "wide"
+DEEP = "deep"
+WIDE = "wide"
 Pairs = TypeVar("Pairs", FM, BiInteraction)
 
 

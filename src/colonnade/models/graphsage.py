@@ -61,7 +61,8 @@ class GraphSAGE(Retriever):
         self.query_features, self.item_features = (
             tuple(name for name in (role, *hops) if name.startswith(role)) for role in ROLES
         )
-        self.log_q, self.temperature = log_q, temperature
+        self.log_q = log_q
+        self.temperature = temperature
         self.layers = nn.ModuleList(nn.Linear(2 * dim, dim) for _ in range(self.hops))
 
     def network(self, *levels: Tensor) -> Tensor:
@@ -81,7 +82,8 @@ class GraphSAGE(Retriever):
                 "the items of each query; a source of graphs has it"
             )
         rows = self.embeddings(batch)
-        queries, items = self._embed_role(rows, "query"), self._embed_role(rows, "item")
+        queries = self._embed_role(rows, "query")
+        items = self._embed_role(rows, "item")
         return self.build_contrastive_batch(
             batch, queries, items, batch.key.truth.values, [batch.key.excluded]
         )

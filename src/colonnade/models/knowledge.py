@@ -48,7 +48,8 @@ class Distance(KnowledgeGraph):
             raise ConfigError(
                 f"{self.kind}: got squared with norm=1, which has no root to leave out; set norm=2"
             )
-        self.norm, self.squared = norm, squared
+        self.norm = norm
+        self.squared = squared
 
     @abstractmethod
     def differences(self, queries: Tensor, candidates: Tensor) -> Tensor:
@@ -191,6 +192,7 @@ def sum_moduli(queries: Tensor, candidates: Tensor) -> Tensor:
 
 def _multiply_complex(vectors: Tensor, factors: Tensor, sign: float) -> Tensor:
     """Multiply complex vectors by factors or, with sign -1, by their conjugates. Real parts first, then imaginary."""
-    (a, b), (c, d) = vectors.chunk(2, 1), factors.chunk(2, 1)
+    a, b = vectors.chunk(2, 1)
+    c, d = factors.chunk(2, 1)
     d = sign * d
     return torch.cat([a * c - b * d, a * d + b * c], 1)

@@ -175,11 +175,11 @@ class KnowledgeGraph(SplitModel):
                 f"{self.kind}: got loss=softmax and an open table of entities, wanted their number, since candidates "
                 "are a sample of them; give Table('entity') rows, or set loss=sigmoid"
             )
-        self.loss, self.num_entities, self.reciprocal = loss, entity.rows, reciprocal
-        self.margin, self.temperature = (
-            self.default_margin if margin is None else margin,
-            temperature,
-        )
+        self.loss = loss
+        self.num_entities = entity.rows
+        self.reciprocal = reciprocal
+        self.margin = self.default_margin if margin is None else margin
+        self.temperature = temperature
         self.penalty = penalty
         self.embeddings = EmbeddingCollection(tables, features, seed=seed)
         relation = next(table for table in tables if table.name == "relation")
@@ -331,7 +331,8 @@ def sampled_softmax_loss(
 
 def rank_true_answers(model: KnowledgeGraph, batch: Batch, entities: Tensor) -> Tensor:
     """Rank the true tails, then the true heads, of a batch among all entities (E, D): (2 B,) filtered ranks."""
-    links, known = model(batch), batch.key
+    links = model(batch)
+    known = batch.key
     ranks = []
     for queries, name, answers in (
         (links.tail_queries, "tail", known.tails),
@@ -360,7 +361,8 @@ def compute_filtered_ranks(scores: Tensor, truth: Tensor, known: Ids) -> Tensor:
     equal = (scores == truth_scores).sum(1, dtype=torch.int32).double() - 1
     sample = known.samples
     is_other = known.values != truth[sample]
-    sample, other_scores = sample[is_other], scores[sample[is_other], known.values[is_other]]
+    sample = sample[is_other]
+    other_scores = scores[sample, known.values[is_other]]
     others_above = (other_scores > truth_scores[sample, 0]).double()
     others_equal = (other_scores == truth_scores[sample, 0]).double()
     above -= torch.zeros_like(above).index_add_(0, sample, others_above)

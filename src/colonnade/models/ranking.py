@@ -55,7 +55,9 @@ class BlockedMetrics(dict[str, float]):
         """compute: function from an index of the S values to their metrics. numbers (S,): the values' samples, counted
         in the order of the source; negative if unknown. identity (S, n): values that only the same samples share."""
         super().__init__(compute(slice(None)))
-        self._compute, self._numbers, self._identity = compute, numbers, identity
+        self._compute = compute
+        self._numbers = numbers
+        self._identity = identity
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the metrics alone."""
@@ -83,9 +85,12 @@ def read_numbered_batches(
 ) -> Iterator[tuple[Batch, Tensor]]:
     """Yield this rank's batches of an evaluation with the numbers of their samples, (B,); -1 if unknown."""
     ranges = iterate_rank_blocks(
-        source.num_samples or 0, batch_size,
-        rank=mesh.trainers.rank, num_ranks=mesh.trainers.num_ranks, start=START,
-    )  # fmt: skip
+        source.num_samples or 0,
+        batch_size,
+        rank=mesh.trainers.rank,
+        num_ranks=mesh.trainers.num_ranks,
+        start=START,
+    )
     for batch in read_rank_batches(source, batch_size, mesh, channel="evaluate"):
         begin, end = next(ranges, (0, 0))
         is_known = end - begin == batch.size

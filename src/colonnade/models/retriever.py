@@ -144,11 +144,13 @@ class Retriever(SplitModel):
     ) -> ContrastiveBatch:
         """Contrast each sample's query (B, D) with the items (B, D) of all samples, except its own and those in its
         bags of `known` items."""
-        log_q, sample = self.log_frequency(batch), torch.arange(batch.size)
+        log_q = self.log_frequency(batch)
+        sample = torch.arange(batch.size)
         bags = [Ids(item_ids), *known]
         pairs = torch.cat([bag.samples for bag in bags]), torch.cat([bag.values for bag in bags])
         weight = torch.ones(batch.size) if batch.sample_weight is None else batch.sample_weight
-        queries, items = self.augment_queries(queries), self.augment_items(items, log_q)
+        queries = self.augment_queries(queries)
+        items = self.augment_items(items, log_q)
         return ContrastiveBatch(
             queries, items, weight, sample, pairs, items, item_ids, log_q, log_q
         )
@@ -202,7 +204,9 @@ def recall_and_ndcg(top: Tensor, truth: Ids, k: int) -> tuple[Tensor, Tensor]:
     recall: share of a query's true items that are among its first k. ndcg: sum of 1 / log2(rank + 1) of these, divided
     by the sum for a perfect ranking. NaN for a query without true items.
     """
-    top, counts, sample = top[:, :k], truth.counts, truth.samples
+    top = top[:, :k]
+    counts = truth.counts
+    sample = truth.samples
     # Keys that differ between queries, so that one search serves all queries.
     largest = max(top.max() if top.numel() else 0, truth.values.max() if sample.numel() else 0)
     width = int(largest) + 2
@@ -255,14 +259,16 @@ def rank_items(
             _mask_columns(scores, samples, masked.values - begin)
         best, best_scores = _find_best(scores, k)
         if begin == 0:
-            top, top_scores = best, best_scores
+            top = best
+            top_scores = best_scores
             continue
         # All items before this block have lower numbers, so a stable sort keeps the order of equal scores.
         top_scores, order = torch.cat([top_scores, best_scores], dim=1).sort(
             dim=1, descending=True, stable=True
         )
         top = torch.cat([top, best + begin], dim=1).gather(1, order)
-        top, top_scores = top[:, :k], top_scores[:, :k]
+        top = top[:, :k]
+        top_scores = top_scores[:, :k]
     return top.masked_fill(top_scores == -math.inf, -1), top_scores
 
 

@@ -30,9 +30,12 @@ class AttentionBlock(nn.Module):
 
     def __init__(self, dim: int, heads: int, dropout: float) -> None:
         super().__init__()
-        self.heads, self.dropout = heads, dropout
-        self.before_attention, self.before_hidden = nn.LayerNorm(dim), nn.LayerNorm(dim)
-        self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.heads = heads
+        self.dropout = dropout
+        self.before_attention = nn.LayerNorm(dim)
+        self.before_hidden = nn.LayerNorm(dim)
+        self.qkv = nn.Linear(dim, 3 * dim)
+        self.out = nn.Linear(dim, dim)
         self.hidden = nn.Sequential(nn.Linear(dim, 4 * dim), nn.ReLU(), nn.Linear(4 * dim, dim))
         self.drop = nn.Dropout(dropout)
         with torch.no_grad():
@@ -89,8 +92,10 @@ class SASRec(Retriever):
         if dim % heads:
             raise ConfigError(f"sasrec: got dim={dim} for {heads} heads, wanted a multiple")
         self.embeddings = EmbeddingCollection(tables, features, seed=seed)
-        self.query_features, self.item_features = ("history",), ("target",)
-        self.max_length, self.temperature = max_length, temperature
+        self.query_features = ("history",)
+        self.item_features = ("target",)
+        self.max_length = max_length
+        self.temperature = temperature
         self.places = nn.Parameter(torch.randn(max_length, dim) * 0.02) if positions else None
         self.drop = nn.Dropout(dropout)
         self.blocks = nn.ModuleList(AttentionBlock(dim, heads, dropout) for _ in range(blocks))
@@ -164,9 +169,11 @@ class SASRec(Retriever):
             return rows_ED[:0]
         counts = torch.bincount(sample)
         starts = counts.cumsum(0) - counts
-        num_samples, longest = len(counts), int(counts.max())
+        num_samples = len(counts)
+        longest = int(counts.max())
         padded_index = sample * longest + torch.arange(len(sample)) - starts[sample]
-        padded_index, rows_used = padded_index.to(rows_ED.device), rows_used.to(rows_ED.device)
+        padded_index = padded_index.to(rows_ED.device)
+        rows_used = rows_used.to(rows_ED.device)
         padded = rows_ED.new_zeros(num_samples * longest, rows_ED.shape[1])
         padded = padded.index_copy(0, padded_index, rows_ED.index_select(0, rows_used))
         predictions = self.run_network(rows_ED, padded.view(num_samples, longest, -1))

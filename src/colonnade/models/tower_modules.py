@@ -37,7 +37,8 @@ def describe_tower_modules(model: nn.Module, collection: EmbeddingCollection) ->
         f"{len(modules)} tower modules ({fields} fields): {outputs:,} floats of a sample leave them of {inputs:,} (CR "
         f"{inputs / outputs:.2f}); {weights:,} parameters"
     )
-    cost, flat = getattr(model, "dense_cost", None), getattr(model, "flat_dense_cost", None)
+    cost = getattr(model, "dense_cost", None)
+    flat = getattr(model, "flat_dense_cost", None)
     if cost is None or flat is None:
         return summary
     return (
@@ -137,7 +138,8 @@ def check_tower_partition(
                 "it out"
             )
         return None
-    model_features, tower_features = list(features), partition.features
+    model_features = list(features)
+    tower_features = partition.features
     for names, problem in (
         (
             [name for name in tower_features if name not in model_features],

@@ -73,8 +73,11 @@ class TwoTower(Retriever):
             },
             seed=seed,
         )
-        self.query_features, self.item_features = tuple(query_columns), tuple(item_columns)
-        self.item_id, self.log_q, self.temperature = item_columns[0], log_q, temperature
+        self.query_features = tuple(query_columns)
+        self.item_features = tuple(item_columns)
+        self.item_id = item_columns[0]
+        self.log_q = log_q
+        self.temperature = temperature
         item_table = next(feature.table for feature in features if feature.name == self.item_id)
         self.known_items = [
             f.name for f in features if f.table == item_table and f.name in query_columns
@@ -107,7 +110,8 @@ class TwoTower(Retriever):
     def items(self, batch: Batch) -> Tensor:
         """Return the vectors of items, (B, D). The batch needs the dense column `log_q` if the model has one, and no
         other dense column."""
-        filled, log_q = self.fill_missing_features(batch), self.log_frequency(batch)
+        filled = self.fill_missing_features(batch)
+        log_q = self.log_frequency(batch)
         # Items use no dense column.
         filled.dense = torch.zeros(batch.size, len(self.dense_columns) + 1)
         return self.augment_items(self._embed(filled)[1], log_q)

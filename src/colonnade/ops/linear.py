@@ -166,8 +166,11 @@ class _Layer(torch.autograd.Function):
         dw = db = None
         if ctx.needs_input_grad[2] or ctx.needs_input_grad[3]:
             dw, db = torch.ops.aten.mkldnn_linear_backward_weights(
-                gradient.to_mkldnn(), x.contiguous().to_mkldnn(), weight.contiguous(), ctx.needs_input_grad[3]
-            )  # fmt: skip
+                gradient.to_mkldnn(),
+                x.contiguous().to_mkldnn(),
+                weight.contiguous(),
+                ctx.needs_input_grad[3],
+            )
         return gradient, None, dw, db if ctx.needs_input_grad[3] else None, None
 
 

@@ -34,7 +34,8 @@ def keep_freed_memory() -> None:
     For this process, and only with glibc: blocks up to 1 GiB (32 MiB if that is its limit) come from the heap, and up
     to 1 GiB of freed heap is not returned to the system.
     """
-    trim_threshold, mmap_threshold = -1, -3
+    trim_threshold = -1
+    mmap_threshold = -3
     if platform.libc_ver()[0] == "glibc":
         library = ctypes.CDLL(None)
         if not library.mallopt(mmap_threshold, 2**30):

@@ -148,7 +148,8 @@ def rowwise_adam(
 ) -> None:
     """Apply Adam with one v = v beta2 + mean(g^2) (1 - beta2) for the whole row;
     w -= m ((lr / (1 - beta1^t)) / (sqrt(v) (1 / sqrt(1 - beta2^t)) + eps))."""
-    m, v = state[:, :-1], state[:, -1]
+    m = state[:, :-1]
+    v = state[:, -1]
     steps, inverse_roots = _compute_bias_corrections(settings.lr, clocks, settings, gradients.dtype)
     _first_moment(m, gradients, settings)
     _second_moment(v, _mean_squares(gradients), settings)
@@ -193,7 +194,8 @@ def lamb(
     r = m * inverses[:, None] / (_sqrt(v) * inverse_roots[:, None] + settings.eps)
     if settings.weight_decay:
         r = r + weights * settings.weight_decay
-    row_norms, step_norms = _sqrt(sum_squares(weights)), _sqrt(sum_squares(r))
+    row_norms = _sqrt(sum_squares(weights))
+    step_norms = _sqrt(sum_squares(r))
     has_both = (row_norms > 0) & (step_norms > 0)
     ratios = torch.where(has_both, row_norms / step_norms, torch.ones_like(row_norms))
     weights.sub_(r * (ratios * settings.lr)[:, None])
@@ -274,7 +276,8 @@ def round_stochastically(
         rounded = torch.where(values.isnan(), bits >> 16 | 0x40, (bits + random) >> 16)
     else:
         random >>= 3
-        magnitudes, signs = bits & 0x7FFFFFFF, bits >> 16 & 0x8000
+        magnitudes = bits & 0x7FFFFFFF
+        signs = bits >> 16 & 0x8000
         rounded = ((magnitudes + random >> 13) - ((127 - 15) << 10)).clamp(max=0x7C00)
         is_small = values.abs() < 2**-14
         steps = torch.where(is_small, values.abs(), 0.0) * 2**24 + random.float() * 2**-13

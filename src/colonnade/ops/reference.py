@@ -215,7 +215,8 @@ def sum_rows(
     if is_read is not None:
         selected = is_read[entries.long()]
         before = functional.pad(selected.cumsum(0), (1, 0))
-        segment_offsets, entries = before[segment_offsets.long()], entries[selected]
+        segment_offsets = before[segment_offsets.long()]
+        entries = entries[selected]
     return ordered_sum(terms[entries.long()], segment_offsets)
 
 

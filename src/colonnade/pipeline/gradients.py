@@ -48,7 +48,8 @@ class StepGradients:
     ) -> None:
         """Begin without any batch. drop: drops a batch. may_arrive_late: `send_gradients` need not wait until gradients
         have arrived at the owners."""
-        self.exchange, self.mesh = exchange, mesh
+        self.exchange = exchange
+        self.mesh = mesh
         self.contexts: list[LookupContext] = []
         self.pushed: Pushed | None = None
         self._drop = drop
@@ -104,7 +105,8 @@ class StepGradients:
     def compute_squared_norm(self, step: int) -> float:
         """Return the sum of squares of all rows' summed gradients, over all ranks. Collective. step: as
         `send_gradients`."""
-        pushed, square = self.send_gradients(step), 0.0
+        pushed = self.send_gradients(step)
+        square = 0.0
         if (gradients := pushed.wait_for_gradients()) is not None:
             pushed.gradients, square = self.exchange.compute_squared_norm(gradients)
         total = torch.tensor([square], dtype=torch.float64)
@@ -113,13 +115,17 @@ class StepGradients:
     def take_pushed(self, step: int) -> tuple[Pushed, list[LookupContext]]:
         """Return the pushed gradients of `send_gradients` and their batches; the next step begins without any.
         Collective."""
-        pushed, contexts = self.send_gradients(step), self.contexts
-        self.contexts, self.pushed, self._has_stepped = [], None, True
+        pushed = self.send_gradients(step)
+        contexts = self.contexts
+        self.contexts = []
+        self.pushed = None
+        self._has_stepped = True
         return pushed, contexts
 
     def discard_pushed(self) -> None:
         """Discard the gradients that `send_gradients` sent since the last step. Collective."""
-        pushed, self.pushed = self.pushed, None
+        pushed = self.pushed
+        self.pushed = None
         if pushed is not None:
             pushed.wait_for_gradients()
 
@@ -136,7 +142,8 @@ class StepGradients:
             self.discard_pushed()
         if all(is_used):
             return
-        contexts, self.contexts = self.contexts, []
+        contexts = self.contexts
+        self.contexts = []
         for context, count in zip(contexts, is_used, strict=True):
             if count:
                 self.contexts.append(context)
@@ -180,7 +187,10 @@ class Updates:
         missed: Counter[int],
     ) -> None:
         """Begin without a pending update. missed: counts, by applied batch, the updates that its reads missed."""
-        self.exchange, self.store, self.policies, self.missed = exchange, store, policies, missed
+        self.exchange = exchange
+        self.store = store
+        self.policies = policies
+        self.missed = missed
         self.pending: deque[Update] = deque()  # oldest first
         self._reader: Callable[[], Reader | None] = lambda: None
 
@@ -220,7 +230,8 @@ class Updates:
 
     def _apply_update(self, update: Update) -> None:
         """Wait for an update's gradients, sum and apply them, release the rows."""
-        contexts, pushed = update.contexts, update.pushed
+        contexts = update.contexts
+        pushed = update.pushed
         gradients = pushed.gradients if pushed.finish is None else pushed.wait_for_gradients()
         if gradients is not None:
             for context in contexts:  # one whose values were restored was never fetched

@@ -123,7 +123,8 @@ class Lookahead(Iterator[Batch]):
     def make_postponed_reads(self) -> None:
         """Make the reads that the newest `next()` postponed, before any that see newer updates. Collective, training
         thread."""
-        postponed, self._postponed = self._postponed, 0
+        postponed = self._postponed
+        self._postponed = 0
         if postponed:
             self._apply_oldest(postponed)
             self._fetch_due_batches(1)

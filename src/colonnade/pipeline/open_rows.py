@@ -132,7 +132,8 @@ def _open_row_store(
 ) -> tuple[DramStore, DramStore | HbmStore]:
     """Make room for this rank's rows in memory, mapped memory and, above these, device memory. Return the store in
     memory, and the topmost one."""
-    planned, table_shards = plan.tables, views.table_shards
+    planned = plan.tables
+    table_shards = views.table_shards
     tiers = [
         "dram" if table_shard.is_hot else planned[table_shard.number].tier
         for table_shard in table_shards

@@ -36,8 +36,11 @@ class Pipeline:
     thread, all others by the training thread."""
 
     def __init__(self, rows: OpenRows, steps: StepCounter) -> None:
-        self.rows, self.steps = rows, steps
-        self.exchange, self.store, self.views = rows.exchange, rows.store, rows.views
+        self.rows = rows
+        self.steps = steps
+        self.exchange = rows.exchange
+        self.store = rows.store
+        self.views = rows.views
         self.reads_ahead = rows.reads_ahead
         # Batches, by updates that reads missed: a read for each bound of tables; without values from a checkpoint.
         self.missed: Counter[int] = Counter()
@@ -181,7 +184,8 @@ class Pipeline:
     def _send_ids(self, batch: Batch, channel: str) -> LookupContext:
         """Send a batch's ids to the owners of the sharded tables."""
         views = self.views
-        rows, split_batch = batch, None
+        rows = batch
+        split_batch = None
         if views.is_hashed:
             rows = views.prepare_ids(batch)
         if views.hot_ids:

@@ -25,7 +25,8 @@ from colonnade.batch import Batch, register_batch_class
 from colonnade.data.processes import kill_readers
 from colonnade.lookup.contract import LookupContext
 
-SHALLOW, DEEPEST = 2, 64
+SHALLOW = 2
+DEEPEST = 64
 STALLED = 0.02  # share of the time waited for reads, above which the window grows
 CROWDED = 0.5  # part of a table's slots that a window may pin; the rest is for rows outside it
 LOOKED_AT = 16  # batches between two decisions about the depth
@@ -50,7 +51,8 @@ class PreparedBatch(Batch):
 
     def take_context(self) -> LookupContext | None:
         """Return the context for the batch's only use; None if it was used already."""
-        context, self.context = self.context, None
+        context = self.context
+        self.context = None
         return context
 
     def _move_tensors(self, move: Callable[[Tensor], Tensor]) -> Batch:
@@ -115,7 +117,9 @@ class PreparedBatches:
         self._is_alone = is_alone
         self._surplus = 0  # permits to withhold, because the window has become shallower
         self._has_warned = depth == "auto"  # "auto" changes the depth anyway, so no warning
-        self._taken, self._since, self._stalled = 0, time.perf_counter(), 0.0
+        self._taken = 0
+        self._since = time.perf_counter()
+        self._stalled = 0.0
         self._was_late = True
         self.is_exhausted = False
         """Whether no batch follows: the last one was taken, one failed, or the thread was stopped."""
@@ -213,7 +217,9 @@ class PreparedBatches:
         for _ in range(depth - self.depth):
             self._permits.put(True)
         self.depth = depth
-        self._taken, self._since, self._stalled = 0, now, 0.0
+        self._taken = 0
+        self._since = now
+        self._stalled = 0.0
 
     def _reduce_depth(self, depth: int) -> None:
         """Lower the depth to `depth`, which fits: the next batch waits for pinned rows of those in flight."""

@@ -23,7 +23,8 @@ from colonnade.wire.codec import EXACT
 BOOKKEEPING = 42
 """Bytes of a cached row in addition to its record and the sum of its gradients: 30 in the directory, 12 in `Copies`."""
 
-LOOKAHEAD, LOOKAHEAD_WINDOW = "lookahead", 64
+LOOKAHEAD = "lookahead"
+LOOKAHEAD_WINDOW = 64
 """Eviction policy that reads coming batches, and its default number of batches; their samples take memory."""
 
 
@@ -109,16 +110,23 @@ def check_cache_settings(
         return
     required = {
         "memory.hbm": (
-            config.memory.hbm, None,
+            config.memory.hbm,
+            None,
             "caches copy rows from their owners' main memory: set plan.cache.tier=hbm to have the copies on the "
             "device, and leave memory.hbm out",
         ),
-        "codec.values": (config.codec.values, EXACT.values, "caches store exact rows: leave it exact"),
+        "codec.values": (
+            config.codec.values,
+            EXACT.values,
+            "caches store exact rows: leave it exact",
+        ),
         "codec.gradients": (
-            config.codec.gradients, EXACT.gradients, "caches sum exact gradients: leave it exact",
+            config.codec.gradients,
+            EXACT.gradients,
+            "caches sum exact gradients: leave it exact",
         ),
         "servers": (tuple(servers), (), "leave servers out"),
-    }  # fmt: skip
+    }
     for name, (got, wanted, advice) in required.items():
         if got != wanted:
             raise ConfigError(

@@ -181,7 +181,8 @@ def resolve_plan_config(
             side = name if name in choice.shardings else f"{name}[cold]"
             resolved = choice.shardings[side], choice.exchanges[side]
         sharding, exchange = resolved or (row_wise_over_owners(world), "rows")
-        own, ids = config.tables.get(name, TablePlanConfig()), (hot or {}).get(name)
+        own = config.tables.get(name, TablePlanConfig())
+        ids = (hot or {}).get(name)
         if isinstance(own.sharding, Sharding):  # The search knows only its kind and ranks.
             sharding = own.sharding
         if ids is None:

@@ -61,23 +61,37 @@ def place_rows(
 
     profile: of these tables. Raises BudgetExceeded if a batch of the profile's size does not fit.
     """
-    late, shardings = plan.max_staleness_steps, plan.shardings
+    late = plan.max_staleness_steps
+    shardings = plan.shardings
     shards = shard_tables(tables, shardings)
     owners = len(plan.servers) or plan.num_ranks
     depth = 2 if plan.lookahead == "auto" else plan.lookahead
 
     def predict(fixed_bytes: dict[str, int]) -> list[MemoryDemand]:
         return predict_demands(
-            tables, profile, batch_size=batch_size, window=depth + 1 + late, at_once=1 + late, num_ranks=owners,
-            num_samples=num_samples, first_batch=first_batch, last_batch=max(last_batch, first_batch + 1),
-            fixed_bytes=fixed_bytes, shardings=shardings,
-        )  # fmt: skip
+            tables,
+            profile,
+            batch_size=batch_size,
+            window=depth + 1 + late,
+            at_once=1 + late,
+            num_ranks=owners,
+            num_samples=num_samples,
+            first_batch=first_batch,
+            last_batch=max(last_batch, first_batch + 1),
+            fixed_bytes=fixed_bytes,
+            shardings=shardings,
+        )
 
     mapped_bytes = 0 if plan.mapped is None else plan.mapped.bytes
     dram_bytes = subtract_hot_row_bytes(shards, memory.dram, "plan.memory.dram", slot_bytes)
     placed = divide_memory_on_ranks(
-        predict(memory.tables), shardings, plan.num_ranks, dram_bytes, mapped_bytes, at_once=1 + late
-    )  # fmt: skip
+        predict(memory.tables),
+        shardings,
+        plan.num_ranks,
+        dram_bytes,
+        mapped_bytes,
+        at_once=1 + late,
+    )
     rows = {table.name: (table.rows, table.tier) for table in placed}
     plan = apply_placement(plan, tables, rows, lookahead=plan.lookahead)
     if memory.hbm is None:
@@ -92,10 +106,14 @@ def place_rows_on_device(
 
     demands: without budgets of single tables, which are of main memory. Raises as `place_rows`.
     """
-    shardings, at_once = plan.shardings, 1 + plan.max_staleness_steps
+    shardings = plan.shardings
+    at_once = 1 + plan.max_staleness_steps
     free = subtract_hot_row_bytes(
-        shard_tables(tables, shardings), hbm_bytes, "plan.memory.hbm", lambda table: table.record_bytes
-    )  # fmt: skip
+        shard_tables(tables, shardings),
+        hbm_bytes,
+        "plan.memory.hbm",
+        lambda table: table.record_bytes,
+    )
     on_device = [
         replace(demand, slot_bytes=table.record_bytes)
         for demand, table in zip(demands, tables, strict=True)
@@ -147,14 +165,21 @@ class MemoryBalancer:
         window: batches in flight. at_once: batches that must be in memory at once. limits: by index, the largest number
         of rows that the store can have in memory; None: any number.
         """
-        self.tables, self.window, self.at_once = dict(tables), window, at_once
+        self.tables = dict(tables)
+        self.window = window
+        self.at_once = at_once
         self.limits = dict(limits or {})
         self._last: _Move | None = None
-        self._waits, self._delay = 0, 0
+        self._waits = 0
+        self._delay = 0
 
     def choose(
-        self, capacities: Mapping[int, int], num_resident: Mapping[int, int], traffic: TrafficSample, step: int
-    ) -> dict[int, int]:  # fmt: skip
+        self,
+        capacities: Mapping[int, int],
+        num_resident: Mapping[int, int],
+        traffic: TrafficSample,
+        step: int,
+    ) -> dict[int, int]:
         """Choose the slots of each table, by index; {}: as they are. Clears the traffic if it was enough to judge.
 
         capacities, num_resident: slots and rows in memory, by index. step: steps that were trained.
@@ -179,7 +204,8 @@ class MemoryBalancer:
         except BudgetExceeded:  # batches share rows, so that less than predicted is enough so far
             return {}
         chosen = {t: memory.rows for t, memory in zip(demands, placed, strict=True)}
-        present, best = _count_reads(demands, capacities), _count_reads(demands, chosen)
+        present = _count_reads(demands, capacities)
+        best = _count_reads(demands, chosen)
         moved = sum(max(0, num_resident[t] - chosen[t]) for t in chosen)
         if present - best <= LEAST_SAVING * present or (present - best) * interval <= moved:
             return {}
@@ -194,14 +220,16 @@ class MemoryBalancer:
             return
         saved = _count_reads(demands, self._last.before) - _count_reads(demands, capacities)
         self._delay = 0 if saved * interval > self._last.rows else 2 * self._delay + 1
-        self._waits, self._last = self._delay, None
+        self._waits = self._delay
+        self._last = None
 
 
 def predict_traffic_demands(
     tables: Mapping[int, Table], traffic: TrafficSample, window: int, at_once: int, step: int
 ) -> dict[int, MemoryDemand]:
     """Predict the memory demand of each table from its traffic. A lookup is the use of a row by a batch."""
-    profiles, by_table = [], traffic.by_table()
+    profiles = []
+    by_table = traffic.by_table()
     for t, table in tables.items():
         batches = by_table[t]
         mean = sum(map(len, batches)) / len(batches)
@@ -210,9 +238,14 @@ def predict_traffic_demands(
     num = len(by_table[0])
     profile = Profile(num, num, tuple(profiles), largest_batch=1)
     demands = predict_demands(
-        list(tables.values()), profile, batch_size=1, window=window, at_once=at_once, first_batch=step,
+        list(tables.values()),
+        profile,
+        batch_size=1,
+        window=window,
+        at_once=at_once,
+        first_batch=step,
         last_batch=step + traffic.num_batches,
-    )  # fmt: skip
+    )
     return dict(zip(tables, demands, strict=True))
 
 

@@ -248,7 +248,8 @@ class Plan:
             )
             for table in values.pop("tables")
         )
-        mapped, comparison = values.pop("mapped", None), values.pop("comparison", None)
+        mapped = values.pop("mapped", None)
+        comparison = values.pop("comparison", None)
         return cls(
             tables=tables,
             mapped=None if mapped is None else StorageLocation(**mapped),
@@ -336,29 +337,45 @@ def _assemble_plan(
     caches: Mapping[str, TableCache],
     capacities: Sequence[_Capacity],
 ) -> Plan:
-    memory, codec, planned = config.memory, config.codec, []
+    memory = config.memory
+    codec = config.codec
+    planned = []
     rest = "ssd" if memory.ssd else "run folder"
     for table, sharding, exchange, capacity in zip(
         tables, shardings, exchanges, capacities, strict=True
     ):
-        own, cache = config.tables.get(table.name), caches.get(table.name)
+        own = config.tables.get(table.name)
+        cache = caches.get(table.name)
         planned.append(
             TablePlan(
-                name=table.name, sharding=sharding, exchange=exchange if cache is None else "cached",
-                cache=cache, capacity_rows=capacity.rows, fits=capacity.fits, tier=capacity.tier,
-                rest="-" if capacity.fits else rest, hbm_rows=capacity.hbm_rows,
+                name=table.name,
+                sharding=sharding,
+                exchange=exchange if cache is None else "cached",
+                cache=cache,
+                capacity_rows=capacity.rows,
+                fits=capacity.fits,
+                tier=capacity.tier,
+                rest="-" if capacity.fits else rest,
+                hbm_rows=capacity.hbm_rows,
                 staleness_steps=None if own is None else own.staleness_steps,
                 has_own_budget=table.name in memory.tables,
             )
-        )  # fmt: skip
+        )
     plan = Plan(
-        num_ranks=world.num_ranks, dram_bytes=memory.dram, lookahead=config.lookahead,
-        staleness_steps=config.staleness_steps, tables=tuple(planned), mapped=memory.mapped_location,
-        ssd=memory.ssd_locations, write_budget=config.write_budget, hbm_bytes=memory.hbm,
-        codecs=Codecs(codec.values, codec.gradients, codec.dense), servers=world.servers,
+        num_ranks=world.num_ranks,
+        dram_bytes=memory.dram,
+        lookahead=config.lookahead,
+        staleness_steps=config.staleness_steps,
+        tables=tuple(planned),
+        mapped=memory.mapped_location,
+        ssd=memory.ssd_locations,
+        write_budget=config.write_budget,
+        hbm_bytes=memory.hbm,
+        codecs=Codecs(codec.values, codec.gradients, codec.dense),
+        servers=world.servers,
         towers=config.towers if isinstance(config.towers, int) and world.num_ranks > 1 else None,
         cache_tier="dram" if config.cache is None else config.cache.tier,
-    )  # fmt: skip
+    )
     if plan.lookahead == "auto" and (world.num_ranks > 1 or not plan.needs_backing):
         # Ranks must agree on a depth. Without rows in files there is nothing to wait for.
         plan = replace(plan, lookahead=AUTO_LOOKAHEAD_ON_FILES if plan.needs_backing else 2)
@@ -388,11 +405,9 @@ def _divide_memory(
 
     Raises ConfigError for budgets without room for one row of each table.
     """
-    all_shards, mapped, table_bytes = (
-        shard_tables(tables, shardings),
-        memory.mapped_location,
-        memory.tables,
-    )
+    all_shards = shard_tables(tables, shardings)
+    mapped = memory.mapped_location
+    table_bytes = memory.tables
     if mapped is not None and memory.dram is None and not table_bytes:
         raise ConfigError(
             f"plan.memory.mapped: got {mapped.path} without plan.memory.dram, so every row is in main memory; set dram "

@@ -22,14 +22,17 @@ from colonnade.batch import Ids
 from colonnade.errors import ConfigError
 from colonnade.models.retriever import rank_items
 
-EXACT, HNSW = "exact", "hnsw"
+EXACT = "exact"
+HNSW = "hnsw"
 RECALL_K = 10
 """Cutoff of the measured recall."""
 WANTED_RECALL = 0.98
 """Recall up to which a search looks at more of the graph, within MAX_EXPANSION."""
 MAX_SAMPLE = 256
-CONNECTIVITY, BUILD_EXPANSION = 16, 128
-MIN_EXPANSION, MAX_EXPANSION = 64, 1024
+CONNECTIVITY = 16
+BUILD_EXPANSION = 128
+MIN_EXPANSION = 64
+MAX_EXPANSION = 1024
 MAX_SHARE = 0.25
 """Share of all items above which asking the graph for so many costs more than the exact ranking."""
 
@@ -95,9 +98,14 @@ def build_index(vectors: Tensor, queries: Tensor | None = None) -> ApproximateIn
     """
     check_index_kind(HNSW)
     graph = import_module("usearch.index").Index(
-        ndim=vectors.shape[1] + 1, metric="l2sq", dtype="f32", connectivity=CONNECTIVITY,
-        expansion_add=BUILD_EXPANSION, expansion_search=MIN_EXPANSION, enable_key_lookups=False,
-    )  # fmt: skip
+        ndim=vectors.shape[1] + 1,
+        metric="l2sq",
+        dtype="f32",
+        connectivity=CONNECTIVITY,
+        expansion_add=BUILD_EXPANSION,
+        expansion_search=MIN_EXPANSION,
+        enable_key_lookups=False,
+    )
     if len(vectors):
         keys = np.arange(len(vectors), dtype=np.uint64)
         graph.add(keys, lengthen(vectors).numpy(), threads=torch.get_num_threads())

@@ -73,10 +73,15 @@ class Predictor:
         is_full: bool = False,
         row_memory: int | None = None,
     ) -> None:
-        self.model, self.rows = model, rows
-        self.schema, self.config = schema, config
-        self.step, self.folder, self.run = step, folder, run
-        self._is_full, self._row_memory = is_full, row_memory
+        self.model = model
+        self.rows = rows
+        self.schema = schema
+        self.config = config
+        self.step = step
+        self.folder = folder
+        self.run = run
+        self._is_full = is_full
+        self._row_memory = row_memory
         # Error that left rows and weights of different checkpoints.
         self._torn: BaseException | None = None
         self._subscriber: Subscriber | None = None
@@ -122,7 +127,8 @@ class Predictor:
                 f"{path} is a URL, and rows are mapped from files; give a folder to copy it to: "
                 "Predictor.open(url, copy=folder)"
             )
-        source, copy = open_location(path), Path(copy)
+        source = open_location(path)
+        copy = Path(copy)
         copy_publication(source, open_location(copy))
         try:
             return cls._open_folder(copy, source, model, at, verify == "full", num_bytes)
@@ -140,7 +146,8 @@ class Predictor:
         is_full: bool,
         row_memory: int | None,
     ) -> Predictor:
-        subscriber, last_number = None, 0
+        subscriber = None
+        last_number = 0
         if (path / CURRENT).exists() and at is not None:
             current, base, last_number = find_published_step(path, _parse_published_step(path, at))
             folder = folder_inside(path, base.folder)
@@ -161,9 +168,16 @@ class Predictor:
         find_collection(model).open_exported(rows)
         model.eval().requires_grad_(False)
         predictor = cls(
-            model, rows, schema=export.schema, config=config, step=export.step, folder=folder,
-            run=export.run, is_full=is_full, row_memory=row_memory,
-        )  # fmt: skip
+            model,
+            rows,
+            schema=export.schema,
+            config=config,
+            step=export.step,
+            folder=folder,
+            run=export.run,
+            is_full=is_full,
+            row_memory=row_memory,
+        )
         try:
             if subscriber is not None and at is None:
                 predictor._subscriber = subscriber
@@ -285,9 +299,16 @@ class Predictor:
             rows = self.rows.fork(collection.seed)
             collection.open_exported(rows)
             other = Predictor(
-                model.eval().requires_grad_(False), rows, schema=self.schema, config=self.config, step=self.step,
-                folder=self.folder, run=self.run, is_full=self._is_full, row_memory=self._row_memory,
-            )  # fmt: skip
+                model.eval().requires_grad_(False),
+                rows,
+                schema=self.schema,
+                config=self.config,
+                step=self.step,
+                folder=self.folder,
+                run=self.run,
+                is_full=self._is_full,
+                row_memory=self._row_memory,
+            )
             other._torn = self._torn
             other._subscriber = None if self._subscriber is None else self._subscriber.fork()
         return other
@@ -334,7 +355,8 @@ class Predictor:
             except BaseException as error:
                 self._torn = error
                 raise
-            self.step, self._torn = delta.header.step, None
+            self.step = delta.header.step
+            self._torn = None
         subscriber.record_delta(delta)
 
     def _open_base(self, subscriber: Subscriber, base: BaseExport) -> None:
@@ -350,7 +372,9 @@ class Predictor:
         with self._lock:
             load_dense(self.model, dense)
             self.rows.replace_files(rows)
-            self.step, self.folder, self._torn = export.step, folder, None
+            self.step = export.step
+            self.folder = folder
+            self._torn = None
         subscriber.record_base(base)
 
     def __enter__(self) -> Predictor:
@@ -444,7 +468,8 @@ def _load_export(
     _check_tables(collection, export, folder)
     dense = read_dense(folder, export)
     _check_dense_weights(model, dense, folder)
-    files, seed = export.row_files, collection.seed
+    files = export.row_files
+    seed = collection.seed
     rows = open_mapped(
         collection.tables,
         folder,
@@ -475,7 +500,8 @@ def _check_schema(schema: Schema | None, export: Export, folder: Path) -> None:
     """Raise CheckpointError if an export reads other columns, by which requests would be read in the wrong way."""
     if schema is None or export.schema == schema:
         return
-    wanted, got = _list_columns(schema), _list_columns(export.schema)
+    wanted = _list_columns(schema)
+    got = _list_columns(export.schema)
     pairs = zip([*got, *[None] * len(wanted)], [*wanted, *[None] * len(got)], strict=False)
     first = next(pair for pair in pairs if pair[0] != pair[1])
     raise CheckpointError(

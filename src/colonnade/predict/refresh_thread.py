@@ -14,7 +14,8 @@ class RefreshThread:
         """Error of the newest call; None: it succeeded, or there was none."""
         self.num_failures = 0
         """Number of calls that failed."""
-        self._refresh, self._name = refresh, name
+        self._refresh = refresh
+        self._name = name
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 

@@ -109,14 +109,16 @@ def copy_publication(source: RemoteFolder, target: RemoteFolder) -> None:
     ):
         for location in (source, target):
             location.files.invalidate_cache()
-        source_content, target_content = source.read_current(), target.read_current()
+        source_content = source.read_current()
+        target_content = target.read_current()
         if source_content is None:
             raise CheckpointError(
                 f"{source.root} holds no publication; wanted the place that a run publishes to"
             )
         if source_content == target_content:
             return
-        current, target_current = _parse_current_of(source_content, source), None
+        current = _parse_current_of(source_content, source)
+        target_current = None
         if target_content is not None:
             try:
                 target_current = _parse_current_of(target_content, target)
@@ -314,7 +316,9 @@ class Subscriber:
         self, folder: Path, run: str, base: BaseExport, source: RemoteFolder | None = None
     ) -> None:
         """base: export that the predictor has opened; source: location that the folder is a copy of."""
-        self.folder, self.run, self.source = folder, run, source
+        self.folder = folder
+        self.run = run
+        self.source = source
         self.record_base(base)
 
     def find_updates(self) -> tuple[BaseExport | None, CurrentPointer]:
@@ -375,11 +379,14 @@ class Subscriber:
 
     def record_base(self, base: BaseExport) -> None:
         """Record that the predictor has opened a base."""
-        self.base, self.number, self.tag = base.folder, base.number, base.tag
+        self.base = base.folder
+        self.number = base.number
+        self.tag = base.tag
 
     def record_delta(self, delta: Delta) -> None:
         """Record that the predictor has applied a delta."""
-        self.number, self.tag = delta.header.number, delta.header.tag
+        self.number = delta.header.number
+        self.tag = delta.header.tag
 
 
 def invalidate_copy(folder: Path) -> None:

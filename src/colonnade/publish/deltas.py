@@ -137,7 +137,9 @@ class DeltaPublisher:
         self, run_folder: Path, folder: Path, disk: Disk, *, only_best: bool = True
     ) -> None:
         """only_best: publish only checkpoints with the best validation score so far, if there is a validation part."""
-        self.run_folder, self.folder, self.disk = run_folder, folder, disk
+        self.run_folder = run_folder
+        self.folder = folder
+        self.disk = disk
         self.only_best = only_best
         self.problem: ColonnadeError | OSError | None = None  # of the newest checkpoint
 
@@ -147,7 +149,8 @@ class DeltaPublisher:
             header = read_header(self.run_folder, step)
             best = header.get("best_step")
             if self.only_best and best is not None and best != step:
-                step, header = best, read_header(self.run_folder, best)
+                step = best
+                header = read_header(self.run_folder, best)
             self._publish_step(step, header)
             self.problem = None
         except (ColonnadeError, OSError) as error:
@@ -165,7 +168,8 @@ class DeltaPublisher:
     def _publish_step(self, step: int, header: Mapping[str, Any]) -> None:
         """Publish a step as a delta, or as a new base if the difference is unknown or deltas are large."""
         self.disk.make_dir(self.folder)
-        current, tag = read_current(self.folder), checkpoint_tag(self.run_folder, step)
+        current = read_current(self.folder)
+        tag = checkpoint_tag(self.run_folder, step)
         if current is None:
             self._write_current(self._with_base(CurrentPointer(header["run"], 0, step, tag, (), 0)))
             return
@@ -246,10 +250,8 @@ def build_delta(
             run_folder, header, table_index, table_header, current.step, step
         )
         check_rows_finite(list(header["model"]["tables"])[table_index], delta.ids, delta.weights)
-        tensors[f"rows/{table_index}/ids"], tensors[f"rows/{table_index}/gone"] = (
-            delta.ids,
-            delta.gone,
-        )
+        tensors[f"rows/{table_index}/ids"] = delta.ids
+        tensors[f"rows/{table_index}/gone"] = delta.gone
         tensors[f"rows/{table_index}/weights"] = delta.weights
     dense_path = run_folder / "checkpoints" / f"{step:012d}" / "dense"
     dense = load_state(dense_path, header["run"])["model"]
@@ -283,7 +285,8 @@ def _build_table_delta(
         _merge_differences([part for part_columns, part in differences if part_columns == columns])
         for columns in slices
     ]
-    ids, gone = merged[0].ids, merged[0].gone
+    ids = merged[0].ids
+    gone = merged[0].gone
     if any(not np.array_equal(part.ids, ids) for part in merged):
         raise IncomparableCommits(
             f"{run_folder}: slices of table {table_index} changed other rows than its first"
@@ -326,7 +329,8 @@ def parse_current(content: bytes, path: Path) -> CurrentPointer:
     current = parse_stamped(CurrentPointer, content, path, FORMAT, REMEDY)
     if not current.bases:
         raise CorruptionError(f"{path}: got a publication without a base; {REMEDY}")
-    newest, numbers = current.bases[-1], [*(base.number for base in current.bases), current.number]
+    newest = current.bases[-1]
+    numbers = [*(base.number for base in current.bases), current.number]
     # Followers of such a pointer would open its base again and again.
     is_forged = newest.number == current.number and newest.tag != current.tag
     if numbers != sorted(numbers) or is_forged:
@@ -454,7 +458,8 @@ def verify_publication(folder: Path) -> Iterator[VerifiedFile]:
         raise CheckpointError(f"{folder} holds no publication")
     yield verify_file(folder / CURRENT, lambda: None)
     for base, numbers in list_changes_by_base(folder, current):
-        base_folder, tag = folder_inside(folder, base.folder), base.tag
+        base_folder = folder_inside(folder, base.folder)
+        tag = base.tag
         try:
             yield from verify_each_file(base_folder)
         except (CheckpointError, StorageError) as error:

@@ -60,7 +60,8 @@ def export_run(
     weights. The folder appears when it is complete. Raises CheckpointError without such a checkpoint, ConfigError if
     the destination exists, NonFiniteError for NaN or inf among the weights, StorageError for a failing disk.
     """
-    run_folder, destination = Path(run_folder), Path(destination)
+    run_folder = Path(run_folder)
+    destination = Path(destination)
     step = resolve_step(run_folder, at)
     with stage_folder(destination) as staged:
         staged.mkdir()
@@ -158,7 +159,8 @@ def _build_table_entry(number: int, name: str, table_header: dict[str, Any]) -> 
     dims = (
         table_header["dim"] if isinstance(table_header["dim"], dict) else {"": table_header["dim"]}
     )
-    parts, column = [], 0
+    parts = []
+    column = 0
     for part, dim in dims.items():
         parts.append({"name": part, "column": column, "dim": dim})
         column += dim
@@ -185,7 +187,8 @@ def write_rows(
 
     Scans twice: the first scan sorts ids, the second copies rows to their positions through a memory map.
     """
-    width, dtype = table["dim"], table["dtype"]
+    width = table["dim"]
+    dtype = table["dtype"]
     row_bytes = width * ITEM_BYTES[dtype]
     ids = np.empty(sum(len(store) for store in stores), np.int64)
     start = 0

@@ -120,7 +120,8 @@ def parse_model_json(content: bytes, path: Path) -> Export:
     """
     export = parse_stamped(Export, content, path, FORMAT, REMEDY)
     length = max(len(content) - len(LAST_LINES % 0), 0)
-    body, last_line = content[:length], content[length:]
+    body = content[:length]
+    last_line = content[length:]
     wanted_line = LAST_LINES % _native.crc32c(np.frombuffer(body, np.uint8))
     if last_line != wanted_line:
         raise CorruptionError(

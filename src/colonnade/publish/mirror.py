@@ -56,7 +56,8 @@ class Mirror:
     """
 
     def __init__(self, folder: Path, url: str) -> None:
-        self.folder, self.url = folder, url
+        self.folder = folder
+        self.url = url
         self.problem: StorageError | None = None  # of the newest checkpoint
 
     def send(self, step: int, retained: Sequence[int], print_line: Callable[[str], None]) -> None:

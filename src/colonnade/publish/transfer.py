@@ -158,10 +158,12 @@ def store_records(
     The rows count as just trained, and are admitted if the table has an admission policy.
     """
     rows_per_put = max(1, min(ROWS_PER_CHUNK, collection.plan.tables[table_index].capacity_rows))
-    declared, shards = collection.tables[table_index], collection.slices.table_shards
+    declared = collection.tables[table_index]
+    shards = collection.slices.table_shards
     for shard_index in collection.slices.slices_of_table[table_index]:
         owned = collection.shards[shard_index].owns(ids, declared.rows)
-        owned_ids, owned_records = ids[owned], records[owned]
+        owned_ids = ids[owned]
+        owned_records = records[owned]
         if shards[shard_index].table is not declared:
             owned_records = owned_records[
                 :, RecordShape.of(declared).bytes_of(*shards[shard_index].columns)
@@ -185,7 +187,8 @@ def store_records(
 
 def _check_not_cached(collection: EmbeddingCollection, table_index: int) -> None:
     """Raise ConfigError if ranks may have cached rows of the table, because they would keep the old values."""
-    cached, shard_indices = collection.cached, collection.slices.slices_of_table[table_index]
+    cached = collection.cached
+    shard_indices = collection.slices.slices_of_table[table_index]
     if (
         cached is not None
         and cached.number

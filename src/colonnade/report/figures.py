@@ -93,10 +93,12 @@ def draw_metric_charts(run: RunRecord) -> list[Figure]:
             continue
         if max(map(len, parts.values())) < 2:
             continue
-        data, note = [], []
+        data = []
+        note = []
         for number, part in enumerate(sorted(parts, key=lambda p: (p not in order, p))):
             points = parts[part]
-            steps, values = [p[0] for p in points], [p[1] for p in points]
+            steps = [p[0] for p in points]
+            values = [p[1] for p in points]
             data.append(
                 build_line_trace(steps, values, part, COLORS[number % len(COLORS)], markers=True)
             )
@@ -247,7 +249,8 @@ def draw_table_size_chart(tables: Sequence[TableFigures]) -> Figure | None:
     sized = [t for t in tables if t.bytes_in_memory or t.bytes_in_files]
     if not sized:
         return None
-    shown, rest = sized[:MAX_TABLES][::-1], sized[MAX_TABLES:]
+    shown = sized[:MAX_TABLES][::-1]
+    rest = sized[MAX_TABLES:]
     names = [t.name for t in shown]
     largest = max(max(t.bytes_in_memory, t.bytes_in_files) for t in shown)
     power, unit = next(((p, u) for p, u in UNITS if largest >= 2**p), UNITS[-1])
@@ -270,13 +273,15 @@ def draw_table_traffic_chart(tables: Sequence[TableFigures]) -> Figure | None:
     used = sorted((t for t in tables if t.lookups), key=lambda t: -(t.unique or 0))
     if not used:
         return None
-    shown, rest = used[:MAX_TABLES][::-1], used[MAX_TABLES:]
+    shown = used[:MAX_TABLES][::-1]
+    rest = used[MAX_TABLES:]
     names = [t.name for t in shown]
     data = [
         _build_bar_trace(names, [t.lookups or 0 for t in shown], "lookups", FAINT),
         _build_bar_trace(names, [t.unique or 0 for t in shown], "distinct rows", COLORS[2]),
     ]
-    all_lookups, all_unique = sum(t.lookups or 0 for t in used), sum(t.unique or 0 for t in used)
+    all_lookups = sum(t.lookups or 0 for t in used)
+    all_unique = sum(t.unique or 0 for t in used)
     note = (
         f"The median batch of rank 0 makes {format_count(all_lookups)} lookups of {format_count(all_unique)} "
         f"distinct rows, {all_lookups / max(1.0, all_unique):.1f} lookups of each row on average."
@@ -325,7 +330,8 @@ def draw_overlay_charts(runs: Mapping[str, RunRecord]) -> list[Figure]:
 def thin_points(points: Sequence[tuple[int, float]]) -> tuple[list[int], list[float]]:
     """Reduce a curve to at most MAX_POINTS points, each the mean of neighbouring points."""
     group = -(-len(points) // MAX_POINTS) if points else 1
-    steps, values = [], []
+    steps = []
+    values = []
     for start in range(0, len(points), group):
         part = points[start : start + group]
         steps.append(part[-1][0])
@@ -339,7 +345,8 @@ def smooth_curve(values: Sequence[float]) -> list[float]:
     total = weight = 0.0
     averages = []
     for value in values:
-        total, weight = decay * total + value, decay * weight + 1
+        total = decay * total + value
+        weight = decay * weight + 1
         averages.append(_round_digits(total / weight))
     return averages
 

@@ -63,10 +63,8 @@ def build_figure_lines(runs: Sequence[RunRecord]) -> list[ComparisonLine]:
 
 def _build_metric_lines(runs: Sequence[RunRecord]) -> list[ComparisonLine]:
     lines: list[ComparisonLine] = []
-    evaluated, selections = (
-        [collect_metrics(run) for run in runs],
-        [select_evaluation(run) for run in runs],
-    )
+    evaluated = [collect_metrics(run) for run in runs]
+    selections = [select_evaluation(run) for run in runs]
     if any(selections):
         lines.append(
             ComparisonLine("chosen step", tuple(c.description if c else "-" for c in selections))
@@ -212,16 +210,22 @@ def render_run_page(run: RunRecord) -> str:
         "run.html",
         charts={
             "quality": [
-                figures.draw_loss_chart(run), *figures.draw_metric_charts(run), figures.draw_learning_rate_chart(run)
+                figures.draw_loss_chart(run),
+                *figures.draw_metric_charts(run),
+                figures.draw_learning_rate_chart(run),
             ],
             "speed": [
-                figures.draw_throughput_chart(run), figures.draw_phase_total_chart(run),
-                figures.draw_phase_history_chart(run)
+                figures.draw_throughput_chart(run),
+                figures.draw_phase_total_chart(run),
+                figures.draw_phase_history_chart(run),
             ],
             "rows": [figures.draw_row_source_chart(run)],
             "traffic": [traffic.draw_sent_bytes_chart(run)],
             "tiers": tiers.draw_tier_charts(run) if tier_table else [],
-            "tables": [figures.draw_table_size_chart(tables), figures.draw_table_traffic_chart(tables)],
+            "tables": [
+                figures.draw_table_size_chart(tables),
+                figures.draw_table_traffic_chart(tables),
+            ],
             "towers": [tower_map.draw_feature_chart(towers)] if towers else [],
         },
         title=run.name,
@@ -245,7 +249,7 @@ def render_run_page(run: RunRecord) -> str:
         },
         plan=_collect_plan_facts(run),
         machine=_collect_machine_facts(run.machine),
-    )  # fmt: skip
+    )
 
 
 def build_headline(run: RunRecord) -> list[tuple[str, str, str]]:
@@ -303,7 +307,8 @@ def flatten_settings_section(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _describe_run(run: RunRecord) -> str:
-    model, data = run.config.get("model", {}), run.config.get("data", {})
+    model = run.config.get("model", {})
+    data = run.config.get("data", {})
     ranks = _count_ranks(run)
     files = data.get("path")
     source = f"{data.get('name', 'data')}{f' ({files})' if files else ''}"
@@ -489,12 +494,17 @@ def _build_table_size_table(tables: list[TableFigures]) -> NumberTable | None:
         rows.append(_format_table_line(total))
     return NumberTable(
         columns=[
-            "table", "rows in memory", "rows in files", "memory", "files", "lookups a batch",
+            "table",
+            "rows in memory",
+            "rows in files",
+            "memory",
+            "files",
+            "lookups a batch",
             "rows a batch",
         ],
         rows=rows,
         wide=(2, 4, 5),
-    )  # fmt: skip
+    )
 
 
 def _format_table_line(t: TableFigures) -> list[str]:

@@ -43,7 +43,8 @@ def keep_numbers(values: Any) -> dict[str, Any]:
 
 def clean_metrics_line(line: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return a valid line of `train/record.py` without unexpected values; None if the line is invalid."""
-    kind, step = line.get("kind"), line.get("step")
+    kind = line.get("kind")
+    step = line.get("step")
     if not isinstance(kind, str) or not isinstance(step, int) or not is_number(step) or step < 0:
         return None
     valid = {**keep_numbers(line), "kind": kind}
@@ -61,10 +62,8 @@ def clean_metrics_line(line: Mapping[str, Any]) -> dict[str, Any] | None:
     elif kind == "tiers":
         valid["tiers"] = clean_tier_counts(line)
     elif kind == "test_blocks":
-        valid["digest"], valid["metrics"] = (
-            str(line.get("digest")),
-            clean_lists(line.get("metrics")),
-        )
+        valid["digest"] = str(line.get("digest"))
+        valid["metrics"] = clean_lists(line.get("metrics"))
     return valid
 
 
@@ -265,7 +264,8 @@ class SelectedEvaluation:
 
 def select_evaluation(run: RunRecord) -> SelectedEvaluation | None:
     """Select the evaluation that stands for the run: the one that training chose. None without evaluations."""
-    lines, metrics = run.lines_of_kind("evaluate"), collect_metrics(run)
+    lines = run.lines_of_kind("evaluate")
+    metrics = collect_metrics(run)
     judged = [m for m, parts in metrics.items() if "validation" in parts and is_judged(m)]
     train = run.config.get("train", {})
     monitor = train.get("monitor")

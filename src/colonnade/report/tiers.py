@@ -47,7 +47,8 @@ def format_tier_counts(counts: TierCounts) -> list[str]:
 
 def has_moved_rows(counts: Mapping[str, TierCounts], evicted: float) -> bool:
     """Return whether rows moved between tiers; false if files store only checkpoints."""
-    names, tiers = list(counts), list(counts.values())
+    names = list(counts)
+    tiers = list(counts.values())
     if len(names) < 2:
         return False
     return names[0] != "dram" or evicted > 0 or any(tier.hits or tier.reads for tier in tiers[1:])
@@ -60,7 +61,8 @@ def sum_tier_counts(run: RunRecord) -> dict[str, TierCounts]:
     sums: dict[str, TierCounts] = {}
     for line in run.lines_of_kind("tiers"):
         for name, values in line["tiers"].items():
-            earlier, counts = sums.get(name, TierCounts()), TierCounts.of(values)
+            earlier = sums.get(name, TierCounts())
+            counts = TierCounts.of(values)
             # Current levels are not summed.
             levels = {level: getattr(counts, level) for level in (*LEVELS, "lifetime_bytes")}
             sums[name] = replace(earlier + counts, **levels)

@@ -103,7 +103,8 @@ def build_model(schema: Schema, config: RunConfig) -> SplitModel:
     tables, features = build_tables(schema, config)
     torch.manual_seed(config.train.seed)
     spec = MODEL_SPECS[config.model.name]
-    parameters, log_q = spec.parameters, None
+    parameters = spec.parameters
+    log_q = None
     if LOG_Q in schema.dense:
         log_q = schema.dense.index(LOG_Q)
     data_arguments = {
@@ -276,7 +277,8 @@ def build_retention_by_table(
 ) -> dict[str, dict[str, Any]]:
     """Return, by table, admission and eviction of `Table`, or rows and hashes. Raises ConfigError if the settings name
     a table that is not an open table of this data."""
-    rows, open_tables = config.embedding, []
+    rows = config.embedding
+    open_tables = []
     arguments: dict[str, dict[str, Any]] = {}
     for column in columns:
         arguments[column.table] = {"rows": column.cardinality}
@@ -304,7 +306,7 @@ def build_retention_by_table(
             raise ConfigError(
                 f"embedding.{name}: this data has no open table; each of its columns has a known number of ids, and "
                 "all rows have room. Leave it out"
-            )  # fmt: skip
+            )
     return arguments
 
 
@@ -339,7 +341,8 @@ def _choose_row_settings(
     scale = config.embedding.init_scale
     wide_initializer = Uniform(scale=config.embedding.wide.init_scale)
     table_scale = config.embedding.by_table.get(table_name, TableEmbeddingConfig()).init_scale
-    dim, optimizer = config.model.dim or DEFAULT_DIM, build_row_optimizer(config, table_name)
+    dim = config.model.dim or DEFAULT_DIM
+    optimizer = build_row_optimizer(config, table_name)
     if spec.rows == "weights":
         initializer = Uniform(scale=(scale or 0.0) if table_scale is None else table_scale)
         return {"dim": tasks, "optimizer": optimizer, "initializer": initializer}

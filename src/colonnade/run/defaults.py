@@ -151,7 +151,8 @@ def open_data(config: RunConfig, folder: Path | None) -> tuple[RunConfig, Splits
     if folder is not None and list_checkpoints(folder):
         config = _fill_from_recorded(config, load_config(folder / "config.yaml"))
         return config, _open_data_source(config), ""
-    config, held_out = _with_default_shuffling(config), 0.0
+    config = _with_default_shuffling(config)
+    held_out = 0.0
     if can_hold_out := _can_hold_out(config):
         # Right for large files, so that they are not opened and counted twice.
         held_out = LARGE_FRACTION
@@ -189,7 +190,10 @@ def resolve_settings(config: RunConfig, objective: Objective) -> RunConfig:
 
 def describe_settings(config: RunConfig) -> str:
     """Describe the main settings of a run, chosen or not, in one line."""
-    model, rows, dense, train = config.model, config.embedding, config.dense, config.train
+    model = config.model
+    rows = config.embedding
+    dense = config.dense
+    train = config.train
     days_or_epochs = "one day after another" if train.progressive else f"epochs {train.num_epochs}"
     return (
         f"model {model.name}, dim {model.dim}; rows: {rows.optimizer}, lr {rows.lr:g}; dense: {dense.optimizer}, "
@@ -210,7 +214,8 @@ def warn_of_few_steps(config: RunConfig, steps: int | None, console: Console) ->
 
 def choose_open_settings(config: RunConfig, suggested: Training, data: Splits) -> dict[str, Any]:
     """Choose the settings that `config` leaves open; return them by name."""
-    train, num_micro_batches = config.train, config.train.accumulate
+    train = config.train
+    num_micro_batches = config.train.accumulate
     is_watched = data.validation is not None and not _is_by_day(config)
     chosen: dict[str, Any] = {}
     if train.batch_size is None:
@@ -230,7 +235,8 @@ def choose_open_settings(config: RunConfig, suggested: Training, data: Splits) -
     if config.dense.weight_decay is None:
         chosen["dense.weight_decay"] = suggested.dense_weight_decay
     batch_size = chosen.get("train.batch_size") or train.samples_per_step
-    embedding, row_kind = config.embedding, MODEL_SPECS[config.model.name].rows
+    embedding = config.embedding
+    row_kind = MODEL_SPECS[config.model.name].rows
     if embedding.initial_accumulator is None and embedding.optimizer in ACCUMULATORS:
         prior = suggested.wide_prior if row_kind == "weights" else suggested.prior
         chosen["embedding.initial_accumulator"] = choose_initial_accumulator(prior, batch_size)
@@ -279,7 +285,8 @@ def _fill_from_recorded(config: RunConfig, recorded: RunConfig) -> RunConfig:
     """Take the settings that `config` leaves open from a run's recorded configuration."""
     settings: dict[str, Any] = {}
     if "schema" in recorded.data.options:
-        options, schema = config.data.options, recorded.data.options["schema"]
+        options = config.data.options
+        schema = recorded.data.options["schema"]
         settings["data.options"] = _fill_schema_from_recorded(options, schema)
     for name in ("shuffle_window", "validation_fraction"):
         if name in recorded.data.options and name not in config.data.options:

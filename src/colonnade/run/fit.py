@@ -108,11 +108,14 @@ def fit(
     """
     overrides = {"data.name": OWN, **_expand_setting_names(settings)}
     if isinstance(dense_optimizer, str):
-        overrides["dense.optimizer"], dense_optimizer = dense_optimizer, None
+        overrides["dense.optimizer"] = dense_optimizer
+        dense_optimizer = None
     if isinstance(dense_schedule, Mapping):
-        overrides["dense.schedule"], dense_schedule = dict(dense_schedule), None
+        overrides["dense.schedule"] = dict(dense_schedule)
+        dense_schedule = None
     if isinstance(row_schedule, Mapping):
-        overrides["embedding.schedule"], row_schedule = dict(row_schedule), None
+        overrides["embedding.schedule"] = dict(row_schedule)
+        row_schedule = None
     full_config = override_settings(config or RunConfig(), overrides)
     mesh = mesh or open_mesh(timeout=timedelta(seconds=full_config.train.timeout))
     check_config_on_all_ranks(full_config, mesh)
@@ -157,8 +160,10 @@ def load_checkpoint(
     read from the run folder, which does not change. The model is put in eval mode. Raises CheckpointError if the
     checkpoint is another model's.
     """
-    folder, mesh = Path(run), mesh or open_mesh()
-    collection, step = find_collection(model), resolve_step(folder, at)
+    folder = Path(run)
+    mesh = mesh or open_mesh()
+    collection = find_collection(model)
+    step = resolve_step(folder, at)
     header = read_header(folder, step)
     check_model_matches_checkpoint(folder, header, collection.declaration, model)
     checkpoints, _ = open_checkpoints(folder, collection.tables, mesh, read_only=True, at=step)

@@ -110,7 +110,8 @@ def _measure_step_costs(
         first_pass = with_all_rows.train_timed_pass()  # initialises every row
         if with_little_memory is not None:
             with_little_memory.train_timed_pass()
-        ample_passes, tight_passes = [], []
+        ample_passes = []
+        tight_passes = []
         for _ in range(PASSES - 1):
             ample_passes.append(with_all_rows.train_timed_pass())
             if with_little_memory is not None:
@@ -156,17 +157,22 @@ class _TimedModel:
     """Copy of the model that trains pass by pass, with timed steps."""
 
     def __init__(self, trainer: Trainer, num_steps: int) -> None:
-        self.trainer, self.num_steps = trainer, num_steps
+        self.trainer = trainer
+        self.num_steps = num_steps
         self.stream = trainer.collection.lookahead(trainer.read_remaining_batches())
         self.is_warm = False
 
     def train_timed_pass(self) -> TimedPass:
         """Train one pass. The first pass begins with a step that is not timed, to warm up torch and the allocator."""
-        steps, outcome, store = self.num_steps, Outcome(), self.trainer.collection.store
+        steps = self.num_steps
+        outcome = Outcome()
+        store = self.trainer.collection.store
         if not self.is_warm:
             self.trainer.train_step(self.stream, outcome)
-            self.is_warm, steps = True, steps - 1
-        before, seconds = copy.copy(store.sources), []
+            self.is_warm = True
+            steps = steps - 1
+        before = copy.copy(store.sources)
+        seconds = []
         for _ in range(steps):
             start = time.perf_counter()
             self.trainer.train_step(self.stream, outcome)
@@ -200,8 +206,10 @@ class _MicroBenchmark:
         )
         self.batches = list(repeated)
         self.data = Splits(train=open_batches(self.batches, schema, name="sample"))
-        self.num_steps, self.batch_size = len(self.batches), batch_size
-        self.objective, self.make_optimizer = objective, make_optimizer
+        self.num_steps = len(self.batches)
+        self.batch_size = batch_size
+        self.objective = objective
+        self.make_optimizer = make_optimizer
 
     def open_model(
         self, stack: ExitStack, model: nn.Module, plan: Plan, folder: Path | None
@@ -220,7 +228,8 @@ class _MicroBenchmark:
         return timed
 
     def _build_trainer(self, model: nn.Module, plan: Plan, stores: RankStores) -> Trainer:
-        collection, mesh = _find_collection(model), Mesh()
+        collection = _find_collection(model)
+        mesh = Mesh()
         collection.open(plan, mesh, backings=stores)
         parameters = [p for p in model.parameters() if p.requires_grad]
         dense = DenseGradients(parameters, mesh)
@@ -285,7 +294,8 @@ def choose_resident_rows(batches: Sequence[np.ndarray], window: int, reads: floa
     num_cached = int(np.argmax(uses_left <= reads * len(batches))) if reads < math.inf else 0
     is_cached = np.zeros(len(unique_ids), bool)
     is_cached[order[:num_cached]] = True
-    rows, starts = num_cached, np.cumsum([0, *map(len, batches)])
+    rows = num_cached
+    starts = np.cumsum([0, *map(len, batches)])
     for first in range(len(batches)):
         last = min(first + window, len(batches))
         window_rows = np.unique(inverse.ravel()[starts[first] : starts[last]])

@@ -120,9 +120,10 @@ def _place_rows_of_run(
                 plan, "a data set of your own may not be read twice, so no sample of it is profiled"
             )
         sample = read_sample_batches(
-            source, config.train.samples_per_step,
+            source,
+            config.train.samples_per_step,
             max_batches=min(count_run_steps(config, source, MAX_BATCHES), MAX_BATCHES),
-        )  # fmt: skip
+        )
         stacked = [hash_ids(batch, collection.declaration) for batch in sample]
         if not any(batch.size for batch in stacked):
             return _divide_evenly(plan, "there is no sample")
@@ -133,10 +134,15 @@ def _place_rows_of_run(
     unknown_steps = first_step + SAMPLES_OF_UNKNOWN_LENGTH * profile.batches
     try:
         placed = place_rows(
-            plan, collection.tables, profile, config.plan.memory,
-            batch_size=min(config.train.samples_per_step, profile.samples), num_samples=source.num_samples,
-            first_batch=first_step, last_batch=count_run_steps(config, source, unknown_steps),
-        )  # fmt: skip
+            plan,
+            collection.tables,
+            profile,
+            config.plan.memory,
+            batch_size=min(config.train.samples_per_step, profile.samples),
+            num_samples=source.num_samples,
+            first_batch=first_step,
+            last_batch=count_run_steps(config, source, unknown_steps),
+        )
     except BudgetExceeded as error:
         # Counts of one rank's batches are exact; those of several ranks or batches are estimates from above.
         if plan.num_ranks == 1 and plan.max_staleness_steps == 0:

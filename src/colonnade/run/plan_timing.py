@@ -67,7 +67,8 @@ def count_plans_to_time(predicted_seconds: Sequence[float], run_steps: int | Non
         return 0
     run_seconds = 0.0 if run_steps is None else run_steps * predicted_seconds[0]
     max_seconds = max(MAX_SLOW_SECONDS, MAX_RUN_SHARE * run_seconds)
-    count, total = 0, 0.0
+    count = 0
+    total = 0.0
     for seconds in predicted_seconds:
         total += FEWEST_TURNS * FEWEST_STEPS * seconds
         if total > max_seconds or seconds > MAX_PREDICTED_GAP * predicted_seconds[0]:
@@ -111,7 +112,8 @@ def choose_plan(setup: RunSetup, plans: Sequence[Plan], run_steps: int | None) -
 
     plans: the planner's choice, with a comparison, then its runners-up; see `plan_on_rank_0`. run_steps: steps of the
     run, if known."""
-    plan, comparison = plans[0], plans[0].comparison
+    plan = plans[0]
+    comparison = plans[0].comparison
     if comparison is None:
         return plan
     count = 0
@@ -133,7 +135,9 @@ def keep_fastest_plan(setup: RunSetup, plans: Sequence[Plan]) -> Plan:
     plans: the first has a comparison whose first plans are these. An exception on one rank ends the measurement, and
     the run, on all ranks: other ranks raise PeerLost.
     """
-    mesh, trainers_mesh, traffic = setup.mesh, setup.mesh.trainer_mesh, Traffic()
+    mesh = setup.mesh
+    trainers_mesh = setup.mesh.trainer_mesh
+    traffic = Traffic()
     if trainers_mesh is not None:
         trainers_mesh = replace(trainers_mesh, traffic=traffic)
     # The run's own counts do not have these messages.
@@ -156,13 +160,17 @@ def keep_fastest_plan(setup: RunSetup, plans: Sequence[Plan]) -> Plan:
 
 def _read_first_batches(setup: RunSetup) -> list[Batch]:
     """Read this rank's first (micro-)batches; a server has none."""
-    train, mesh = setup.config.train, setup.mesh
+    train = setup.config.train
+    mesh = setup.mesh
     if mesh.is_server:
         return []
     return read_sample_batches(
-        setup.data.train, train.samples_per_step // train.accumulate, 1,
-        rank=mesh.trainers.rank, num_ranks=mesh.trainers.num_ranks,
-    )  # fmt: skip
+        setup.data.train,
+        train.samples_per_step // train.accumulate,
+        1,
+        rank=mesh.trainers.rank,
+        num_ranks=mesh.trainers.num_ranks,
+    )
 
 
 def add_measured_seconds(
@@ -185,7 +193,8 @@ class _TimedCopy:
 
     def train_steps(self, warm_up: int, steps: int, start: Callable[[], None]) -> float:
         """Train steps on the first batches; see `TrainSteps`. Collective."""
-        trainer, began = self.trainer, 0.0
+        trainer = self.trainer
+        began = 0.0
         # One lookahead at a time: two would send ids of two plans in no common order.
         with trainer.collection.lookahead(trainer.read_remaining_batches()) as stream:
             for step in range(warm_up + steps):

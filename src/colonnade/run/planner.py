@@ -150,7 +150,8 @@ def apply_tower_partition(
     Raises ConfigError for a partition that cannot be read or is for another model, and for towers that do not fit this
     world.
     """
-    plan_config, partition = config.plan, None
+    plan_config = config.plan
+    partition = None
     if isinstance(plan_config.towers, str):
         try:
             text = read_text_file(Path(plan_config.towers))
@@ -204,7 +205,8 @@ def estimate_link_costs(
         return LinkCosts()
     tower_parameters = find_weights_in_towers(choice, declared)
     num_towers = plan.towers or world.num_hosts
-    trainers, codec = world.trainer_world(), plan.codecs.dense
+    trainers = world.trainer_world()
+    codec = plan.codecs.dense
     reduce_seconds = estimate_reduction_seconds(
         model, trainers, codec, tower_parameters, num_towers
     )
@@ -246,7 +248,8 @@ def estimate_reduction_seconds(
 
     tower_weights: weights that are summed inside one of `num_towers` towers, in equal shares.
     """
-    seconds, tower_ids = 0.0, {id(parameter) for parameter in tower_weights}
+    seconds = 0.0
+    tower_ids = {id(parameter) for parameter in tower_weights}
     size = trainers.num_ranks // num_towers
     if tower_ids and 1 < size < trainers.num_ranks:
         local_ranks = min(size, trainers.ranks_per_host)

@@ -148,11 +148,21 @@ def _order_runners_up(best: PlannedStep, runners_up: Sequence[PlannedStep]) -> l
 
 
 def plan_from_sample(
-    model: nn.Module, collection: EmbeddingCollection, data: Splits, config: RunConfig, *, objective: Objective,
-    make_optimizer: Callable[[list[nn.Parameter]], Optimizer], world: World, rows_folder: Path, first_step: int = 0,
-    folder: Path | None = None, device: Device | None = None, costs: StepCosts | None = None,
+    model: nn.Module,
+    collection: EmbeddingCollection,
+    data: Splits,
+    config: RunConfig,
+    *,
+    objective: Objective,
+    make_optimizer: Callable[[list[nn.Parameter]], Optimizer],
+    world: World,
+    rows_folder: Path,
+    first_step: int = 0,
+    folder: Path | None = None,
+    device: Device | None = None,
+    costs: StepCosts | None = None,
     lookups: int = SAMPLE_LOOKUPS,
-) -> PlanningResult:  # fmt: skip
+) -> PlanningResult:
     """Plan from a sample, on one rank for all ranks. Memory is shared between tables by `plan.placement`.
 
     rows_folder: folder for rows without a configured directory. world: with measured links. device, costs: earlier
@@ -160,7 +170,9 @@ def plan_from_sample(
     Raises BudgetExceeded if a batch does not fit, ConfigError without a sample or with impossible shardings,
     StorageError if a directory cannot be measured.
     """
-    tables, declared, owners = collection.tables, collection.declaration, len(world.owners)
+    tables = collection.tables
+    declared = collection.declaration
+    owners = len(world.owners)
     base_plan = build_plan(tables, world, resolve_plan_config(config.plan, tables, world))
     sample = read_sample_batches(data.train, config.train.samples_per_step, lookups)
     stacked_sample = [hash_ids(batch, declared) for batch in sample]
@@ -175,10 +187,17 @@ def plan_from_sample(
     batch_size = sample_profile.largest_batch  # all samples, if there are fewer than a batch
     batches_in_flight = 1 + base_plan.max_staleness_steps
     demands_of = partial(
-        predict_demands, collection.tables, sample_profile, batch_size=batch_size, at_once=batches_in_flight,
-        num_ranks=owners, num_samples=data.train.num_samples, first_batch=first_step,
-        last_batch=max(steps, first_step + 1), fixed_bytes=config.plan.memory.tables,
-    )  # fmt: skip
+        predict_demands,
+        collection.tables,
+        sample_profile,
+        batch_size=batch_size,
+        at_once=batches_in_flight,
+        num_ranks=owners,
+        num_samples=data.train.num_samples,
+        first_batch=first_step,
+        last_batch=max(steps, first_step + 1),
+        fixed_bytes=config.plan.memory.tables,
+    )
     depths = AUTO_DEPTHS if is_auto else (int(config.plan.lookahead),)
     depth, memory_demands = _find_fitting_window(depths, batches_in_flight, demands_of, dram_bytes)
     divide_memory(memory_demands, dram_bytes, mapped_bytes, at_once=batches_in_flight)
@@ -188,26 +207,45 @@ def plan_from_sample(
     hot_and_cold = profile_hot_and_cold(declared, hot_ids, stacked_sample) if hot_ids else None
     sides, side_profile = hot_and_cold or (declared, sample_profile)
     loads = estimate_table_loads(
-        sides, side_profile, world, last_batch=steps, num_samples=data.train.num_samples, codecs=base_plan.codecs,
-    )  # fmt: skip
+        sides,
+        side_profile,
+        world,
+        last_batch=steps,
+        num_samples=data.train.num_samples,
+        codecs=base_plan.codecs,
+    )
     bags = multi_id_columns(data.train.schema) | set(hashed_tables_by_feature(declared))
     choice = choose_shardings_and_exchanges(
         collection, sides, loads, config, world, device, memory_demands, bags, hot_ids
     )
 
     inputs = _PlanInputs(
-        collection, config, world, hot_ids, demands_of, depth, batches_in_flight, (dram_bytes, mapped_bytes),
-        sample_profile, max(steps - first_step, 1),
-    )  # fmt: skip
+        collection,
+        config,
+        world,
+        hot_ids,
+        demands_of,
+        depth,
+        batches_in_flight,
+        (dram_bytes, mapped_bytes),
+        sample_profile,
+        max(steps - first_step, 1),
+    )
     placed = _place_rows(inputs, choice)
     if costs is None:
         batches = _select_timed_batches(
             sample, data.train, config.train.samples_per_step, world.num_trainers
         )
         costs = run_micro_benchmark(
-            model, batches, data.train.schema, objective, make_optimizer, batch_size=config.train.samples_per_step,
-            folder=Path(paths[0]) if paths else None, reads={table.name: table.reads for table in placed.memory},
-        )  # fmt: skip
+            model,
+            batches,
+            data.train.schema,
+            objective,
+            make_optimizer,
+            batch_size=config.train.samples_per_step,
+            folder=Path(paths[0]) if paths else None,
+            reads={table.name: table.reads for table in placed.memory},
+        )
     estimate_links = partial(
         estimate_link_costs, loads=loads, device=device, model=model, world=world, declared=declared
     )
@@ -224,8 +262,16 @@ def plan_from_sample(
     if not is_settled(config.plan, tables, world):
         plan = replace(plan, comparison=compare_predictions([best, *runners_up]))
     return PlanningResult(
-        plan, sample_profile, device, costs, best.prediction, choice, tuple(loads), world, runners_up=tuple(runners_up),
-    )  # fmt: skip
+        plan,
+        sample_profile,
+        device,
+        costs,
+        best.prediction,
+        choice,
+        tuple(loads),
+        world,
+        runners_up=tuple(runners_up),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +308,9 @@ class _PlacedRows:
 
 def _place_rows(inputs: _PlanInputs, decision: PlanDecision) -> _PlacedRows:
     """Divide memory among the tables under a decision."""
-    tables, world, in_flight = inputs.collection.tables, inputs.world, inputs.batches_in_flight
+    tables = inputs.collection.tables
+    world = inputs.world
+    in_flight = inputs.batches_in_flight
     config = inputs.config.plan
     plan = build_plan(
         tables, world, resolve_plan_config(config, tables, world, decision, inputs.hot_ids)
@@ -281,17 +329,29 @@ def _predict_plan(
     inputs: _PlanInputs, placed: _PlacedRows, costs: StepCosts, device: Device, links: LinkCosts
 ) -> PlannedStep:
     """Predict the speed of a plan, and complete it."""
-    plan, tables, profile = placed.plan, inputs.collection.tables, inputs.profile
-    config, depth = inputs.config.plan, inputs.depth
+    plan = placed.plan
+    tables = inputs.collection.tables
+    profile = inputs.profile
+    config = inputs.config.plan
+    depth = inputs.depth
     if config.placement == "even" and plan.lookahead != "auto":
         depth = plan.lookahead
     elif config.lookahead == "auto":
         depth = choose_lookahead_depth(placed.memory, costs, device, depth)
     prediction = predict_speed(
-        tables, placed.demands, placed.memory, [profile.lookups_per_sample(t) for t in range(len(tables))], costs,
-        device, batch_size=profile.largest_batch, num_batches=inputs.num_batches, num_ranks=len(inputs.world.owners),
-        lookahead=depth, write_budget=config.write_budget, links=links,
-    )  # fmt: skip
+        tables,
+        placed.demands,
+        placed.memory,
+        [profile.lookups_per_sample(t) for t in range(len(tables))],
+        costs,
+        device,
+        batch_size=profile.largest_batch,
+        num_batches=inputs.num_batches,
+        num_ranks=len(inputs.world.owners),
+        lookahead=depth,
+        write_budget=config.write_budget,
+        links=links,
+    )
     plan = replace(plan, prediction=asdict(prediction))
     if config.placement != "even":
         plan = apply_placement(plan, tables, placed.capacities, lookahead=depth)
@@ -404,16 +464,24 @@ def complete_plan(
     plan: with memory divided evenly; returned as it is if all rows fit and no choice is open, without reading a sample.
     Only choices and a depth of lookahead=auto need a prediction, for which the disk and the model are timed.
     """
-    tables, world = collection.tables, mesh.world
+    tables = collection.tables
+    world = mesh.world
     first_step = 0 if folder is None else max(list_checkpoints(folder), default=0)
     is_placed = config.plan.placement == "profiled" and is_memory_limited(plan, tables)
     # Predictions do not cover device memory.
     is_depth_open = is_placed and config.plan.lookahead == "auto" and config.plan.memory.hbm is None
     if is_depth_open or not is_settled(config.plan, tables, world):
         plans, device = plan_on_rank_0(
-            model, collection, data, config, mesh, folder, objective=objective, make_optimizer=make_optimizer,
+            model,
+            collection,
+            data,
+            config,
+            mesh,
+            folder,
+            objective=objective,
+            make_optimizer=make_optimizer,
             first_step=first_step,
-        )  # fmt: skip
+        )
         return Placement(plans[0], device=device, runners_up=tuple(plans[1:]))
     if not is_placed:
         return Placement(plan)

@@ -156,7 +156,8 @@ class TrainingRun:
 
     def _add_test_metrics(self, outcome: Outcome) -> None:
         """Add the test part's metrics to an outcome without them: of the best step, else of the last. Collective."""
-        trainer, started = self.trainer, time.perf_counter()
+        trainer = self.trainer
+        started = time.perf_counter()
         is_tested = any(name.startswith("test_") for name in outcome.metrics)
         if outcome.stopped or is_tested or not outcome.metrics or trainer.data.test is None:
             return  # without metrics nothing was trained
@@ -170,7 +171,8 @@ class TrainingRun:
 
     def _test_checkpoint(self, step: int) -> dict[str, float]:
         """Compute the test part's metrics of a saved step; {} if this folder does not have it. Collective."""
-        trainer, folder = self.trainer, self.folder
+        trainer = self.trainer
+        folder = self.folder
         if folder is None or step not in list_checkpoints(folder):
             trainer.progress.print_line(
                 f"the test part was not evaluated: the checkpoint of step {step}, the best, is not in {folder}"
@@ -193,7 +195,8 @@ class TrainingRun:
         """
         if self.final_summary is not None:
             return self.final_summary
-        collection, phases = self.trainer.collection, self.trainer.phases.seconds
+        collection = self.trainer.collection
+        phases = self.trainer.phases.seconds
         training_seconds = (
             outcome.seconds - phases.get("evaluate", 0.0) - phases.get("checkpoint", 0.0)
         )
@@ -295,25 +298,42 @@ def prepare_run(
 ) -> TrainingRun:
     """Open a run of a given model and data, for `open_run` and `fit`. Collective."""
     config = resolve_settings(config, objective)
-    collection, full_mesh = find_collection(model), mesh
+    collection = find_collection(model)
+    full_mesh = mesh
     mesh = _select_mesh(collection, mesh, config, read_only)
     check_model_on_all_ranks(
-        model, collection, data, mesh,
-        objective=type(objective).__name__, monitor=config.train.monitor, at=at, has_folder=folder is not None,
-    )  # fmt: skip
+        model,
+        collection,
+        data,
+        mesh,
+        objective=type(objective).__name__,
+        monitor=config.train.monitor,
+        at=at,
+        has_folder=folder is not None,
+    )
     final_summary = None
     if folder is not None and not read_only:
         _check_can_resume(folder, config)
         if at is None:
             final_summary = _read_final_summary(folder, config, data, mesh)
         if final_summary is not None:  # open it for reading
-            read_only, mesh = True, full_mesh
+            read_only = True
+            mesh = full_mesh
     if not read_only:
         _prepare_training(model, data, config, mesh, objective)
     setup = RunSetup(
-        model, collection, data, config, mesh, folder, objective, read_only,
-        dense_optimizer or partial(build_dense_optimizer, config=config), console, disk or Disk(),
-    )  # fmt: skip
+        model,
+        collection,
+        data,
+        config,
+        mesh,
+        folder,
+        objective,
+        read_only,
+        dense_optimizer or partial(build_dense_optimizer, config=config),
+        console,
+        disk or Disk(),
+    )
     rows = RowOptimizer(collection, clip_value=config.embedding.clip_value)
     optimizer = setup.make_optimizer(setup.parameters or [nn.Parameter(torch.empty(0))])
     run_steps = count_total_steps(config, data)
@@ -322,9 +342,13 @@ def prepare_run(
             console.print(describe_settings(config), highlight=False)
         warn_of_few_steps(config, run_steps, console)
     schedules = [
-        row_schedule(rows) if row_schedule else build_schedule(rows, config.embedding.schedule, run_steps),
-        dense_schedule(optimizer) if dense_schedule else build_schedule(optimizer, config.dense.schedule, run_steps),
-    ]  # fmt: skip
+        row_schedule(rows)
+        if row_schedule
+        else build_schedule(rows, config.embedding.schedule, run_steps),
+        dense_schedule(optimizer)
+        if dense_schedule
+        else build_schedule(optimizer, config.dense.schedule, run_steps),
+    ]
     placed = _plan_rows(setup, optimizer)
     plan = None if placed is None else placed.plan
     start_plan = _plan_warm_start(setup)
@@ -392,14 +416,16 @@ def _plan_rows(setup: RunSetup, optimizer: Optimizer) -> Placement | None:
 
     Returns None if the collection is open already. Raises ConfigError, BudgetExceeded.
     """
-    collection, config, mesh, folder = (
-        setup.collection, setup.config, setup.mesh, setup.folder,
-    )  # fmt: skip
+    collection = setup.collection
+    config = setup.config
+    mesh = setup.mesh
+    folder = setup.folder
     if collection.is_open and (folder is not None or setup.read_only):
         raise ConfigError(
             "this model's collection is open already, so a run folder cannot back its rows; build the model anew"
         )
-    plan, placed_config = None, config
+    plan = None
+    placed_config = config
     if not collection.is_open:
         placed_config = apply_tower_partition(config, collection, mesh.world)
         plan_config = placed_config.plan
@@ -418,9 +444,16 @@ def _plan_rows(setup: RunSetup, optimizer: Optimizer) -> Placement | None:
     if plan is None or setup.read_only:
         return Placement(plan) if plan else None
     placed = complete_plan(
-        plan, setup.model, collection, setup.data, placed_config, mesh, folder, objective=setup.objective,
+        plan,
+        setup.model,
+        collection,
+        setup.data,
+        placed_config,
+        mesh,
+        folder,
+        objective=setup.objective,
         make_optimizer=setup.make_optimizer,
-    )  # fmt: skip
+    )
     check_exchanges_of_features(placed.plan, collection, setup.data)
     if placed.note and setup.console is not None:
         setup.console.print(placed.note, style="yellow", highlight=False)
@@ -430,7 +463,8 @@ def _plan_rows(setup: RunSetup, optimizer: Optimizer) -> Placement | None:
 
 def _plan_warm_start(setup: RunSetup) -> WarmStart | None:
     """Plan the warm start of a run without checkpoints from another run; None if there is none."""
-    train, folder = setup.config.train, setup.folder
+    train = setup.config.train
+    folder = setup.folder
     if train.warm_start is None or setup.read_only:
         return None
     if folder is not None and list_checkpoints(folder):
@@ -447,7 +481,10 @@ def _open_checkpoints_and_rows(
 
     Returns the checkpoints, and the step to resume from; None without a folder or a checkpoint.
     """
-    folder, console, checkpoints, step = setup.folder, setup.console, None, None
+    folder = setup.folder
+    console = setup.console
+    checkpoints = None
+    step = None
     if folder is not None:
         checkpoints, step = open_checkpoints(
             folder,
@@ -612,7 +649,8 @@ def _check_can_resume(folder: Path, config: RunConfig) -> None:
 
 def count_total_steps(config: RunConfig, data: Splits) -> int | None:
     """Count the steps of the whole run; None if the length of the data is unknown."""
-    max_steps, train = config.train.max_steps, config.train
+    max_steps = config.train.max_steps
+    train = config.train
     parts = data.days if train.progressive else (data.train,) * train.num_epochs
     counts = [part.num_samples for part in parts]
     steps = sum(count_epoch_steps(config, count) for count in counts if count is not None)

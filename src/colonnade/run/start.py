@@ -87,7 +87,8 @@ def _read_summary_if_finished(
     folder: Path, config: TrainConfig, num_epochs: int
 ) -> dict[str, Any] | None:
     """Read the summary of a run folder if these settings leave nothing to train; else None."""
-    steps, path = list_checkpoints(folder), folder / "summary.json"
+    steps = list_checkpoints(folder)
+    path = folder / "summary.json"
     if not steps or not path.is_file():
         return None
     summary = parse_stamped_json(path, path.read_bytes(), "colonnade summary")
@@ -149,7 +150,8 @@ def plan_warm_start(
     """
     folder, step = parse_warm_start_source(source)
     own_tables = {table.name: table for table in tables}
-    their_model, own_dense = read_checkpoint(folder, step)["model"], dense_weights(model)
+    their_model = read_checkpoint(folder, step)["model"]
+    own_dense = dense_weights(model)
     their_tables = their_model["tables"]
     their_dense = _read_dense_state(folder, step)["model"]
     if unknown_names := sorted(set(skip) - {*their_tables, *their_dense, *own_tables, *own_dense}):
@@ -251,7 +253,8 @@ def _check_shared_shapes(
         ):
             problems.append((name, their_hashing, own_hashing))
     for name in shared_dense:
-        their_shape, own_shape = tuple(their_dense[name].shape), tuple(own_dense[name].shape)
+        their_shape = tuple(their_dense[name].shape)
+        own_shape = tuple(own_dense[name].shape)
         if their_shape != own_shape:
             problems.append((name, f"shape {their_shape}", f"{own_shape}"))
     if problems:
@@ -293,7 +296,8 @@ def _load_table_rows(
     collection = trainer.collection
     t = [own.name for own in collection.tables].index(table.name)
     their_tables = header["model"]["tables"]
-    dtype, num_rows = getattr(torch, their_tables[table.name]["dtype"].split()[0]), 0
+    dtype = getattr(torch, their_tables[table.name]["dtype"].split()[0])
+    num_rows = 0
     stores = open_recorded_stores(start.folder, header, list(their_tables).index(table.name))
     is_same_format = all(
         store.identity == get_record_identity(table) and store.record_bytes == table.record_bytes
@@ -307,11 +311,13 @@ def _load_table_rows(
             is_valid = torch.ones(len(rows.ids), dtype=torch.bool)
             if table.rows is not None:
                 is_valid = (rows.ids >= 0) & (rows.ids < table.rows)
-            ids, records = rows.ids[is_valid], rows.records[is_valid]
+            ids = rows.ids[is_valid]
+            records = rows.records[is_valid]
             is_owned = torch.zeros(len(ids), dtype=torch.bool)
             for shard_index in collection.slices.slices_of_table[t]:
                 is_owned |= collection.shards[shard_index].owns(ids, table.rows)
-            ids, records = ids[is_owned], records[is_owned]
+            ids = ids[is_owned]
+            records = records[is_owned]
             if not is_same_format:
                 weights = records[:, :row_bytes].contiguous().view(dtype)
                 records = build_fresh_records(table, weights.reshape(len(ids), table.width))

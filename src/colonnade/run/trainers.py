@@ -83,10 +83,13 @@ def build_trainer(
     checkpoints: Checkpoints | None,
 ) -> Trainer:
     """Build the trainer of an open collection; print a description of the model's towers."""
-    collection, config, mesh, console = (
-        setup.collection, setup.config, setup.mesh, setup.console,
-    )  # fmt: skip
-    exchange, data, record_part = collection.exchange, setup.data, select_record_part(mesh)
+    collection = setup.collection
+    config = setup.config
+    mesh = setup.mesh
+    console = setup.console
+    exchange = collection.exchange
+    data = setup.data
+    record_part = select_record_part(mesh)
     if config.data.next_use_hints and not setup.read_only:
         data = add_next_use_to_splits(data, config.train.num_epochs)
     trainer = Trainer(
@@ -98,8 +101,13 @@ def build_trainer(
         dense_optimizer=optimizer,
         rows=rows,
         dense=DenseGradients(
-            setup.parameters, mesh, collection.plan.codecs.dense, late=exchange.pushed_parameters,
-            towers=find_tower_weights(collection.declaration, exchange.inside, mesh.num_ranks, optimizer),
+            setup.parameters,
+            mesh,
+            collection.plan.codecs.dense,
+            late=exchange.pushed_parameters,
+            towers=find_tower_weights(
+                collection.declaration, exchange.inside, mesh.num_ranks, optimizer
+            ),
         ),
         lr_schedules=[schedule for schedule in schedules if schedule is not None],
         progress=Progress(
@@ -111,7 +119,7 @@ def build_trainer(
         ),
         checkpoints=checkpoints,
         loss_scale=build_loss_scale(config.train.loss_scale),
-    )  # fmt: skip
+    )
     if console is not None and (tower_text := describe_tower_modules(setup.model, collection)):
         console.print(tower_text, highlight=False)
     return trainer
@@ -141,8 +149,14 @@ def open_timed_trainer(
         }
     )
     copied = replace(
-        setup, model=model, collection=collection, data=data, config=config, folder=None, console=None,
-    )  # fmt: skip
+        setup,
+        model=model,
+        collection=collection,
+        data=data,
+        config=config,
+        folder=None,
+        console=None,
+    )
     collection.open(plan, setup.mesh, backings=backings)
     rows = RowOptimizer(collection, clip_value=config.embedding.clip_value)
     optimizer = copied.make_optimizer(copied.parameters or [nn.Parameter(torch.empty(0))])
@@ -153,7 +167,8 @@ def open_timed_trainer(
 
 def build_training_schedule(setup: RunSetup) -> Schedule:
     """Return the trainer's schedule for a run's configuration."""
-    config, train = setup.config, setup.config.train
+    config = setup.config
+    train = setup.config.train
     # At the end, neither a user's model nor weights of an earlier step can be opened.
     is_reopened = setup.folder is not None and config.data.name in SOURCES
     return Schedule(

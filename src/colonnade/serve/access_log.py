@@ -69,7 +69,8 @@ class AccessLog:
     def _flush(self) -> None:
         """Write the lines, or count them as lost: a full disk or a closed pipe must not stop the server."""
         with self._lock:
-            lines, self._lines = self._lines, []
+            lines = self._lines
+            self._lines = []
         num_lines = len(lines)
         if not lines:
             return
@@ -88,7 +89,8 @@ class AccessLog:
             if num_written:
                 self._is_torn = content[num_written - 1] != NEWLINE
         else:
-            self._num_reported, self._is_torn = self.num_lost, False
+            self._num_reported = self.num_lost
+            self._is_torn = False
 
 
 def format_line(event: str, fields: dict[str, Any]) -> str:

@@ -41,7 +41,8 @@ MAX_HEADER_BYTES = 65536
 HEADER_TOO_LARGE = f"got a header or trailers of more than {MAX_HEADER_BYTES:,} bytes; send less"
 SHORT_BODY_BYTES = 65536
 """Limit on the body of a request that is scored in the event loop."""
-READ, WRITE = ("GET", "HEAD"), ("POST",)
+READ = ("GET", "HEAD")
+WRITE = ("POST",)
 
 
 def build_app(service: Service) -> Gate:
@@ -50,7 +51,8 @@ def build_app(service: Service) -> Gate:
     def route(path: str, name: str, handler: Handler, methods: Sequence[str] = READ) -> Route:
         return Route(path, Endpoint(service, name, handler, methods))
 
-    model, version = "/v2/models/{name:path}", "/versions/{version}"
+    model = "/v2/models/{name:path}"
+    version = "/versions/{version}"
     routes = [
         route(f"{model}{version}/infer", "infer", infer, WRITE),
         route(f"{model}/infer", "infer", infer, WRITE),
@@ -81,7 +83,8 @@ class Gate:
     """Outermost ASGI application: checks who calls, limits requests in progress, counts and logs each answer."""
 
     def __init__(self, service: Service, app: Any) -> None:
-        self.service, self.app = service, app
+        self.service = service
+        self.app = app
         self.num_in_progress = 0
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -124,19 +127,29 @@ class Gate:
         limit = self.service.options.max_requests
         if self.num_in_progress > limit and not scope["path"].startswith("/v2/health"):
             raise RequestError(
-                503, f"got {self.num_in_progress} requests in progress, wanted at most {limit}; send this one again "
-                "later, fewer at a time", retry_seconds=1,
-            )  # fmt: skip
+                503,
+                f"got {self.num_in_progress} requests in progress, wanted at most {limit}; send this one again "
+                "later, fewer at a time",
+                retry_seconds=1,
+            )
 
     def _note(self, scope: Any, record: RequestRecord, answered: int, seconds: float) -> None:
         service = self.service
         service.metrics.observe_request(record.route, answered, seconds)
         client = scope.get("client")
-        service.log.write("request", {
-            "method": scope["method"], "path": scope["path"], "status": answered, "route": record.route,
-            "ms": round(1000 * seconds, 3), "samples": record.samples, "step": record.step,
-            "client": client[0] if client else None,
-        })  # fmt: skip
+        service.log.write(
+            "request",
+            {
+                "method": scope["method"],
+                "path": scope["path"],
+                "status": answered,
+                "route": record.route,
+                "ms": round(1000 * seconds, 3),
+                "samples": record.samples,
+                "step": record.step,
+                "client": client[0] if client else None,
+            },
+        )
 
 
 class Endpoint:
@@ -145,7 +158,10 @@ class Endpoint:
     def __init__(
         self, service: Service, name: str, handler: Handler, methods: Sequence[str] | None = None
     ) -> None:
-        self.service, self.name, self.handler, self.methods = service, name, handler, methods
+        self.service = service
+        self.name = name
+        self.handler = handler
+        self.methods = methods
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         scope["record"].route = self.name
@@ -169,7 +185,8 @@ class ClientGone(Exception):
 
 async def read_body(service: Service, request: Request) -> bytearray:
     """Read a body within the limits of size and time. Raises RequestError (408, 413, 415), ClientGone."""
-    options, headers = service.options, request.scope["headers_by_name"]
+    options = service.options
+    headers = request.scope["headers_by_name"]
     encoding = headers.get("content-encoding", "identity")
     if encoding != "identity":
         raise RequestError(
@@ -208,7 +225,9 @@ class TimeLimit:
     """Context that cancels the current task's wait after `seconds`, and raises RequestError (408) instead."""
 
     def __init__(self, seconds: float, text: str, count: Callable[[], int]) -> None:
-        self.seconds, self.text, self.count = seconds, text, count
+        self.seconds = seconds
+        self.text = text
+        self.count = count
         self.has_passed = False
 
     def __enter__(self) -> None:
@@ -235,7 +254,8 @@ async def run_job(service: Service, build_job: Callable[..., Job], *, is_short: 
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
-    thread, seconds = threading.get_ident(), service.options.timeout_seconds
+    thread = threading.get_ident()
+    seconds = service.options.timeout_seconds
 
     def settle(result: Any, error: BaseException | None) -> None:
         if not future.done():
@@ -410,7 +430,8 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        count, limit = len(self.connections), self.options.max_connections
+        count = len(self.connections)
+        limit = self.options.max_connections
         if count > limit:
             self.refuse(
                 "503 Service Unavailable",
@@ -459,7 +480,9 @@ class LimitedProtocol(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        self.is_in_header, self.is_in_body, self.has_progress = False, True, True
+        self.is_in_header = False
+        self.is_in_body = True
+        self.has_progress = True
         super().on_headers_complete()
 
     def on_chunk_header(self) -> None:
@@ -470,7 +493,8 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        self.is_in_body, self.has_progress = False, True
+        self.is_in_body = False
+        self.has_progress = True
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
@@ -543,13 +567,25 @@ class HttpServer(uvicorn.Server):
     ) -> None:
         options = service.options
         protocol: Any = partial(LimitedProtocol, options=options)
-        super().__init__(uvicorn.Config(
-            build_app(service), http=protocol, ws="none", lifespan="off", log_config=None, log_level="critical",
-            access_log=False, server_header=False, timeout_keep_alive=KEEP_ALIVE_SECONDS,
-            timeout_graceful_shutdown=max(1, round(options.drain_seconds)), ssl_certfile=options.tls_certificate,
-            ssl_keyfile=options.tls_key,
-        ))  # fmt: skip
-        self.service, self.should_stop, self.on_ready = service, should_stop, on_ready
+        super().__init__(
+            uvicorn.Config(
+                build_app(service),
+                http=protocol,
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                log_level="critical",
+                access_log=False,
+                server_header=False,
+                timeout_keep_alive=KEEP_ALIVE_SECONDS,
+                timeout_graceful_shutdown=max(1, round(options.drain_seconds)),
+                ssl_certfile=options.tls_certificate,
+                ssl_keyfile=options.tls_key,
+            )
+        )
+        self.service = service
+        self.should_stop = should_stop
+        self.on_ready = on_ready
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

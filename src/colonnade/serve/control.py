@@ -57,7 +57,8 @@ class ControlFolder:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._path = folder / CONTROL
-        self._order, self._stamp = ServeOrder(), (0, 0)
+        self._order = ServeOrder()
+        self._stamp = (0, 0)
 
     def read(self) -> ServeOrder:
         """Return the current order. Costs one look at the file's time while nothing has changed."""
@@ -204,7 +205,8 @@ def copy_published_step(publication: Path, target: Path, step: int) -> None:
     temporary = target.with_name(f".{target.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     (temporary / base.folder).mkdir(parents=True)
-    tag, num_bytes = base.tag, 0
+    tag = base.tag
+    num_bytes = 0
     try:
         for path in sorted(folder_inside(publication, base.folder).iterdir()):
             _link_or_copy(path, temporary / base.folder / path.name)

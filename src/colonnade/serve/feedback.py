@@ -60,7 +60,8 @@ def parse_feedback(fields: Any, max_pairs: int) -> NDArray:
                 400,
                 f"{name}: got {describe_value(fields[name])}, wanted an array with one number per score",
             )
-    scores, labels = fields["scores"], fields["labels"]
+    scores = fields["scores"]
+    labels = fields["labels"]
     if len(scores) != len(labels):
         raise RequestError(
             400,
@@ -86,7 +87,8 @@ def parse_feedback(fields: Any, max_pairs: int) -> NDArray:
                 f"labels, place {place}: got {describe_value(label)}, wanted 0 or 1; leave out what has no label",
             )
     pairs = np.empty(len(scores), PAIR)
-    pairs["score"], pairs["label"] = scores, labels
+    pairs["score"] = scores
+    pairs["label"] = labels
     return pairs
 
 
@@ -105,7 +107,8 @@ class FeedbackWindow:
 
     def __init__(self, path: Path, size: int = WINDOW) -> None:
         """path: file of the pairs; created with the first one."""
-        self.path, self.size = path, size
+        self.path = path
+        self.size = size
         self._lock = threading.Lock()  # protects the summary
         self._summary = FeedbackSummary()
 

@@ -132,17 +132,28 @@ def _add_field(message: Any, number: int, name: str, kind: str, *, is_in_oneof: 
         entry.field.add(
             name="value", number=2, label=1, type=11, type_name=f".inference.{kind[1:]}"
         )
-        field.label, field.type, field.type_name = 3, 11, f".inference.{message.name}.{entry.name}"
+        field.label = 3
+        field.type = 11
+        field.type_name = f".inference.{message.name}.{entry.name}"
         return
     if kind[0] == "*":
-        field.label, kind = 3, kind[1:]
+        field.label = 3
+        kind = kind[1:]
     if kind in MESSAGES:
-        field.type, field.type_name = 11, f".inference.{kind}"
+        field.type = 11
+        field.type_name = f".inference.{kind}"
     else:
         field.type = {
-            "double": 1, "float": 2, "int64": 3, "uint64": 4, "int32": 5, "bool": 8, "string": 9, "bytes": 12,
+            "double": 1,
+            "float": 2,
+            "int64": 3,
+            "uint64": 4,
+            "int32": 5,
+            "bool": 8,
+            "string": 9,
+            "bytes": 12,
             "uint32": 13,
-        }[kind]  # fmt: skip
+        }[kind]
 
 
 class GrpcServer:
@@ -152,7 +163,9 @@ class GrpcServer:
         """is_shared: other workers listen on the same port. Raises ConfigError if it is taken."""
         import grpc
 
-        self.service, self.types, self.codes = service, build_message_types(), grpc.StatusCode
+        self.service = service
+        self.types = build_message_types()
+        self.codes = grpc.StatusCode
         limit = service.options.max_body_bytes
         options = [
             ("grpc.so_reuseport", int(is_shared)),
@@ -202,19 +215,23 @@ class GrpcServer:
             "ServerLive": lambda request, record: {"live": True},
             "ServerReady": lambda request, record: {"ready": self.service.is_ready},
             "ServerMetadata": lambda request, record: {
-                "name": "colonnade", "version": __version__, "extensions": ["model_configuration"],
+                "name": "colonnade",
+                "version": __version__,
+                "extensions": ["model_configuration"],
             },
             "ModelReady": self._model_ready,
             "ModelMetadata": self._model_metadata,
             "ModelConfig": self._model_config,
             "ModelInfer": self._model_infer,
-        }  # fmt: skip
+        }
 
     def _answer(
         self, name: str, handler: Callable[[Any, RequestRecord], Any], content: bytes, context: Any
     ) -> Any:
         """Answer a call; errors become the protocol's status codes."""
-        started, record, status = time.perf_counter(), RequestRecord("grpc"), 200
+        started = time.perf_counter()
+        record = RequestRecord("grpc")
+        status = 200
         policy = self.service.policy
         try:
             if not policy.is_loopback and name not in ("ServerLive", "ServerReady"):
@@ -226,10 +243,19 @@ class GrpcServer:
         finally:
             seconds = time.perf_counter() - started
             self.service.metrics.observe_request("grpc", status, seconds)
-            self.service.log.write("request", {
-                "method": "GRPC", "path": name, "status": status, "route": "grpc", "ms": round(1000 * seconds, 3),
-                "samples": record.samples, "step": record.step, "client": context.peer(),
-            })  # fmt: skip
+            self.service.log.write(
+                "request",
+                {
+                    "method": "GRPC",
+                    "path": name,
+                    "status": status,
+                    "route": "grpc",
+                    "ms": round(1000 * seconds, 3),
+                    "samples": record.samples,
+                    "step": record.step,
+                    "client": context.peer(),
+                },
+            )
         return self.types[f"{name}Response"](**fields)
 
     def _parse(self, name: str, content: bytes) -> Any:
@@ -268,7 +294,8 @@ class GrpcServer:
         return {"config": config}
 
     def _model_infer(self, request: Any, record: RequestRecord) -> dict[str, Any]:
-        service, seconds = self.service, self.service.options.timeout_seconds
+        service = self.service
+        seconds = self.service.options.timeout_seconds
         step = self._resolve(request.model_name, request.model_version)
         service.model.open_version(step)
         future: Future[dict[str, Any]] = Future()
@@ -378,6 +405,10 @@ def format_grpc_response(request: InferRequest, scored: Scored, model: str) -> d
         for content, o in zip(contents, outputs, strict=True)
     )
     return {
-        "model_name": model, "model_version": str(scored.step), "id": request.id,
-        "parameters": {"run": {"string_param": scored.run}}, "outputs": outputs, "raw_output_contents": contents,
-    }  # fmt: skip
+        "model_name": model,
+        "model_version": str(scored.step),
+        "id": request.id,
+        "parameters": {"run": {"string_param": scored.run}},
+        "outputs": outputs,
+        "raw_output_contents": contents,
+    }

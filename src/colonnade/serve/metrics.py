@@ -33,9 +33,12 @@ class Metrics:
             "colonnade_requests", "Answered requests.", ["route", "status"], **registry
         )
         self.seconds = Histogram(
-            "colonnade_request_seconds", "From the end of the header to the end of the answer.",
-            ["route"], buckets=SECONDS, **registry,
-        )  # fmt: skip
+            "colonnade_request_seconds",
+            "From the end of the header to the end of the answer.",
+            ["route"],
+            buckets=SECONDS,
+            **registry,
+        )
         self.scoring_seconds = Histogram(
             "colonnade_scoring_seconds",
             "Scoring of a batch, without waiting.",
@@ -47,9 +50,12 @@ class Metrics:
         )
         self.lookups = Counter("colonnade_lookups", "Ids looked up.", **registry)
         self.rows = Gauge(
-            "colonnade_rows_read", "Rows read with --row-memory since the base was loaded, by place: memory or file.",
-            ["place"], multiprocess_mode="livesum", **registry,
-        )  # fmt: skip
+            "colonnade_rows_read",
+            "Rows read with --row-memory since the base was loaded, by place: memory or file.",
+            ["place"],
+            multiprocess_mode="livesum",
+            **registry,
+        )
         self.in_progress = Gauge(
             "colonnade_requests_in_progress",
             "Requests in progress.",
@@ -57,13 +63,17 @@ class Metrics:
             **registry,
         )
         self.step = Gauge(
-            "colonnade_model_step", "Step that is served; the oldest of all workers.",
-            multiprocess_mode="livemin", **registry,
-        )  # fmt: skip
+            "colonnade_model_step",
+            "Step that is served; the oldest of all workers.",
+            multiprocess_mode="livemin",
+            **registry,
+        )
         self.age = Gauge(
-            "colonnade_model_age_seconds", "Since the newest loaded checkpoint was published.",
-            multiprocess_mode="livemax", **registry,
-        )  # fmt: skip
+            "colonnade_model_age_seconds",
+            "Since the newest loaded checkpoint was published.",
+            multiprocess_mode="livemax",
+            **registry,
+        )
         self.is_ready = Gauge(
             "colonnade_ready",
             "1 if all workers can score.",
@@ -71,9 +81,11 @@ class Metrics:
             **registry,
         )
         self.failures = Gauge(
-            "colonnade_refresh_failures", "Failed looks for a newer checkpoint.",
-            multiprocess_mode="livesum", **registry,
-        )  # fmt: skip
+            "colonnade_refresh_failures",
+            "Failed looks for a newer checkpoint.",
+            multiprocess_mode="livesum",
+            **registry,
+        )
         self.versions = Gauge(
             "colonnade_open_versions", "Open older steps.", multiprocess_mode="livesum", **registry
         )
@@ -84,21 +96,30 @@ class Metrics:
             **registry,
         )
         self.recall = Gauge(
-            "colonnade_index_recall", "Measured recall of a retrieval model's ranking; the lowest of all workers.",
-            ["index"], multiprocess_mode="livemin", **registry,
-        )  # fmt: skip
-        self.lost_lines = Gauge(
-            "colonnade_log_lines_lost", "Lines of the access log that could not be written.",
-            multiprocess_mode="livesum", **registry,
-        )  # fmt: skip
-        self.feedback = Counter(
-            "colonnade_feedback_pairs", "Pairs of score and label sent to /feedback.", ["label"],
+            "colonnade_index_recall",
+            "Measured recall of a retrieval model's ranking; the lowest of all workers.",
+            ["index"],
+            multiprocess_mode="livemin",
             **registry,
-        )  # fmt: skip
+        )
+        self.lost_lines = Gauge(
+            "colonnade_log_lines_lost",
+            "Lines of the access log that could not be written.",
+            multiprocess_mode="livesum",
+            **registry,
+        )
+        self.feedback = Counter(
+            "colonnade_feedback_pairs",
+            "Pairs of score and label sent to /feedback.",
+            ["label"],
+            **registry,
+        )
         self.feedback_auc = Gauge(
-            "colonnade_feedback_auc", "AUC of the newest pairs; NaN without both labels.",
-            multiprocess_mode="livemostrecent", **registry,
-        )  # fmt: skip
+            "colonnade_feedback_auc",
+            "AUC of the newest pairs; NaN without both labels.",
+            multiprocess_mode="livemostrecent",
+            **registry,
+        )
         self._children: dict[tuple[str, int], tuple[Any, Any]] = {}
 
     def observe_request(self, route: str, status: int, seconds: float) -> None:

@@ -20,14 +20,27 @@ HEADER_LENGTH = "Inference-Header-Content-Length"
 DTYPES: dict[str, np.dtype[Any]] = {
     name: np.dtype(kind)
     for name, kind in {
-        "BOOL": "?", "UINT8": "u1", "UINT16": "<u2", "UINT32": "<u4", "UINT64": "<u8", "INT8": "i1", "INT16": "<i2",
-        "INT32": "<i4", "INT64": "<i8", "FP16": "<f2", "FP32": "<f4", "FP64": "<f8", "BYTES": "O",
+        "BOOL": "?",
+        "UINT8": "u1",
+        "UINT16": "<u2",
+        "UINT32": "<u4",
+        "UINT64": "<u8",
+        "INT8": "i1",
+        "INT16": "<i2",
+        "INT32": "<i4",
+        "INT64": "<i8",
+        "FP16": "<f2",
+        "FP32": "<f4",
+        "FP64": "<f8",
+        "BYTES": "O",
     }.items()
-}  # fmt: skip
+}
 """numpy's type of each datatype; BYTES are arrays of str."""
 DATATYPES = {dtype: name for name, dtype in DTYPES.items()}
-MAX_DIMENSIONS, MAX_ELEMENTS = 8, 1 << 40
-MAX_LAYOUTS, MAX_LAYOUT_BYTES = 64, 1 << 14
+MAX_DIMENSIONS = 8
+MAX_ELEMENTS = 1 << 40
+MAX_LAYOUTS = 64
+MAX_LAYOUT_BYTES = 1 << 14
 """Limits on the remembered JSON parts: their number, and the length of each."""
 Tensors = dict[str, np.ndarray]
 
@@ -37,7 +50,8 @@ class RequestError(Exception):
 
     def __init__(self, status: int, text: str, *, retry_seconds: int | None = None) -> None:
         super().__init__(text)
-        self.status, self.retry_seconds = status, retry_seconds
+        self.status = status
+        self.retry_seconds = retry_seconds
 
 
 @dataclass(frozen=True, slots=True)

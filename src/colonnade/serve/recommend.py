@@ -253,7 +253,8 @@ class Recommender:
     def recommend_batch(self, batch: Batch, k: int, masked: Ids) -> Recommendations:
         """Recommend the k best items to each query of a batch. `masked`: bags of positions that are not recommended."""
         top, scores, step = self._rank_items(batch, k, masked)
-        items, values = [], []
+        items = []
+        values = []
         for row, row_scores in zip(top.numpy(), scores.tolist(), strict=True):
             row = row[row >= 0]
             items.append(self.catalogue.keys[row].tolist())
@@ -384,7 +385,8 @@ def _parse_user(value: Any, row: int, num_known: int) -> int:
         is_valid = not isinstance(value, bool | float) and len(str(value)) < 20
         number = int(value) if is_valid else -1
     except (TypeError, ValueError):
-        is_valid, number = False, -1
+        is_valid = False
+        number = -1
     if not is_valid:
         raise DataError(
             f"record {row}, column {USER}: got {describe_value(value)}, wanted the number of a user. Leave it out for "

@@ -256,9 +256,15 @@ def describe_value(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        return repr(value[:60]) if len(value) <= 60 else f"{value[:40]!r}... of {len(value):,} characters"  # fmt: skip
+        return (
+            repr(value[:60])
+            if len(value) <= 60
+            else f"{value[:40]!r}... of {len(value):,} characters"
+        )
     if isinstance(value, int):
-        return str(value) if value.bit_length() < 200 else f"an integer of {value.bit_length()} bits"  # fmt: skip
+        return (
+            str(value) if value.bit_length() < 200 else f"an integer of {value.bit_length()} bits"
+        )
     if isinstance(value, float):
         return repr(value)
     if isinstance(value, list | tuple):
@@ -343,13 +349,15 @@ class RecordEncoder:
     ) -> None:
         """Create an encoder. `names`: names in the batch by field, where they differ. `selected`: fields to encode;
         default: all."""
-        self._file_schema, self._rules = file_schema, rules
+        self._file_schema = file_schema
+        self._rules = rules
         self._raw_columns = {column.name: column for column in columns}
         self._names = dict(names or {})
         self._selected = frozenset(
-            field.name for field in file_schema.fields
+            field.name
+            for field in file_schema.fields
             if selected is None or self._names.get(field.name, field.name) in selected
-        )  # fmt: skip
+        )
         needed = select_fields(file_schema, self._selected)
         read = {column for field in needed for column in field.columns}
         self.columns = tuple(column for column in self._raw_columns if column in read)
@@ -378,9 +386,13 @@ class RecordEncoder:
         """Return an encoder of the features and dense columns `names`; other dense columns are 0. `ignored`: further
         columns that may be sent and are not read."""
         return RecordEncoder(
-            self._file_schema, list(self._raw_columns.values()), self._rules,
-            ignored=self.ignored | frozenset(ignored), names=self._names, selected=names,
-        )  # fmt: skip
+            self._file_schema,
+            list(self._raw_columns.values()),
+            self._rules,
+            ignored=self.ignored | frozenset(ignored),
+            names=self._names,
+            selected=names,
+        )
 
     def find_columns(self, name: str) -> tuple[str, ...]:
         """Return the raw columns that a feature or dense column reads."""
@@ -626,10 +638,13 @@ def _build_schema_encoder(schema: Schema) -> RecordEncoder:
     for i, column in enumerate(schema.categorical):
         fields.append(
             kinds[column.kind](
-                f"ids_{i}", column=column.name, dtype="integer", cardinality=column.cardinality,
+                f"ids_{i}",
+                column=column.name,
+                dtype="integer",
+                cardinality=column.cardinality,
                 missing="error",
             )
-        )  # fmt: skip
+        )
         names[f"ids_{i}"] = column.name
     for i, name in enumerate(schema.dense):
         fields.append(Number(f"dense_{i}", column=name))

@@ -61,8 +61,10 @@ class ScoringQueue:
     def __init__(
         self, model: ServedModel, metrics: Metrics, *, max_jobs: int, micro_batch: int = 1
     ) -> None:
-        self.model, self.metrics = model, metrics
-        self.max_jobs, self.micro_batch = max_jobs, micro_batch
+        self.model = model
+        self.metrics = metrics
+        self.max_jobs = max_jobs
+        self.micro_batch = micro_batch
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._num_jobs = 0  # of the thread: waiting there, or running
         self._num_long_jobs = 0  # of these, the ones that may not run in an event loop
@@ -179,9 +181,11 @@ class ScoringQueue:
             try:
                 if now > job.deadline:
                     raise RequestError(
-                        504, "got no result before the time-out, wanted it while the request waits; send it again, "
-                        "fewer at a time", retry_seconds=1,
-                    )  # fmt: skip
+                        504,
+                        "got no result before the time-out, wanted it while the request waits; send it again, "
+                        "fewer at a time",
+                        retry_seconds=1,
+                    )
                 if isinstance(job, ScoreJob):
                     batches.append((job, job.prepare()))
                 else:

@@ -94,7 +94,8 @@ class Service:
         self.policy = build_policy(
             options.host, options.token, options.allowed_hosts, options.allowed_origins
         )
-        self.metrics, self.log = Metrics(), AccessLog(options.access_log)
+        self.metrics = Metrics()
+        self.log = AccessLog(options.access_log)
         self.model = ServedModel(options, report=self.log.write, on_poll=self.note_poll)
         self.queue = ScoringQueue(
             self.model, self.metrics, max_jobs=options.max_queue, micro_batch=options.micro_batch
@@ -166,7 +167,8 @@ class Service:
 
     def describe_model(self, step: int | None = None) -> dict[str, Any]:
         """Return the model's metadata. Raises NotReady, RequestError (404) for an unknown step."""
-        signature, steps = self.signature, self.model.list_steps()
+        signature = self.signature
+        steps = self.model.list_steps()
         if step is not None and step not in steps:
             raise RequestError(404, f"version: got {step}, wanted one of {steps}")
         fields = describe_model(signature, name=self.options.name, steps=steps, run=self.model.run)
@@ -182,11 +184,20 @@ class Service:
         """Return what the live page shows."""
         model = self.model
         return {
-            "model": self.options.name, "run": model.run, "step": model.step, "age_seconds": model.age_seconds,
-            "is_ready": self.is_ready, "problem": model.problem, "waiting": self.queue.num_waiting,
-            "order": {"serve_step": model.control.read().serve_step, "pins": list(model.control.read().pins)},
-            "feedback": self.feedback.summarise().to_dict(), **self.metrics.summarise(),
-        }  # fmt: skip
+            "model": self.options.name,
+            "run": model.run,
+            "step": model.step,
+            "age_seconds": model.age_seconds,
+            "is_ready": self.is_ready,
+            "problem": model.problem,
+            "waiting": self.queue.num_waiting,
+            "order": {
+                "serve_step": model.control.read().serve_step,
+                "pins": list(model.control.read().pins),
+            },
+            "feedback": self.feedback.summarise().to_dict(),
+            **self.metrics.summarise(),
+        }
 
     def describe_readiness(self) -> dict[str, Any]:
         """Return the body of a readiness check."""
@@ -205,8 +216,12 @@ class Service:
         def finish(scored: Scored) -> tuple[bytes, int | None]:
             record.step = scored.step
             return format_infer_response(
-                request[0], format_scores(scored.scores), model=self.options.name, step=scored.step, run=scored.run
-            )  # fmt: skip
+                request[0],
+                format_scores(scored.scores),
+                model=self.options.name,
+                step=scored.step,
+                run=scored.run,
+            )
 
         return prepare, finish
 
@@ -287,7 +302,8 @@ class Service:
                 400,
                 f"body: got {describe_value(names)}, wanted 'user': {{...}}, and 'k', 'exclude': [...], 'exclude_seen'",
             )
-        exclude, exclude_seen = fields.get("exclude", []), fields.get("exclude_seen", True)
+        exclude = fields.get("exclude", [])
+        exclude_seen = fields.get("exclude_seen", True)
         if not isinstance(exclude_seen, bool):
             raise RequestError(
                 400, f"exclude_seen: got {describe_value(exclude_seen)}, wanted true or false"
@@ -303,7 +319,8 @@ class Service:
                 f"model {self.options.name!r}, step {self.model.step}: {error}"
             ) from None
         check_scores(torch.tensor(best.scores), best.step, self.options.name)
-        record.samples, record.step = 1, best.step
+        record.samples = 1
+        record.step = best.step
         answer = {"items": best.items[0], "scores": best.scores[0], "step": best.step}
         return json.dumps({**answer, "run": self.model.run, "model": self.options.name}).encode()
 

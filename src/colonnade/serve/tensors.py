@@ -27,8 +27,10 @@ from colonnade.serve.records import RecordEncoder
 
 DENSE = "dense"
 SCORE = "score"
-LENGTHS, WEIGHTS = ".lengths", ".weights"
-FLOAT, INT = np.dtype("<f4"), np.dtype("<i8")
+LENGTHS = ".lengths"
+WEIGHTS = ".weights"
+FLOAT = np.dtype("<f4")
+INT = np.dtype("<i8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +114,8 @@ class _Reader:
     """Reader of a request's tensors that tracks the number of candidates."""
 
     def __init__(self, signature: ModelSignature, tensors: Tensors) -> None:
-        self.signature, self.tensors = signature, tensors
+        self.signature = signature
+        self.tensors = tensors
         self.num_used = 0
         self.size = 1
         self.size_name = ""
@@ -161,7 +164,8 @@ class _Reader:
         return torch.from_numpy(tensor)
 
     def read_bag(self, name: str) -> Ids:
-        values, lengths = self.get(name, INT), self.get(name + LENGTHS, INT)
+        values = self.get(name, INT)
+        lengths = self.get(name + LENGTHS, INT)
         weights = self.get(name + WEIGHTS, FLOAT) if name + WEIGHTS in self.tensors else None
         for label, tensor in ((name, values), (name + LENGTHS, lengths), (name + WEIGHTS, weights)):
             if tensor is not None and tensor.ndim != 1:
@@ -175,16 +179,18 @@ class _Reader:
             )
         if lengths.min(initial=0) < 0 or lengths.max(initial=0) > len(values):
             raise RequestError(
-                400, f"input {name + LENGTHS!r}: got a length outside 0 .. {len(values)}, wanted the ids of each "
+                400,
+                f"input {name + LENGTHS!r}: got a length outside 0 .. {len(values)}, wanted the ids of each "
                 "candidate",
-            )  # fmt: skip
+            )
         offsets = np.zeros(len(lengths) + 1, np.int64)
         np.cumsum(lengths, out=offsets[1:])
         if int(offsets[-1]) != len(values):
             raise RequestError(
-                400, f"input {name + LENGTHS!r}: got lengths of {int(offsets[-1]):,} ids in all, wanted "
+                400,
+                f"input {name + LENGTHS!r}: got lengths of {int(offsets[-1]):,} ids in all, wanted "
                 f"{len(values):,}, as {name!r} has",
-            )  # fmt: skip
+            )
         if weights is not None:
             if len(weights) != len(values):
                 raise RequestError(
@@ -234,10 +240,12 @@ class _Reader:
             return
         if self.size not in (1, length):
             raise RequestError(
-                400, f"input {name!r}: got {length:,} candidates, wanted {self.size:,} as in {self.size_name!r}, or 1 "
+                400,
+                f"input {name!r}: got {length:,} candidates, wanted {self.size:,} as in {self.size_name!r}, or 1 "
                 "for all of them",
-            )  # fmt: skip
-        self.size, self.size_name = length, name
+            )
+        self.size = length
+        self.size_name = name
 
     def check_all_used(self) -> None:
         """Raise RequestError for an input that the model does not have."""

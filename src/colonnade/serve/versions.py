@@ -124,12 +124,14 @@ class ServedModel:
         self.options = options
         self.control = ControlFolder(Path(options.state_folder))
         self.num_failures = 0
-        self._report, self._on_poll = report, on_poll
+        self._report = report
+        self._on_poll = on_poll
         self._newest: Predictor | None = None
         self._recommender: Recommender | None = None
         """Recommender of the newest checkpoint. It owns that checkpoint's predictor."""
         self._problem: str | None = "no checkpoint is loaded yet"
-        self._loaded_at, self._age_when_loaded = time.monotonic(), 0.0
+        self._loaded_at = time.monotonic()
+        self._age_when_loaded = 0.0
         self._is_current_since: float | None = None
         """Last look that found nothing newer, by `time.monotonic`."""
         self._versions: dict[int, OpenVersion] = {}
@@ -179,7 +181,8 @@ class ServedModel:
         if self._thread is not None:
             self._thread.join()
         with self._lock:
-            versions, self._versions = list(self._versions.values()), {}
+            versions = list(self._versions.values())
+            self._versions = {}
         for version in versions:
             version.predictor.close()
         if self._recommender is not None:
@@ -326,7 +329,8 @@ class ServedModel:
     @property
     def step(self) -> int | None:
         """Step that is served to requests that name none; None: nothing is loaded."""
-        newest, order = self._newest, self.control.read()
+        newest = self._newest
+        order = self.control.read()
         if order.serve_step is not None:
             return order.serve_step
         return None if newest is None else newest.step
@@ -386,7 +390,8 @@ class ServedModel:
 
     def _find_default_predictor(self) -> Predictor | None:
         """Return the predictor that requests get which name no step; None: it is not open."""
-        newest, wanted = self._newest, self.control.read().serve_step
+        newest = self._newest
+        wanted = self.control.read().serve_step
         if wanted is None or (newest is not None and wanted == newest.step):
             return newest
         version = self._versions.get(wanted)
@@ -397,7 +402,8 @@ class ServedModel:
         version = self._versions.get(step)
         if version is not None:
             self._num_uses += 1
-            version.last_use, version.num_users = self._num_uses, version.num_users + 1
+            version.last_use = self._num_uses
+            version.num_users = version.num_users + 1
         return version
 
     def _open(self, step: int) -> OpenVersion:
@@ -487,7 +493,8 @@ class ServedModel:
             self._open_newest()
         elif self._load_newer():
             self._note_step()
-        self._is_current_since, self._problem = began, None
+        self._is_current_since = began
+        self._problem = None
 
     def _load_newer(self) -> bool:
         """Load the checkpoints published since, and return whether there were any."""
@@ -515,7 +522,8 @@ class ServedModel:
             row_memory=options.row_memory_bytes,
         )
         self._recommender = self._build_recommender(predictor, options.index)
-        self._newest, self._problem = predictor, None
+        self._newest = predictor
+        self._problem = None
         self._note_step()
 
     def _build_recommender(self, predictor: Predictor, index: str) -> Recommender | None:
@@ -536,7 +544,8 @@ class ServedModel:
             raise
 
     def _note_step(self) -> None:
-        newest, now = self.get_newest(), time.monotonic()
+        newest = self.get_newest()
+        now = time.monotonic()
         path = self.publication / CURRENT if self.is_publication else newest.folder / MODEL
         file_age = 0.0
         with suppress(OSError):

@@ -129,10 +129,15 @@ class Supervisor:
     """Parent of worker processes: starts them, restarts those that end, and stops all of them."""
 
     def __init__(
-        self, options: ServeOptions, listener: socket.socket, num_workers: int,
+        self,
+        options: ServeOptions,
+        listener: socket.socket,
+        num_workers: int,
         on_ready: Callable[[dict[str, Any]], None],
-    ) -> None:  # fmt: skip
-        self.options, self.listener, self.num_workers = options, listener, num_workers
+    ) -> None:
+        self.options = options
+        self.listener = listener
+        self.num_workers = num_workers
         self.on_ready = on_ready
         self.control = ControlFolder(Path(options.state_folder))
         self.log = AccessLog(options.access_log)

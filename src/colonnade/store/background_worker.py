@@ -60,7 +60,8 @@ class BackgroundWorker(Generic[Source]):
 
     def _detach_thread(self) -> threading.Thread | None:
         """Take the thread out and make it end."""
-        thread, self._thread = self._thread, None
+        thread = self._thread
+        self._thread = None
         self._condition.notify_all()
         atexit.unregister(self.stop)
         return thread

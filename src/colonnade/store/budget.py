@@ -37,7 +37,8 @@ def split_memory_budget(
     """
     fixed_bytes = fixed_bytes or {}
     local_tables = [t for t, shard in enumerate(shards) if shard.owner_index is not None]
-    wanted, num_slots = [0] * len(tables), [0] * len(tables)
+    wanted = [0] * len(tables)
+    num_slots = [0] * len(tables)
     for t in local_tables:
         rows = tables[t].rows
         wanted[t] = open_rows if rows is None else max(1, shards[t].max_rows(rows))

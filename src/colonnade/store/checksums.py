@@ -49,7 +49,10 @@ def num_blocks(num_bytes: int) -> int:
 
 def compute_checksums(path: Path) -> FileChecksums:
     """Read a file whole. Raises StorageError."""
-    file, size, whole, blocks = open_regular_file(path), 0, 0, []
+    file = open_regular_file(path)
+    size = 0
+    whole = 0
+    blocks = []
     buffer = np.empty(BLOCK_BYTES, np.uint8)
     try:
         while count := os.preadv(file.fd, [buffer.data], size):
@@ -70,7 +73,9 @@ class CheckedFile:
 
     def __init__(self, file: DiskFile, checksums: FileChecksums) -> None:
         """Take an open file. Raises CorruptionError if its length is not the one of the checksums."""
-        self.file, self.path, self.num_bytes = file, file.path, checksums.bytes
+        self.file = file
+        self.path = file.path
+        self.num_bytes = checksums.bytes
         status = os.fstat(file.fd)
         if status.st_size != self.num_bytes:
             raise CorruptionError(
@@ -80,13 +85,15 @@ class CheckedFile:
         self.is_checked = False
         """True once every block was checked and is right."""
         self._wanted = np.frombuffer(bytes.fromhex(checksums.blocks), ">u4")
-        self._checksums, self._identity = checksums, _identity(status)
+        self._checksums = checksums
+        self._identity = _identity(status)
         self._checked_identity = self._identity
 
     def take_over(self, other: CheckedFile) -> None:
         """Skip blocks that `other` has checked, if it is the same file, unchanged."""
         if (other._identity, other._checksums) == (self._identity, self._checksums):
-            self.checked, self.is_checked = other.checked, other.is_checked
+            self.checked = other.checked
+            self.is_checked = other.is_checked
 
     def duplicate(self) -> CheckedFile:
         """Return the same file with a descriptor of its own; both know of the blocks that either checks. Raises
@@ -102,7 +109,9 @@ class CheckedFile:
         """Forget which blocks are right if the open file was written to, and return whether it was."""
         if (identity := _identity(os.fstat(self.file.fd))) == self._checked_identity:
             return False
-        self._checked_identity, self.checked[:], self.is_checked = identity, 0, False
+        self._checked_identity = identity
+        self.checked[:] = 0
+        self.is_checked = False
         return True
 
     @property
@@ -115,7 +124,8 @@ class CheckedFile:
 
     def read(self, first: int, count: int) -> np.ndarray:
         """Return `count` bytes (uint8) from byte `first` on. Raises CorruptionError naming the block, StorageError."""
-        begin, end = first // BLOCK_BYTES, num_blocks(first + count)
+        begin = first // BLOCK_BYTES
+        end = num_blocks(first + count)
         start = begin * BLOCK_BYTES
         data = np.empty(min(end * BLOCK_BYTES, self.num_bytes) - start, np.uint8)
         self._read_into(start, data)
@@ -158,7 +168,8 @@ class CheckedFile:
             raise storage_error(error, "read", self.path) from error
 
     def _compare_checksum(self, block: int, data: np.ndarray) -> None:
-        got, wanted = _native.crc32c(data), int(self._wanted[block])
+        got = _native.crc32c(data)
+        wanted = int(self._wanted[block])
         if got != wanted:
             raise CorruptionError(
                 f"{self.path}: got checksum {got:08x} of block {block} (bytes {block * BLOCK_BYTES:,} to "

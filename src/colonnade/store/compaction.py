@@ -35,11 +35,13 @@ class SegmentRewriter:
         self, log: _native.RowLog, files: LogFiles, full_records: int, stream: int, hot: int
     ) -> None:
         """full_records: capacity of a segment; stream, hot: the log's streams for moved rows."""
-        self.log, self.files = log, files
+        self.log = log
+        self.files = files
         self.moving = threading.RLock()
         self.is_frozen = False
         self.corruption: CorruptionError | None = None  # of the last corrupt record
-        self._full_records, self._streams = full_records, (stream, hot)
+        self._full_records = full_records
+        self._streams = (stream, hot)
         self._victims: list[int] = []  # segments to rewrite
         self._next_record = 0  # of the first victim
         self._keys: tuple[int, Keys] | None = None  # of the segment in progress
@@ -64,7 +66,8 @@ class SegmentRewriter:
         """Return whether there is a segment to rewrite now; chooses victims if none are chosen yet."""
         with self.moving:
             if not self.is_frozen and not self._victims:
-                self._victims, self._next_record = self._choose_victims(), 0
+                self._victims = self._choose_victims()
+                self._next_record = 0
             return not self.is_frozen and bool(self._victims)
 
     def rewrite_next_piece(self) -> tuple[int, bool]:
@@ -79,7 +82,8 @@ class SegmentRewriter:
             try:
                 num_bytes, self._next_record = self._rewrite_piece(part, self._next_record)
             except CorruptionError as error:
-                self.corruption, self._victims = error, []
+                self.corruption = error
+                self._victims = []
                 self._corrupt_segments.add(part.number)
                 raise
             is_done = self._next_record >= part.num_records
@@ -217,11 +221,13 @@ class Collector(BackgroundWorker[CollectSource]):
 
     def _work_one_round(self) -> None:
         with self._condition:
-            ready, self._ready = self._ready, set()
+            ready = self._ready
+            self._ready = set()
             sources = list(self._sources)
         # Asking a log costs more than waiting for the next round over all of them.
         if time.monotonic() - self._last_full_round >= RETRY_SECONDS:
-            ready, self._last_full_round = set(sources), time.monotonic()
+            ready = set(sources)
+            self._last_full_round = time.monotonic()
         unfinished = {
             source
             for source in sources

@@ -76,7 +76,9 @@ class DeviceRows:
 
         kinds and settings: by part. ids (N,): needed if rows are rounded at random.
         """
-        weights, state, clocks = self.weights[slots], self.state[slots], self.clocks[slots]
+        weights = self.weights[slots]
+        state = self.state[slots]
+        clocks = self.clocks[slots]
         if self.lows is not None:
             values = reference.join(weights, self.lows[slots])
         else:
@@ -96,7 +98,8 @@ class DeviceRows:
             )
         else:
             weights = values
-        self.weights[slots], self.state[slots] = weights, state
+        self.weights[slots] = weights
+        self.state[slots] = state
         self.clocks[slots] = optimizers.advance_clocks(clocks)
 
 
@@ -124,7 +127,8 @@ def enlarge_device_rows(rows: DeviceRows, num_slots: int) -> DeviceRows:
     not fit."""
     copy = reserve_device_rows(rows.table, num_slots, rows.device, rows.seed)
     used = slice(len(rows.clocks))
-    copy.weights[used], copy.state[used] = rows.weights, rows.state
+    copy.weights[used] = rows.weights
+    copy.state[used] = rows.state
     copy.clocks[used] = rows.clocks
     if copy.lows is not None and rows.lows is not None:
         copy.lows[used] = rows.lows

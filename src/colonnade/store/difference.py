@@ -47,12 +47,14 @@ def diff_commits(directory: Path, earlier: int, later: int) -> CommitDifference:
     Rows that garbage collection moved without a change are left out. Raises Incomparable; CorruptionError naming the
     file and record with a wrong checksum, StorageError.
     """
-    old, new = _Commit(directory, earlier), _Commit(directory, later)
+    old = _Commit(directory, earlier)
+    new = _Commit(directory, later)
     if old.identity != new.identity:
         raise IncomparableCommits(
             f"{directory}: steps {earlier} and {later} are not commits of one store"
         )
-    old_parts, new_parts = old.select_missing_from(new), new.select_missing_from(old)
+    old_parts = old.select_missing_from(new)
+    new_parts = new.select_missing_from(old)
     ids, records = _read_selected_records(new_parts, new, is_checked=True)
     # Unchecked: an error in these can only mark an unchanged row as changed.
     old_ids, old_records = _read_selected_records(old_parts, old, is_checked=False)
@@ -80,9 +82,12 @@ class _Commit:
     def __init__(self, directory: Path, step: int) -> None:
         fields: dict[str, Any] = manifests.read_manifest_fields(directory, step)
         self.manifest, store, stripes = manifests.read_manifest(
-            directory, step,
-            table=fields["table"], identity=fields["identity"], record_bytes=fields["record_bytes"],
-        )  # fmt: skip
+            directory,
+            step,
+            table=fields["table"],
+            identity=fields["identity"],
+            record_bytes=fields["record_bytes"],
+        )
         self.identity = (store, fields["table"], fields["identity"], self.manifest.record_bytes)
         self.stripes = Stripes(directory)
         self.stripes.directories |= {number: Path(path) for number, path in stripes.items()}
@@ -113,7 +118,8 @@ def _read_selected_records(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Read the selected records of all parts: (ids ascending, records)."""
     width = commit.manifest.record_bytes
-    ids, records = [np.empty(0, np.int64)], [np.empty((0, width), np.uint8)]
+    ids = [np.empty(0, np.int64)]
+    records = [np.empty((0, width), np.uint8)]
     for part in parts:
         part_ids = _read_segment_ids(part.entry, commit)[part.selected]
         frames = _copy_selected_frames(part, commit)

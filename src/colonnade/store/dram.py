@@ -90,11 +90,9 @@ class DramStore:
         self.sources = RowSources()
         self.traffic: TrafficSample | None = None  # None: not recorded
         self._views = [
-            RowView(
-                native.weights_address(t), native.stride_bytes(t), table.width, table.dtype
-            )
+            RowView(native.weights_address(t), native.stride_bytes(t), table.width, table.dtype)
             for t, table in enumerate(self.tables)
-        ]  # fmt: skip
+        ]
         self.deleted: list[list[Tensor]] | None = None  # ids by table; None: not recorded
         self._released = threading.Condition()
         self.releases = 0
@@ -116,7 +114,9 @@ class DramStore:
             tiers = _native.TieredRows(self.native, by_table, opened[0].reader, steps, self.cache)
         writers = [log.writer for log in logs.values() if log.writer is not None]
         with self._lock:
-            self.backings, self.logs, self.tiers = tuple(backings), logs, tiers
+            self.backings = tuple(backings)
+            self.logs = logs
+            self.tiers = tiers
             self._writers = tuple(dict.fromkeys(writers))  # one, where the logs share it
 
     def mark_all_clean(self) -> None:
@@ -253,7 +253,8 @@ class DramStore:
                 self.tiers.write(table_index, ids[absent], records[absent])
             is_resident = torch.ones(len(ids), dtype=torch.bool)
             is_resident[absent] = False
-            ids, records = ids[is_resident].contiguous(), records[is_resident].contiguous()
+            ids = ids[is_resident].contiguous()
+            records = records[is_resident].contiguous()
         offsets = torch.tensor(
             [0] * (table_index + 1) + [len(ids)] * (len(self.tables) - table_index)
         )
@@ -331,7 +332,8 @@ class DramStore:
         total = sum(rows * sizes[t] for t, rows in capacity_rows.items())
         for t, wanted in sorted(capacity_rows.items(), key=lambda item: item[1] - before[item[0]]):
             # Read anew: meanwhile a batch of the lookahead may take memory of other tables.
-            rows, target = self.native.capacity_rows(t), wanted
+            rows = self.native.capacity_rows(t)
+            target = wanted
             if wanted > rows:
                 in_use = sum(self.native.capacity_rows(u) * size for u, size in sizes.items())
                 target = min(wanted, rows + max(0, total - in_use) // sizes[t])
@@ -473,7 +475,8 @@ class DramStore:
         capacities = self.capacities()
         if room is None or room.table_index not in capacities:
             return False
-        t, wanted = room.table_index, room.needed + room.pinned
+        t = room.table_index
+        wanted = room.needed + room.pinned
         if room.needed <= room.capacity or wanted > self._most_rows[t]:
             return False
         sizes = [slot_bytes(table) for table in self.tables]

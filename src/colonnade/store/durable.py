@@ -49,7 +49,8 @@ def read_verified(path: Path) -> bytes:
 def verify_content(path: Path, data: bytes) -> bytes:
     """Return the content in a durable file's bytes. Raises CorruptionError if a byte differs."""
     length = max(len(data) - len(checksum_line(b"")), 0)
-    content, last_line = data[:length], data[length:]
+    content = data[:length]
+    last_line = data[length:]
     if last_line != checksum_line(content):
         raise CorruptionError(
             f"{path}: got a last line {last_line!r}, wanted {checksum_line(content)!r} for the "

@@ -137,7 +137,8 @@ class HbmStore:
     def read(self, ids: Tensor, offsets: Tensor) -> list[Tensor]:
         """Copy weights to the CPU, as `Resident.read`."""
         with self._moving:
-            resident, others = [], []
+            resident = []
+            others = []
             for directory, table_ids in zip(
                 self.directories, _split_by_table(ids, offsets), strict=True
             ):
@@ -166,7 +167,8 @@ class HbmStore:
         """Overwrite rows as `DramStore.put`: rows on the device there, the others below."""
         with self._moving:
             self._install_all()
-            directory, row_ids = self.directories[table_index], ids.numpy()
+            directory = self.directories[table_index]
+            row_ids = ids.numpy()
             slots = directory.find_slots(row_ids)
             is_resident = slots >= 0
             mask = torch.from_numpy(is_resident)
@@ -361,7 +363,8 @@ class HbmStore:
         self, requests: Sequence[TableRequest], load: PendingLoad | list[Tensor] | None
     ) -> Tensor:
         """Give slots to the missing rows. Cannot fail. Returns (U,) int32 slots of all rows."""
-        slots, admitted = [], []
+        slots = []
+        admitted = []
         with self._flags:
             for directory, request in zip(self.directories, requests, strict=True):
                 self.num_hits += len(request.ids) - len(request.missing)
@@ -534,7 +537,8 @@ def open_hbm_store(
 
     seed: the run's.
     """
-    target, rows = torch.device(device), []
+    target = torch.device(device)
+    rows = []
     try:
         for table, count in zip(below.tables, capacity_rows, strict=True):
             rows.append(

@@ -59,7 +59,8 @@ def parse_live_bitmaps(path: Path, content: bytes, step: int) -> list[LiveRecord
         if (magic, file_step) != (MAGIC, step):
             raise ValueError(f"magic {magic!r}, step {file_step}")
         check_version(path, FORMAT, version)
-        offset, parts = HEADER.size, []
+        offset = HEADER.size
+        parts = []
         for _ in range(count):
             segment, num_records, num_live, _ = ENTRY.unpack_from(content, offset)
             offset += ENTRY.size

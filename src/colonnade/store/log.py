@@ -302,7 +302,9 @@ class LogBacking:
 
     def collect_garbage(self) -> int:
         """Collect garbage until there is nothing to gain, segments being written included; returns bytes read."""
-        writer, total, num_bytes = self._check_writable(), 0, 1
+        writer = self._check_writable()
+        total = 0
+        num_bytes = 1
         while num_bytes:
             writer.flush(self.files)
             num_bytes = self.collect_garbage_piece()
@@ -352,7 +354,8 @@ class LogBacking:
         self.log.seal()
         self._writer.flush(self.files)
         complete = self.files.complete_segments()
-        entries, bitmaps = [], []
+        entries = []
+        bitmaps = []
         for number in np.asarray(self.log.frozen_segments()).tolist():
             part = complete[number]
             bitmap = np.asarray(self.log.frozen_live(number))
@@ -439,7 +442,8 @@ class LogBacking:
         damaged: steps of older commits with unreadable manifests. What they list is unknown, so all files stay until
         such a commit is pruned: its manifest may be restored from a copy.
         """
-        self._manifests, self._damaged = dict(retained), frozenset(damaged)
+        self._manifests = dict(retained)
+        self._damaged = frozenset(damaged)
         self._remove_manifests()
         if not damaged:
             self.files.remove_leftover_files(self._referenced_segments())
@@ -516,34 +520,53 @@ def open_log(
     store = opened = None
     try:
         read = partial(
-            manifests.read_manifest, directory, table=table_name, identity=identity,
+            manifests.read_manifest,
+            directory,
+            table=table_name,
+            identity=identity,
             record_bytes=record_bytes,
-        )  # fmt: skip
+        )
         older = () if read_only else manifests.committed_steps(directory)
         by_step, damaged, store_id, known = _read_manifests(read, step, older)
         opened = open_stripes(
-            directory, stripes, disk=None if read_only else disk, home_lock=home_lock, known=known,
+            directory,
+            stripes,
+            disk=None if read_only else disk,
+            home_lock=home_lock,
+            known=known,
             store_id=store_id,
-        )  # fmt: skip
+        )
         shape = SegmentShape(record_bytes, owner_digest(table_name, identity))
         longest = max(segment_bytes, HEADER.size + shape.stride)
         numbers = [entry.number for manifest in by_step.values() for entry in manifest.segments]
         if damaged:
             numbers += [number for number, _ in list_segment_files(opened)]
         log = _native.RowLog(
-            record_bytes, rows or 0, num_owners, owner_index, longest, shape.chunk_bytes(chunk_bytes), 3,
+            record_bytes,
+            rows or 0,
+            num_owners,
+            owner_index,
+            longest,
+            shape.chunk_bytes(chunk_bytes),
+            3,
             1 + max(numbers, default=0),
-        )  # fmt: skip
+        )
         pages = -(-longest // 4096) * 4096
         is_mapped = access == "mapped"
         store = LogBacking(
-            directory, table_name=table_name, identity=identity, shape=shape, disk=disk, log=log,
+            directory,
+            table_name=table_name,
+            identity=identity,
+            shape=shape,
+            disk=disk,
+            log=log,
             files=LogFiles(log, disk, opened, shape, longest_bytes=pages, is_mapped=is_mapped),
-            stripes=opened, reader=reader or _native.PageReader("auto", READ_DEPTH),
+            stripes=opened,
+            reader=reader or _native.PageReader("auto", READ_DEPTH),
             writer=None if read_only else writer or LogWriter(),
             collector=None if read_only else collector or Collector(),
             segment_bytes=longest,
-        )  # fmt: skip
+        )
         if step is not None:
             store._load_commit(by_step[step])
         if not read_only:
@@ -567,7 +590,8 @@ def _read_manifests(
     if step is None:
         return {}, [], "", {}
     manifest, store_id, known = read(step)
-    by_step, damaged = {}, []
+    by_step = {}
+    damaged = []
     for other in (other for other in steps if other < step):
         try:
             by_step[other] = read(other)[0]

@@ -77,7 +77,10 @@ class LogFiles:
         is_mapped: bool,
     ) -> None:
         """longest_bytes: largest size of a segment, in whole pages; is_mapped: files are read by loads."""
-        self.log, self.disk, self.stripes, self.shape = log, disk, stripes, shape
+        self.log = log
+        self.disk = disk
+        self.stripes = stripes
+        self.shape = shape
         self.parts: dict[int, SegmentFile] = {}  # the log's, those in progress included
         self.bytes_written = 0
         self.longest_bytes = longest_bytes
@@ -181,7 +184,9 @@ class LogFiles:
         self.disk.append(part.keys, 0, keys)
         self.bytes_written += len(keys)
         with self._lock:
-            part.num_records, part.num_bytes, part.checksum = records, num_bytes, checksum
+            part.num_records = records
+            part.num_bytes = num_bytes
+            part.checksum = checksum
             part.keys_bytes = len(keys)
             part.is_complete = True
         self._unfinished.discard(part.number)
@@ -248,8 +253,10 @@ class LogFiles:
         part.keys = key_lists.open_key_list(keys)
         if path.parent == self.stripes.home:
             part.stripe = 0
-        part.num_bytes, part.num_records = entry.num_bytes, entry.num_records
-        part.checksum, part.keys_bytes = entry.checksum, entry.keys_bytes
+        part.num_bytes = entry.num_bytes
+        part.num_records = entry.num_records
+        part.checksum = entry.checksum
+        part.keys_bytes = entry.keys_bytes
         part.reserved_bytes = _total_bytes(entry)
         ids = part.read_keys().ids()
         part.is_complete = part.is_synced = True
@@ -304,7 +311,8 @@ class LogFiles:
     def close(self) -> None:
         """Close mappings; files close when their last read ends."""
         with self._lock:
-            parts, self.parts = list(self.parts.values()), {}
+            parts = list(self.parts.values())
+            self.parts = {}
         for part in parts:
             self.log.detach(part.number)
             if part.mapping is not None:

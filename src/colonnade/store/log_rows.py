@@ -75,7 +75,8 @@ def raise_read_fault(fault: tuple[str, int, int] | None, path_of: Callable[[int]
     if fault is None:
         return
     kind, place, error = fault
-    path, record = path_of(place >> 32), place & 0xFFFFFFFF
+    path = path_of(place >> 32)
+    record = place & 0xFFFFFFFF
     if kind == "system":
         raise StorageError(
             error,
@@ -138,7 +139,8 @@ def _snapshot_live_rows(
 
     Raises SegmentCompleted: take another snapshot.
     """
-    on_disk, in_memory = [], []
+    on_disk = []
+    in_memory = []
     numbers, records, live, _ = (np.asarray(column) for column in log.segments())
     for number, num_records, num_live in zip(
         numbers.tolist(), records.tolist(), live.tolist(), strict=True

@@ -65,11 +65,13 @@ class MappedRows:
         """
         self._check_open()
         _native.handle_faults()  # other libraries may have installed their handlers meanwhile
-        slots, lookups = np.empty(len(ids), np.int32), ids.numpy()
+        slots = np.empty(len(ids), np.int32)
+        lookups = ids.numpy()
         bounds = offsets.tolist()
         absent: dict[int, list[np.ndarray]] = {}
         for c, t in enumerate(tables.tolist()):
-            first, last = bounds[c], bounds[c + 1]
+            first = bounds[c]
+            last = bounds[c + 1]
             missing = self.tables[t].find_slots(lookups[first:last], slots[first:last])
             if len(missing):
                 absent.setdefault(t, []).append(missing + first)
@@ -161,9 +163,12 @@ class MappedRows:
         """Replace the mapped files by those of `other`, which must not be used any more."""
         self._check_open()
         self._unmap()
-        self.tables, self._scrub, self._failure = other.tables, other._scrub, None
+        self.tables = other.tables
+        self._scrub = other._scrub
+        self._failure = None
         self.cache = other.cache
-        self._initialiser, self._native_tables = other._initialiser, other._native_tables
+        self._initialiser = other._initialiser
+        self._native_tables = other._native_tables
 
     def fork(self, seed: int) -> MappedRows:
         """Return other rows of the same content, which change by themselves. Files, their indices, their cached rows
@@ -185,7 +190,8 @@ class MappedRows:
         self._is_closed = True
         self.cache = None
         self._unmap()
-        self.tables, self._native_tables = (), []
+        self.tables = ()
+        self._native_tables = []
 
     def _unmap(self) -> None:
         if self._scrub is not None:
@@ -211,7 +217,9 @@ class MappedTable:
     ) -> None:
         """Index the file's ids, unless another table of the file has done it (index). Raises CorruptionError,
         StorageError if they are damaged."""
-        self.table_index, self.table, self.file = table_index, file.table, file
+        self.table_index = table_index
+        self.table = file.table
+        self.file = file
         self.index = SlotIndex(file) if index is None else index
         self.stride = file.stride
         self.base = 0
@@ -222,9 +230,15 @@ class MappedTable:
         self._newer: _native.RowIndex | None = None
         self._num_newer = 0
         self.native = _native.MappedTable(
-            self.table.rows or 0, file.num_rows, self.index.slots_by_id, self.index.hashed, file.stride,
-            file.weights_begin, BLOCK_BYTES, file.file.checked,
-        )  # fmt: skip
+            self.table.rows or 0,
+            file.num_rows,
+            self.index.slots_by_id,
+            self.index.hashed,
+            file.stride,
+            file.weights_begin,
+            BLOCK_BYTES,
+            file.file.checked,
+        )
 
     def find_slots(self, ids: np.ndarray, slots: np.ndarray) -> np.ndarray:
         """Fill slots (E,); returns the positions of ids that have no row. Raises CorruptionError, StorageError if a row
@@ -283,7 +297,8 @@ class MappedTable:
         other = MappedTable(self.table_index, file, initialiser, self.index)
         other.reserve(0, self._num_newer)
         if self._newer is not None:
-            other._newer, other._num_newer = _native.RowIndex(), self._num_newer
+            other._newer = _native.RowIndex()
+            other._num_newer = self._num_newer
             other._newer.put(*self._newer.items())
             other.native.set_newer(other._newer)
             if self._num_newer:
@@ -294,7 +309,8 @@ class MappedTable:
     def reserve(self, capacity: int, room: int | None = None) -> None:
         """Reserve address space for `room` rows that are newer than the file's, then for `capacity` first values."""
         newer = self._mapping.rows_behind(0, self._num_newer).copy() if self._num_newer else None
-        self._capacity, self._room = capacity, self._room if room is None else room
+        self._capacity = capacity
+        self._room = self._room if room is None else room
         self.base = self._mapping.map_with_room(self._room + capacity)
         self.native.set_base(self.base)
         if newer is not None:
@@ -359,7 +375,8 @@ class _Mapping:
     """Mapping of a file's rows, with writable memory behind them at the following addresses."""
 
     def __init__(self, file: RowFile) -> None:
-        self.file, self.stride = file, file.stride
+        self.file = file
+        self.stride = file.stride
         self.first_free = 0  # slot
         self._base = 0
         self._pages: FileMapping | None = None
@@ -367,7 +384,8 @@ class _Mapping:
     def map_with_room(self, num_extra_rows: int) -> int:
         """Map the file again, with room for `num_extra_rows` rows behind its own. Returns the address of slot 0."""
         self.close()
-        begin, page = self.file.weights_begin, mmap.PAGESIZE
+        begin = self.file.weights_begin
+        page = mmap.PAGESIZE
         first = begin // page * page if self.file.num_rows else begin
         length = begin - first + self.file.num_rows * self.stride
         end = -(-length // page) * page

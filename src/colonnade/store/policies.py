@@ -57,7 +57,9 @@ class RowRetention:
     def __init__(self, table: Table, *, seed: int, shard: Shard | None = None) -> None:
         """shard: this rank's; None: the whole table. Raises ConfigError if its share of `max_rows` is 0."""
         shard = shard or Shard()
-        self.name, self.admission, self.eviction = table.name, table.admission, table.eviction
+        self.name = table.name
+        self.admission = table.admission
+        self.eviction = table.eviction
         self.shard = shard
         self._seed = table_seed(seed, f"{table.origin[0]}/admission")
         self._sketch = (
@@ -81,7 +83,8 @@ class RowRetention:
         norms (N,) float64: squared, after the update; only if `reads_norms`.
         """
         # A clock of one: the row was initialised for this update, so it is not admitted yet.
-        forgotten, new_rows = [], torch.nonzero(clocks == 1).flatten()
+        forgotten = []
+        new_rows = torch.nonzero(clocks == 1).flatten()
         stays = torch.ones(len(ids), dtype=torch.bool)
         if self.admission is not None:
             new_ids = ids[new_rows].contiguous()
@@ -163,7 +166,8 @@ class RowRetention:
         takes the rows it owns now and the sum of the counters that cover its ids. Raises CheckpointError if the state
         is of other settings.
         """
-        is_same, index = len(states) == self.shard.num_owners, self.shard.owner_index
+        is_same = len(states) == self.shard.num_owners
+        index = self.shard.owner_index
         assert index is not None
         owners = [index] if is_same else list(range(len(states)))
         wanted = {"ids", "steps", "values"} if self._rows is not None else set()
@@ -245,7 +249,8 @@ class SketchLayout:
                     f"table {table!r}: the commit's sketch has {len(values)} counters, "
                     f"wanted {len(owner_blocks) * size}; use the admission it was trained with"
                 )
-            first, end = max(blocks.start, owner_blocks.start), min(blocks.stop, owner_blocks.stop)
+            first = max(blocks.start, owner_blocks.start)
+            end = min(blocks.stop, owner_blocks.stop)
             if first < end:
                 part = values.view(-1, size)[first - owner_blocks.start : end - owner_blocks.start]
                 sums[first - blocks.start : end - blocks.start] += part
@@ -308,8 +313,14 @@ def _open_admission_sketch(admission: CountMinAdmission, shard: Shard) -> _nativ
     assert shard.owner_index is not None
     first, end = layout.blocks_of_owner(shard.num_owners, shard.owner_index)
     return _native.CountMinSketch(
-        admission.updates, layout.depth, layout.width, layout.count, first, end, admission.halve_steps or 0
-    )  # fmt: skip
+        admission.updates,
+        layout.depth,
+        layout.width,
+        layout.count,
+        first,
+        end,
+        admission.halve_steps or 0,
+    )
 
 
 def _open_eviction_order(table: Table, shard: Shard) -> _native.Retention:

@@ -48,7 +48,8 @@ def build_fresh_records(table: Table, weights: Tensor) -> Tensor:
         state[:, part.state : part.state + count] = value
         if part.optimizer.name == "ftrl":
             _solve_ftrl_state(part, exact[:, part.column : part.column + part.dim], state)
-    stored, low = exact.to(getattr(torch, table.dtype)), torch.empty(num_rows, 0, dtype=torch.uint8)
+    stored = exact.to(getattr(torch, table.dtype))
+    low = torch.empty(num_rows, 0, dtype=torch.uint8)
     if table.master:  # the bits are (high << 16) + low, low signed (native/kernels/rounding.h)
         bits = exact.contiguous().view(torch.int32).long() & 0xFFFFFFFF
         high = ((bits + 0x8000) >> 16 & 0xFFFF).to(torch.int32).to(torch.uint16)

@@ -88,12 +88,14 @@ def open_row_file(folder: Path, name: str, checksums: FileChecksums, table: Tabl
     Raises CorruptionError if it is no file of this table's rows, StorageError.
     """
     file = open_checked(folder, name, checksums)
-    path, size = file.path, file.num_bytes
+    path = file.path
+    size = file.num_bytes
     length = int.from_bytes(file.read(0, 8).tobytes(), "little") if size >= 8 else 0
     if not 0 < length <= min(size - 8, LONGEST_HEADER):
         raise _format_error(path, f"a header of {length} bytes in a file of {size}")
     header = parse_json(dict[str, Any], file.read(8, length).tobytes(), path, AGAIN)
-    begin, stride = 8 + length, table.width * table.itemsize
+    begin = 8 + length
+    stride = table.width * table.itemsize
     try:
         parts = [header[name] for name in ("ids", "weights")]
         num_rows = parts[0]["shape"][0]

@@ -157,7 +157,8 @@ def read_frames(
 
     Raises CorruptionError naming file and record, StorageError.
     """
-    stride, num_records = shape.stride, keys.num_records
+    stride = shape.stride
+    num_records = keys.num_records
     piece = max(1, PIECE_BYTES // stride)
     while first < num_records:
         count = min(piece, num_records - first)
@@ -197,7 +198,8 @@ def verify_records(
 
 def read_byte_span(file: DiskFile, offset: int, length: int) -> memoryview:
     """Read the file's bytes from `offset`, fewer if it ends. Reads whole pages, as direct input requires."""
-    start, end = offset // PAGE * PAGE, -(-(offset + length) // PAGE) * PAGE
+    start = offset // PAGE * PAGE
+    end = -(-(offset + length) // PAGE) * PAGE
     buffer = memoryview(mmap.mmap(-1, end - start))
     done = 0
     while done < len(buffer):

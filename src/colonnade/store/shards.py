@@ -17,7 +17,8 @@ class AbsentRows:
     """`Backing` of a rank without rows. Commits skip it."""
 
     def __init__(self, table_name: str, record_bytes: int) -> None:
-        self.table_name, self.record_bytes = table_name, record_bytes
+        self.table_name = table_name
+        self.record_bytes = record_bytes
 
     def __len__(self) -> int:
         return 0
@@ -141,7 +142,9 @@ class ShardsRead(Pending):
     def __init__(
         self, parts: Sequence[tuple[Tensor, Tensor, Pending]], num_ids: int, out: Tensor
     ) -> None:
-        self._parts, self._num_ids, self._out = parts, num_ids, out
+        self._parts = parts
+        self._num_ids = num_ids
+        self._out = out
 
     def wait(self) -> Tensor:
         exists = torch.zeros(self._num_ids, dtype=torch.bool)

@@ -14,7 +14,10 @@ import numpy as np
 
 from colonnade import _native
 
-OCCUPIED, VALID, DIRTY, PIN = 1, 2, 4, 8
+OCCUPIED = 1
+VALID = 2
+DIRTY = 4
+PIN = 8
 """Flags of a slot: it has a row; its values are in place; they are newer than below. Pins are counted above them."""
 DIRECT_ROWS = 6  # per slot: an array indexes a smaller vocabulary in less memory than a hash table
 HALF_LIFE = 32  # uses per slot after which a count of uses is halved
@@ -29,7 +32,8 @@ UNKNOWN = 49151  # batches ahead that stand for an unknown next use
 def _decode_next_uses() -> np.ndarray:
     """Decode the codes of `Batch.next_use` into batches ahead: (256,) float32."""
     ahead = np.exp2((np.arange(256) - 1) / 8)
-    ahead[0], ahead[255] = UNKNOWN, np.inf
+    ahead[0] = UNKNOWN
+    ahead[255] = np.inf
     return ahead.astype(np.float32)
 
 
@@ -66,7 +70,8 @@ class SlotDirectory:
     def advance_clock(self, num_rows: int, is_hinted: bool) -> None:
         """Advance the clock of the scores before `num_rows` rows are used."""
         if is_hinted != self._has_hints:  # scores of the two kinds do not compare
-            self._has_hints, self._time = is_hinted, 0.0
+            self._has_hints = is_hinted
+            self._time = 0.0
             self._scores[:] = -UNKNOWN if is_hinted else 1.0
         self._time += 1.0 if is_hinted else num_rows / (HALF_LIFE * max(1, self.num_slots))
         if not is_hinted and self._time > MAX_HALF_LIVES:
@@ -132,8 +137,10 @@ class SlotDirectory:
             [self._free[num_free:], np.arange(self._num_used, self._num_used + num_fresh)]
         )
         self._index.put(ids, slots)
-        self._free, self._num_used = self._free[:num_free], self._num_used + num_fresh
-        self.ids[slots], self.flags[slots] = ids, OCCUPIED
+        self._free = self._free[:num_free]
+        self._num_used = self._num_used + num_fresh
+        self.ids[slots] = ids
+        self.flags[slots] = OCCUPIED
         self.num_rows += len(slots)
         self._add_pins(slots)
         self._scores[slots] = (
@@ -180,7 +187,9 @@ class SlotDirectory:
     def _sweep_for_victims(self, count: int, threshold: float) -> np.ndarray:
         """Return the next `count` evictable slots after the hand scored at most `threshold`; fewer after one round."""
         victims: list[np.ndarray] = []
-        missing, begin, swept = count, self._hand % self._num_used, 0
+        missing = count
+        begin = self._hand % self._num_used
+        swept = 0
         while missing and swept < self._num_used:
             end = min(begin + SWEEP_SLOTS, self._num_used, begin + self._num_used - swept)
             slots = self._find_evictable(begin, end)

@@ -31,7 +31,8 @@ class SpaceAccount:
 
     def __init__(self, path: Path, limit_bytes: int | None) -> None:
         """path: as in the settings, for messages."""
-        self.path, self.limit_bytes = path, limit_bytes
+        self.path = path
+        self.limit_bytes = limit_bytes
         self.used = self.expected_growth = 0
         self._lock = threading.Lock()
 

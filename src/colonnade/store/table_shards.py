@@ -132,11 +132,14 @@ class RecordShape:
 
         A part that is cut has state scalars for each column, stored kind by kind.
         """
-        width, pieces = sum(self.dims), []
+        width = sum(self.dims)
+        pieces = []
         pieces.append(torch.arange(first * self.itemsize, last * self.itemsize))
-        column, begin = 0, width * self.itemsize
+        column = 0
+        begin = width * self.itemsize
         for dim, state in zip(self.dims, self.states, strict=True):
-            low, high = max(first, column) - column, min(last, column + dim) - column
+            low = max(first, column) - column
+            high = min(last, column + dim) - column
             if low < high:
                 kinds = [range(state)]
                 if high - low < dim:
@@ -144,7 +147,8 @@ class RecordShape:
                 scalars = torch.tensor([s for kind in kinds for s in kind], dtype=torch.int64)
                 ramp = torch.arange(self.state_itemsize)
                 pieces.append((begin + scalars[:, None] * self.state_itemsize + ramp).flatten())
-            column, begin = column + dim, begin + state * self.state_itemsize
+            column = column + dim
+            begin = begin + state * self.state_itemsize
         if self.has_master:
             pieces.append(torch.arange(begin + 2 * first, begin + 2 * last))
         pieces.append(torch.arange(self.record_bytes - CLOCK_BYTES, self.record_bytes))
@@ -162,7 +166,8 @@ class ColumnShardReader(ReadOnly):
         identity: str = "",
     ) -> None:
         """identity: meaning of the bytes of whole records (`checkpoint.fingerprint.identity_of`)."""
-        self.slices, self.identity = tuple(slices), identity
+        self.slices = tuple(slices)
+        self.identity = identity
         self.bytes = [shape.bytes_of(first, last) for first, last in columns]
         self.record_bytes = shape.record_bytes
 
@@ -197,7 +202,9 @@ class JoinedRead(Pending):
     def __init__(
         self, parts: Sequence[tuple[Tensor, Pending]], positions: Sequence[Tensor], out: Tensor
     ) -> None:
-        self._parts, self._positions, self._out = parts, positions, out
+        self._parts = parts
+        self._positions = positions
+        self._out = out
 
     def wait(self) -> Tensor:
         masks = [pending.wait() for _, pending in self._parts]
@@ -213,14 +220,17 @@ class HotColdReader(ReadOnly):
 
     def __init__(self, cold: ShardReader, hot: ShardReader, ids: Tensor) -> None:
         """ids (H,) int64 ascending: the hot rows."""
-        self.cold, self.hot, self.ids = cold, hot, ids
+        self.cold = cold
+        self.hot = hot
+        self.ids = ids
         self.record_bytes = cold.record_bytes
 
     def __len__(self) -> int:
         return len(self.cold) + len(self.hot)
 
     def read(self, ids: Tensor, out: Tensor) -> Pending:
-        mask, parts = is_hot(ids, self.ids), []
+        mask = is_hot(ids, self.ids)
+        parts = []
         for side, store in ((mask, self.hot), (~mask, self.cold)):
             positions = side.nonzero()[:, 0]
             records = torch.empty(len(positions), self.record_bytes, dtype=torch.uint8)
@@ -245,7 +255,8 @@ class ColumnSliceReader(ReadOnly):
         columns: tuple[int, int],
         shape: RecordShape,
     ) -> None:
-        self.whole, self.bytes = whole, shape.bytes_of(*columns)
+        self.whole = whole
+        self.bytes = shape.bytes_of(*columns)
         self.record_bytes = len(self.bytes)
 
     def __len__(self) -> int:
@@ -267,7 +278,10 @@ class SlicedRead(Pending):
     """Pending read of whole records, of which some columns are wanted."""
 
     def __init__(self, records: Tensor, pending: Pending, positions: Tensor, out: Tensor) -> None:
-        self._records, self._pending, self._positions, self._out = records, pending, positions, out
+        self._records = records
+        self._pending = pending
+        self._positions = positions
+        self._out = out
 
     def wait(self) -> Tensor:
         exists = self._pending.wait()

@@ -113,7 +113,8 @@ def collect_tier_counts(store: DramStore | HbmStore) -> dict[str, TierCounts]:
             **others,
         }
     sources = store.sources
-    mapped, mapped_bytes = TierCounts(), store.native.mapped_bytes()
+    mapped = TierCounts()
+    mapped_bytes = store.native.mapped_bytes()
     if store.cache is not None and store.tiers is not None:
         mapped = _count_cache_tier(store.tables, store.cache, store.tiers.cache_counts())
     # Rows of tables that are wholly in mapped memory are used there, so that they are no misses of main memory.

@@ -54,7 +54,9 @@ def verify_store(
 
     def read_manifest() -> None:
         fields = manifest.read_manifest_fields(directory, step)
-        table, identity, width = fields["table"], fields["identity"], fields["record_bytes"]
+        table = fields["table"]
+        identity = fields["identity"]
+        width = fields["record_bytes"]
         commit, store_id, known = manifest.read_manifest(
             directory, step, table=table, identity=identity, record_bytes=width
         )
@@ -80,12 +82,14 @@ def _verify_segment(
     entry: SegmentEntry, shape: SegmentShape, stripes: Stripes
 ) -> Iterator[VerifiedFile]:
     """Verify a key list, then its segment: without ids, only the segment's header and length can be checked."""
-    rows_name, keys_name = segment.file_name(entry.number), key_list.file_name(entry.number)
+    rows_name = segment.file_name(entry.number)
+    keys_name = key_list.file_name(entry.number)
     # The last known directory, in case it is out of reach.
     last = Path(stripes.known.get(entry.stripe, stripes.home))
     stripe = stripes.find_stripe(rows_name, entry.stripe)
     directory = last if stripe is None else stripes.directories[stripe]
-    rows, path = directory / rows_name, directory / keys_name
+    rows = directory / rows_name
+    path = directory / keys_name
     keys: list[key_list.Keys] = []
 
     def read_keys() -> None:

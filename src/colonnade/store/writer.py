@@ -139,7 +139,8 @@ class LogWriter(BackgroundWorker[WriteSource]):
             # No source has a lock of its own while it waits for this one.
             while not is_done():
                 if self._error is not None:
-                    error, self._error = self._error, None
+                    error = self._error
+                    self._error = None
                     raise _copy_error_for_thread(error)
                 if not self._thread:
                     raise StorageError("the writer was closed while rows waited to be written")
@@ -163,16 +164,21 @@ class LogWriter(BackgroundWorker[WriteSource]):
             num_bytes, has_succeeded = (
                 (0, True) if self._must_stop() else self._write_source_chunk(source)
             )
-            is_busy, has_failed = is_busy or num_bytes > 0, has_failed or not has_succeeded
-            before, self._written_at = self._written_at, time.monotonic()
+            is_busy = is_busy or num_bytes > 0
+            has_failed = has_failed or not has_succeeded
+            before = self._written_at
+            self._written_at = time.monotonic()
             if delay := self._budget.compute_delay(num_bytes, self._written_at - before):
                 self._pause(delay)
         with self._condition:
-            self._has_work, self._has_failed = self._has_work or is_busy, has_failed
+            self._has_work = self._has_work or is_busy
+            self._has_failed = has_failed
 
     def _write_source_chunk(self, reference: ref[WriteSource]) -> tuple[int, bool]:
         """Write one chunk of a source, if it has any. Returns its bytes, and False if that failed."""
-        source, num_bytes, error = reference(), 0, None
+        source = reference()
+        num_bytes = 0
+        error = None
         if source is None or not source.has_work or self._claim(reference) is None:
             return 0, True
         try:

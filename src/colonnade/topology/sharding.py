@@ -160,7 +160,8 @@ class Sharding:
             )
 
     def __str__(self) -> str:
-        first, last = self.ranks[0], self.ranks[-1]
+        first = self.ranks[0]
+        last = self.ranks[-1]
         ranks = f"rank {first}" if len(self.ranks) == 1 else f"ranks {first} .. {last}"
         cut = f", {self.slices} slices" if self.kind == "grid" else ""
         hot = f", {self.hot}" if self.hot is not None else ""

@@ -9,7 +9,9 @@ from typing import Any
 
 from colonnade.errors import ConfigError
 
-HIGHER, LOWER, NEITHER = 1, -1, 0
+HIGHER = 1
+LOWER = -1
+NEITHER = 0
 DIRECTIONS = {
     **dict.fromkeys(("auc", "group_auc", "mrr", "hits", "recall", "ndcg"), HIGHER),
     **dict.fromkeys(
@@ -86,7 +88,10 @@ class Best:
             self.score is None or direction * (score - self.score) > self.min_delta
         )
         if is_better:
-            self.score, self.step, self.metrics, self.num_since = score, step, dict(metrics), 0
+            self.score = score
+            self.step = step
+            self.metrics = dict(metrics)
+            self.num_since = 0
         elif self.score is None:  # NaN in every evaluation, as AUC if all samples have one class
             self.metrics = dict(metrics)
         else:

@@ -153,7 +153,8 @@ class DenseGradients:
         towers: weights that one tower alone trains, which are `late`, too. Not possible with servers.
         """
         self.late = {id(parameter) for parameter in late}
-        self.full_mesh, self.mesh = mesh, mesh.trainers
+        self.full_mesh = mesh
+        self.mesh = mesh.trainers
         self.codec: CodecName = codec if self.mesh.num_ranks > 1 else "exact"
         self.parameters = () if mesh.is_server else tuple(parameters)
         self.buckets: list[GradientBucket] = []  # in sending order; the last carries the signals
@@ -200,7 +201,8 @@ class DenseGradients:
         last_bytes = sum(sizes[index] * dtype.itemsize for index in layout[-1] if index not in late)
         is_signal_bucket = last_bytes >= ALONE_BYTES and self.mesh.world.num_hosts > 1
         if self.codec != "exact":
-            dtype, is_signal_bucket = torch.float64, bool(layout[-1])
+            dtype = torch.float64
+            is_signal_bucket = bool(layout[-1])
         if is_signal_bucket:
             layout.append([])  # for the signals
         self.buckets = [
@@ -210,10 +212,8 @@ class DenseGradients:
         self._agree_on_algorithms(self.mesh, self.buckets)
         self._signals = self.buckets[-1].send_buffer[-SIGNALS - len(self._tower_norms) :]
         if self.towers is not None:
-            tower, mesh_of_tower = (
-                self.mesh.rank // self.towers.size,
-                open_tower_mesh(self.mesh, self.towers.size),
-            )
+            tower = self.mesh.rank // self.towers.size
+            mesh_of_tower = open_tower_mesh(self.mesh, self.towers.size)
             own_parameters = [
                 index
                 for index, tower_of_index in tower_of_parameter.items()
@@ -236,7 +236,9 @@ class DenseGradients:
                 self._views[index] = bucket.gradients[start:stop].view_as(parameter)
                 parameter.grad = self._views[index]
                 start = stop
-        self._num_expected, self._hooks, self._can_restore_residuals = [], [], False
+        self._num_expected = []
+        self._hooks = []
+        self._can_restore_residuals = False
         self._load_residuals(self._saved_residuals)
         self._saved_residuals = ()
         if self.mesh.num_ranks > 1:
@@ -291,7 +293,8 @@ class DenseGradients:
         self, *, finite: bool, stop: bool, loss: Tensor | float = 0.0
     ) -> None:
         """Send the remaining buckets after the step's last backward. loss: this rank's part of it."""
-        self._signals[0], self._signals[1] = float(not finite), float(stop)
+        self._signals[0] = float(not finite)
+        self._signals[1] = float(stop)
         self._signals[2] = loss
         self._signals[SIGNALS:] = 0
         if self._is_watching:
@@ -326,7 +329,8 @@ class DenseGradients:
             with count_waiting_time("dense"):
                 self._thread.join()
             self._thread = None
-        error, self._error = self._error, None
+        error = self._error
+        self._error = None
         if error is not None:
             raise error
         for parameter, view in zip(self.parameters, self._views, strict=True):
@@ -459,12 +463,17 @@ class DenseGradients:
             self.towers.broadcast_to_other_towers(self.mesh, optimizer)
 
     def _build_bucket(
-        self, indices: list[int], mesh: Mesh, is_last: bool = False, dtype: torch.dtype = torch.float32
-    ) -> GradientBucket:  # fmt: skip
+        self,
+        indices: list[int],
+        mesh: Mesh,
+        is_last: bool = False,
+        dtype: torch.dtype = torch.float32,
+    ) -> GradientBucket:
         """Allocate the buffers of a bucket. dtype: used if the bucket holds signals alone."""
         first_parameter = self.parameters[indices[0]] if indices else torch.zeros(0, dtype=dtype)
         size = sum(self.parameters[index].numel() for index in indices)
-        ranks, signals = mesh.num_ranks, (SIGNALS + len(self._tower_norms)) * is_last
+        ranks = mesh.num_ranks
+        signals = (SIGNALS + len(self._tower_norms)) * is_last
         padded_size = -(-(size + signals) // ranks) * ranks
         send_buffer = torch.zeros(padded_size, dtype=first_parameter.dtype)
         gradients = send_buffer[:size]
@@ -574,7 +583,8 @@ class DenseGradients:
 
     def _move_gradient_to_bucket(self, index: int) -> None:
         """Copy a gradient that is outside its bucket (zero_grad, a backward with create_graph) into it."""
-        parameter, view = self.parameters[index], self._views[index]
+        parameter = self.parameters[index]
+        view = self._views[index]
         if view is None or parameter.grad is view:
             return
         with torch.no_grad():
@@ -618,7 +628,9 @@ class DenseGradients:
 
     def _abort_step(self) -> None:
         """Make the thread of the step end without reducing further buckets."""
-        self._is_aborted, self._is_watching, self._thread = True, False, None
+        self._is_aborted = True
+        self._is_watching = False
+        self._thread = None
         for bucket in self.buckets:
             bucket.ready.set()
 

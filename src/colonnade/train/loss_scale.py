@@ -10,7 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 INITIAL_SCALE = 2.0**16
-GROWTH_FACTOR, GROWTH_INTERVAL = 2.0, 2000  # steps
+# steps
+GROWTH_FACTOR = 2.0
+GROWTH_INTERVAL = 2000
 BACKOFF_FACTOR = 0.5
 MIN_SCALE = 1.0
 """Smallest scale: at 1, a gradient that is not finite is not caused by the scale."""
@@ -31,13 +33,15 @@ class LossScale:
             return
         self.good_steps += 1
         if self.good_steps == GROWTH_INTERVAL:
-            self.value, self.good_steps = self.value * GROWTH_FACTOR, 0
+            self.value = self.value * GROWTH_FACTOR
+            self.good_steps = 0
 
     def lower(self) -> bool:
         """Lower the scale, because a finite loss gave gradients that are not finite. Returns False if it cannot."""
         if not self.is_dynamic or self.value <= MIN_SCALE:
             return False
-        self.value, self.good_steps = self.value * BACKOFF_FACTOR, 0
+        self.value = self.value * BACKOFF_FACTOR
+        self.good_steps = 0
         return True
 
     def state(self) -> tuple[float, int] | None:

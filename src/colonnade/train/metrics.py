@@ -75,7 +75,8 @@ def _compute_pooled_metrics(
         group = torch.cat([torch.from_numpy(part) for part in parts])
 
     def compute(index: Any) -> dict[str, float]:
-        part, part_group = pooled[index], None if group is None else group[index]
+        part = pooled[index]
+        part_group = None if group is None else group[index]
         metrics: dict[str, float] = {}
         for task in range(num_tasks):
             evaluation = Evaluation()
@@ -195,7 +196,9 @@ class Evaluation:
             raise DataError("got groups with some batches only, wanted them with all or with none")
         known = ~torch.isnan(label)
         if not known.all():
-            probability, label, weight = probability[known], label[known], weight[known]
+            probability = probability[known]
+            label = label[known]
+            weight = weight[known]
         self._parts.append((probability, label, weight))
         if group is not None:
             self._groups.append(group.detach().flatten().to("cpu", torch.int64, copy=True)[known])
@@ -257,7 +260,8 @@ def _check_and_sort_columns(
 
     Sorting makes sums independent of the order of samples. Groups are zeros if there are none.
     """
-    scores, labels = _to_float64_array(scores), _to_float64_array(labels)
+    scores = _to_float64_array(scores)
+    labels = _to_float64_array(labels)
     weight_values = np.ones(len(labels)) if weights is None else _to_float64_array(weights)
     if not len(scores) == len(labels) == len(weight_values):
         raise DataError(
@@ -300,7 +304,8 @@ def _weighted_mean(values: Float64s, weights: Float64s) -> float:
 
 
 def _auc(scores: Float64s, labels: Float64s, weights: Float64s) -> float:
-    positive, negative = labels * weights, (1 - labels) * weights
+    positive = labels * weights
+    negative = (1 - labels) * weights
     total = positive.sum() * negative.sum()
     if total == 0:
         return float("nan")
@@ -335,7 +340,8 @@ def _group_auc(
     group_of_run = np.cumsum(new_group[starts]) - 1  # (R,): its group
     below = np.cumsum(negative) - negative
     below -= below[firsts][group_of_run]
-    positives, negatives = np.add.reduceat(positive, firsts), np.add.reduceat(negative, firsts)
+    positives = np.add.reduceat(positive, firsts)
+    negatives = np.add.reduceat(negative, firsts)
     correct_pairs = np.add.reduceat(positive * (below + negative / 2), firsts)
     has_both_classes = (positives > 0) & (negatives > 0)
     aucs = correct_pairs[has_both_classes] / (

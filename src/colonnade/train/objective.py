@@ -102,7 +102,8 @@ def weighted_loss(logits: Tensor, batch: Batch) -> Tensor:
     if bool(unknown.any()):
         known = ~unknown
         weight = None if weight is None else weight.expand_as(label)[known]
-        logits_known, label = logits[known], label[known]
+        logits_known = logits[known]
+        label = label[known]
     else:
         logits_known = logits
     total = binary_cross_entropy_with_logits(logits_known, label, weight=weight, reduction="sum")

@@ -31,7 +31,8 @@ class Phases:
     @contextmanager
     def __call__(self, name: str, *, include_waits: bool = False) -> Iterator[None]:
         """Time a phase. include_waits: waits for other ranks inside count as this phase."""
-        start, waited_before = time.perf_counter(), dict(waiting_seconds())
+        start = time.perf_counter()
+        waited_before = dict(waiting_seconds())
         try:
             yield
         finally:

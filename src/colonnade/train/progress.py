@@ -46,7 +46,9 @@ class Progress:
         is_quiet: bool = False,
         every: int = 20,
     ) -> None:
-        self.every, self.console, self.total_steps = every, console, total_steps
+        self.every = every
+        self.console = console
+        self.total_steps = total_steps
         self.is_quiet = is_quiet
         self._record = None if folder is None else Record(folder, part)
         self._counters: Counters | None = None
@@ -92,9 +94,11 @@ class Progress:
         if self._last_step is None:
             return
         step, loss, batch, now = self._last_step
-        self._last_step, self._reported_step = None, step
+        self._last_step = None
+        self._reported_step = step
         rate = self._num_samples / max(now - self._interval_start, 1e-9)
-        self._num_samples, self._interval_start = 0, now
+        self._num_samples = 0
+        self._interval_start = now
         tiers = None if self._counters is None else self._counters.collect_tiers()
         text = "" if tiers is None else tiers.format_activity()
         self._bars.text = text
@@ -132,7 +136,8 @@ class Progress:
             for name, value in select_judged(metrics).items()
         ]
         self.print_line(f"epoch {epoch}: {'  '.join(shown)}" if shown else f"epoch {epoch} is over")
-        self._num_samples, self._interval_start = 0, time.perf_counter()
+        self._num_samples = 0
+        self._interval_start = time.perf_counter()
 
     def print_line(self, text: str) -> None:
         """Print a line above the progress bar, unless output is off."""

@@ -133,7 +133,8 @@ class Record:
     """Writer of a run folder's metrics. Call `open` first and `close` at the end."""
 
     def __init__(self, folder: Path, part: Part = "all") -> None:
-        self.folder, self.part = folder, part
+        self.folder = folder
+        self.part = part
         self.path = folder / (ROWS_FILE_NAME if part == "rows" else FILE_NAME)
         self._lines: Any = None
         self._tensorboard: TensorBoardWriter | None = None
@@ -170,7 +171,8 @@ class Record:
 
     def close(self) -> None:
         """Close the files. Raises StorageError."""
-        lines, board = self._lines, self._tensorboard
+        lines = self._lines
+        board = self._tensorboard
         self._lines = self._tensorboard = None
         with self._as_storage_error():
             for file in (lines, board):
@@ -231,7 +233,8 @@ class Counters:
         self._rows: dict[str, float] = {}
         self._sent: dict[str, dict[str, dict[str, int]]] = {}
         self._tiers: dict[str, TierCounts] = {}
-        self._tiers_since, self._waited = self._since, 0.0
+        self._tiers_since = self._since
+        self._waited = 0.0
         self._missed: dict[str, float] = {}
         self._cache: dict[str, float] = {}
         self._ages: dict[str, float] = {}
@@ -247,7 +250,8 @@ class Counters:
         """Return seconds by phase, and in total."""
         now = time.perf_counter()
         gained, self._seconds = _subtract(dict(self._trainer.phases.seconds), self._seconds)
-        total, self._since = now - self._since, now
+        total = now - self._since
+        self._since = now
         return {**gained, "total": total}
 
     def collect_rows(self) -> dict[str, float]:
@@ -277,12 +281,15 @@ class Counters:
             },
             {name: counts.lifetime_bytes for name, counts in tiers.items()},
         )
-        self._tiers, self._tiers_since, self._waited = tiers, now, waited
+        self._tiers = tiers
+        self._tiers_since = now
+        self._waited = waited
         return gained if len(tiers) > 1 else None
 
     def collect_sent(self) -> dict[str, dict[str, dict[str, float]]]:
         """Return {"bytes" or "messages": {channel: {link: number}}}; {} if nothing was sent."""
-        before, self._sent = self._sent, self._trainer.collection.mesh.traffic.to_dict()
+        before = self._sent
+        self._sent = self._trainer.collection.mesh.traffic.to_dict()
         gained: dict[str, dict[str, dict[str, float]]] = {
             unit: {
                 channel: _subtract(by_link, before.get(unit, {}).get(channel, {}))[0]

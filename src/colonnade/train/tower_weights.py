@@ -25,9 +25,19 @@ from colonnade.lookup.layout import EmbeddingDeclaration
 ELEMENTWISE_OPTIMIZERS = frozenset(
     getattr(torch.optim, name)
     for name in (
-        "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
+        "ASGD",
+        "Adadelta",
+        "Adagrad",
+        "Adam",
+        "AdamW",
+        "Adamax",
+        "NAdam",
+        "RAdam",
+        "RMSprop",
+        "Rprop",
+        "SGD",
     )
-)  # fmt: skip
+)
 """Optimizers that are known to update each parameter from its own gradients alone."""
 
 
@@ -74,7 +84,8 @@ class TowerWeights:
 
     def _serialize_tower(self, tower: int, optimizer: Optimizer) -> Tensor:
         """Serialize the weights, buffers and optimizer state of a tower."""
-        parameters, state = self.parameters(tower), optimizer.state
+        parameters = self.parameters(tower)
+        state = optimizer.state
         buffer = io.BytesIO()
         states = {
             n: dict(state[parameter])

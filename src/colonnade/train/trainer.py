@@ -48,7 +48,8 @@ class CheckpointClock:
 
     def __init__(self, mesh: Mesh, seconds: float) -> None:
         """seconds: time between checkpoints; 0: never due."""
-        self.mesh, self.seconds = mesh, seconds
+        self.mesh = mesh
+        self.seconds = seconds
         self._last_begin = time.monotonic()
         self._last_check = self._last_begin
         self._steps_until_check = self._check_interval = 1  # in steps, between broadcasts
@@ -74,11 +75,9 @@ class CheckpointClock:
         )
         steps = min(steps, 2 * self._check_interval)
         decision = self.mesh.broadcast("control", torch.tensor([is_due_now, steps])).tolist()
-        self._last_check, self._steps_until_check, self._check_interval = (
-            now,
-            decision[1],
-            decision[1],
-        )
+        self._last_check = now
+        self._steps_until_check = decision[1]
+        self._check_interval = decision[1]
         if decision[0]:
             self._last_begin = now
         return bool(decision[0])
@@ -157,11 +156,17 @@ class Trainer:
         checkpoints: Checkpoints | None = None,
         loss_scale: LossScale | None = None,
     ) -> None:
-        self.model, self.collection, self.data, self.schedule = model, collection, data, schedule
+        self.model = model
+        self.collection = collection
+        self.data = data
+        self.schedule = schedule
         self.objective = objective
-        self.dense_optimizer, self.rows, self.dense = dense_optimizer, rows, dense
+        self.dense_optimizer = dense_optimizer
+        self.rows = rows
+        self.dense = dense
         self.lr_schedules = tuple(lr_schedules)
-        self.progress, self.checkpoints = progress, checkpoints
+        self.progress = progress
+        self.checkpoints = checkpoints
         self.loss_scale = loss_scale or LossScale()
         self.mesh = collection.mesh
         self.phases = Phases()
@@ -170,7 +175,8 @@ class Trainer:
             PrefetchedBatch
         ] = []  # reads that a resumed run must use unchanged
         # Outcome and start of the current call of `train`.
-        self.outcome, self.started = Outcome(), time.perf_counter()
+        self.outcome = Outcome()
+        self.started = time.perf_counter()
         # `count_work` of each rank in the checkpoint that this run resumed from; empty: a new run.
         self.earlier_work: list[Mapping[str, Any]] = []
         monitor = schedule.monitor or objective.monitor
@@ -247,7 +253,8 @@ class Trainer:
                 break
             batch, stop = result
             self._advance_position(batch)
-            step, schedule = self.collection.step, self.schedule
+            step = self.collection.step
+            schedule = self.schedule
             is_last = self._has_reached_max_steps()
             is_best = False
             if batch.ends_epoch or is_last or _is_due(step, schedule.evaluate_steps):
@@ -272,7 +279,9 @@ class Trainer:
         num_parts = self.schedule.accumulate
         self.mesh.publish_step(self.collection.step)
         self.dense.zero_gradients()
-        local_loss, weight, num_samples = torch.zeros(()), 0.0, 0
+        local_loss = torch.zeros(())
+        weight = 0.0
+        num_samples = 0
         batch: Batch
         for part in range(num_parts):
             with self.phases(WAITING):
@@ -283,7 +292,8 @@ class Trainer:
             is_last = part == num_parts - 1 or batch.ends_epoch
             loss = self._run_forward_backward(batch, is_last, weight)
             local_loss = local_loss + loss if num_parts > 1 else loss
-            weight, num_samples = weight + batch.world_weight, num_samples + batch.size
+            weight = weight + batch.world_weight
+            num_samples = num_samples + batch.size
             if batch.ends_epoch:
                 break
         with self.phases("check gradients"):
@@ -307,10 +317,8 @@ class Trainer:
             finite, stop, global_loss = self.dense.wait_for_sums()
         gradient_scale = self.loss_scale.value
         if num_parts > 1:
-            local_loss, global_loss = (
-                local_loss / max(weight, 1e-12),
-                global_loss / max(weight, 1e-12),
-            )
+            local_loss = local_loss / max(weight, 1e-12)
+            global_loss = global_loss / max(weight, 1e-12)
             gradient_scale *= max(weight, 1e-12)
         if gradient_scale != 1:
             self._scale_gradients(1 / gradient_scale)
@@ -400,7 +408,8 @@ class Trainer:
                     with torch.no_grad():
                         self.collection.read(build_empty_batch(source.schema))
             else:
-                size, trainers = self.schedule.batch_size, self.mesh.trainers
+                size = self.schedule.batch_size
+                trainers = self.mesh.trainers
                 with self.rows.synchronized_view():
                     metrics = self.objective.evaluate(self.model, source, size, trainers)
                 notify_servers(self.mesh, False)
@@ -437,7 +446,8 @@ class Trainer:
             cached = self.collection.cached
             steps_left += self.collection.opened.reads_ahead - self.collection.step
             steps_left += 0 if cached is None else cached.window
-        position, num_parts = self.position, self.schedule.accumulate
+        position = self.position
+        num_parts = self.schedule.accumulate
         while position.epoch < self.num_epochs:
             source = self.data.train
             if self.schedule.progressive:
@@ -491,7 +501,8 @@ class Trainer:
             if self.schedule.monitor not in (None, self.objective.monitor):
                 check_monitor_metric(self.schedule.monitor, validated)
             metrics |= add_prefix("validation", validated)
-        step, test_at = self.collection.step, self.schedule.test_at
+        step = self.collection.step
+        test_at = self.schedule.test_at
         is_best = self.best.record_evaluation(metrics, step)
         if test_at == "evaluations" or (test_at == "best" and is_best):
             metrics |= self.test()
@@ -582,7 +593,8 @@ def _mark_last_batch(batches: Iterator[Batch]) -> Iterator[Batch]:
     """Yield the same batches with `ends_epoch` set on the last one. Reads one batch ahead."""
     next_batch = next(batches, None)
     while next_batch is not None:
-        batch, next_batch = next_batch, next(batches, None)
+        batch = next_batch
+        next_batch = next(batches, None)
         batch.ends_epoch = next_batch is None
         yield batch
 

@@ -46,9 +46,13 @@ def pack_bag_lookups(
     )
     try:
         packed, ends = _native.pack_bags(
-            lookups.native, table_rows, owner_map.num_owners, torch.from_numpy(owner_map.owner_indices), is_weighted,
+            lookups.native,
+            table_rows,
+            owner_map.num_owners,
+            torch.from_numpy(owner_map.owner_indices),
+            is_weighted,
             None if codes is None else torch.from_numpy(codes),
-        )  # fmt: skip
+        )
     except ValueError as error:
         raise DataError(f"lookups to pool: {error}; give each rank smaller batches") from None
     return np.split(np.asarray(packed), np.asarray(ends)[:-1])
@@ -70,14 +74,20 @@ def unpack_bag_lookups(
     weight_dtype = str(dtype).removeprefix("torch.")
     try:
         unpacked = _native.join_bags(
-            list(messages), owned.tables, table_rows, owner_map.num_owners, owner_indices, weight_dtype,
-        )  # fmt: skip
+            list(messages),
+            owned.tables,
+            table_rows,
+            owner_map.num_owners,
+            owner_indices,
+            weight_dtype,
+        )
     except ValueError as error:
         raise WorldError(
             f"{error}; all ranks must run one version of Colonnade on one model"
         ) from None
     ids, starts, flat, weights, codes, sizes = map(torch.as_tensor, unpacked)
-    size, bounds = int(sizes.sum()), starts.tolist()
+    size = int(sizes.sum())
+    bounds = starts.tolist()
     factors = weights.view(dtype) if len(weights) else None
     is_one_hot = not len(flat)
     native = _native.Lookups(
@@ -87,7 +97,11 @@ def unpack_bag_lookups(
     if not is_one_hot:
         bags = [flat[c * size : (c + 1) * size + 1] - first for c, first in enumerate(bounds[:-1])]
     lookups = Lookups(
-        ids, starts, native, size, bags,
+        ids,
+        starts,
+        native,
+        size,
+        bags,
         [None] * len(bags) if factors is None else list(factors.split(starts.diff().tolist())),
-    )  # fmt: skip
+    )
     return ReceivedBags(lookups, sizes.tolist(), codes.numpy() if len(codes) else None)

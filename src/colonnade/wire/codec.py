@@ -146,7 +146,8 @@ def encode_rows(
         if rounding_key is None
         else (rounding_key.ids, rounding_key.seed, rounding_key.step)
     )
-    values, widths = rows.float().contiguous(), torch.tensor(dims, dtype=torch.int32)
+    values = rows.float().contiguous()
+    widths = torch.tensor(dims, dtype=torch.int32)
     _native.encode_rows(codec.name, values, widths, ids, seed, step, out)
     return out
 

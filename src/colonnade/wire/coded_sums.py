@@ -62,7 +62,8 @@ class RoundingResidual:
             for new, owed, error in zip(
                 *(part.split(CHUNK_ELEMENTS) for part in share), strict=True
             ):
-                wanted, blocks = torch.add(new, owed, alpha=unit), _blocks(len(new))
+                wanted = torch.add(new, owed, alpha=unit)
+                blocks = _blocks(len(new))
                 coded.append(encode_elements(codec, wanted, blocks))
                 decode_elements(codec, coded[-1], blocks, error)
                 torch.sub(wanted, error, out=error)
@@ -81,15 +82,19 @@ class CodedAllReduce:
         self, codec: Codec, world: World, way: SumAlgorithm, size: int, dtype: torch.dtype
     ) -> None:
         """Begin with residuals of 0. way: not "whole"."""
-        self.codec, self.way, self.dtype = codec, way, dtype
+        self.codec = codec
+        self.way = way
+        self.dtype = dtype
         self.share = size // world.num_ranks
         peers = world.num_hosts if way == "by host" else world.num_ranks
-        self.sent, self.summed = self._zero_residual(peers), self._zero_residual(1)
+        self.sent = self._zero_residual(peers)
+        self.summed = self._zero_residual(1)
 
     def sum_over_ranks(self, mesh: Mesh, values: Tensor, unit: float) -> None:
         """Sum values (n,) on the CPU over ranks, in place, as `sum_over_ranks`. Collective, one issuing thread. unit:
         the divisor of gradients before they are applied."""
-        hosts, local = mesh.world.num_hosts, mesh.world.ranks_per_host
+        hosts = mesh.world.num_hosts
+        local = mesh.world.ranks_per_host
         if self.way == "by host":
             host_sum = sum_blocks(
                 exchange_shares(mesh, mesh.host_scope, values, local).view(1, local, -1)
@@ -166,7 +171,9 @@ def _collect_residual_buffers(bucket: Mapping[str, Any], state: State, rank: int
     buffers = [] if bucket["owed"] is None else [bucket["owed"]]
     if bucket["sent"] is None:
         return buffers
-    hosts, local, share = state["hosts"], state["local"], bucket["sent"].shape[1]
+    hosts = state["hosts"]
+    local = state["local"]
+    share = bucket["sent"].shape[1]
     first_sent = first_summed = rank
     if len(bucket["sent"]) == hosts * local:  # of all ranks' shares
         first_sent = 0

@@ -62,7 +62,8 @@ class RowCodec:
         """Take the rank whose gradients are rounded, with random bits of `coding`."""
         self.values = CODECS[coding.codecs.values]
         self.gradients = CODECS[coding.codecs.gradients]
-        self.coding, self.rank = coding, rank
+        self.coding = coding
+        self.rank = rank
         self.names = [table.name for table in declaration.tables]
         self.dims = [tuple(part.dim for part in table.parts) for table in declaration.tables]
 
@@ -96,7 +97,8 @@ class RowCodec:
     ) -> list[RoundingKey]:
         """Return the rounding keys of a plan's unique rows, rank by rank, table by table. blocks:
         `OwnerMap.block_offsets` of it; step, batch_number: see `ExchangePart.begin_push`."""
-        borders, unique = blocks.tolist(), torch.as_tensor(plan.unique_ids)
+        borders = blocks.tolist()
+        unique = torch.as_tensor(plan.unique_ids)
         num_tables = len(self.names)
         num_ranks = (len(borders) - 1) // num_tables
         seeds = [self.coding.gradient_seed(name, self.rank, batch_number) for name in self.names]

@@ -33,18 +33,23 @@ def exchange_messages(
     sizes = np.array([[len(message) for message in by_rank] for by_rank in messages], np.int32).T
     head = np.frombuffer(WEIGHT.pack(batch_weight), np.uint8)
     parts = [part for by_rank in zip(*messages, strict=True) for part in (head, *by_rank)]
-    one, traffic_tag = [1] * mesh.num_ranks, traffic_tag_of(channel, "route")
+    one = [1] * mesh.num_ranks
+    traffic_tag = traffic_tag_of(channel, "route")
     raw_sizes, _ = mesh.all_to_all(
         channel, torch.from_numpy(np.ascontiguousarray(sizes)), one, one, traffic_tag=traffic_tag
     )
     received_sizes = _check_message_sizes(raw_sizes.numpy())
     data, _ = mesh.all_to_all(
-        channel, torch.from_numpy(np.concatenate(parts)), _message_bytes(sizes), _message_bytes(received_sizes),
+        channel,
+        torch.from_numpy(np.concatenate(parts)),
+        _message_bytes(sizes),
+        _message_bytes(received_sizes),
         traffic_tag=traffic_tag,
-    )  # fmt: skip
+    )
     received = data.numpy()
     received_messages: list[list[np.ndarray]] = [[] for _ in messages]
-    position, total = 0, 0.0
+    position = 0
+    total = 0.0
     for by_exchange in received_sizes.tolist():
         total += WEIGHT.unpack_from(received.data, position)[0]
         position += WEIGHT.size

@@ -52,10 +52,16 @@ def pack_id_requests(
     that rank n owns; owner_indices (N, T): see `OwnerMap`; rows, num_owners (T,) int64."""
     num_ranks, num_tables = firsts.shape
     lists, ends = _native.pack_ids(
-        ids, _flatten(firsts), _flatten(lasts), rows.repeat(num_ranks), num_owners.repeat(num_ranks),
-        _flatten(owner_indices.clip(0)), True,
-    )  # fmt: skip
-    packed, flag = np.asarray(lists), np.array([codes is not None], np.uint8)
+        ids,
+        _flatten(firsts),
+        _flatten(lasts),
+        rows.repeat(num_ranks),
+        num_owners.repeat(num_ranks),
+        _flatten(owner_indices.clip(0)),
+        True,
+    )
+    packed = np.asarray(lists)
+    flag = np.array([codes is not None], np.uint8)
     borders = [0, *np.asarray(ends)[num_tables - 1 :: num_tables].tolist()]
     messages = []
     for rank in range(num_ranks):
@@ -84,11 +90,16 @@ def unpack_id_requests(
             ) from None
     codes = None
     if any(request.codes is not None for request in unpacked):
-        codes = torch.cat([
-            torch.zeros(len(request.ids), dtype=torch.uint8) if request.codes is None else request.codes
-            for request in unpacked
-        ])  # fmt: skip
-    ids, counts = [request.ids for request in unpacked], [request.counts for request in unpacked]
+        codes = torch.cat(
+            [
+                torch.zeros(len(request.ids), dtype=torch.uint8)
+                if request.codes is None
+                else request.codes
+                for request in unpacked
+            ]
+        )
+    ids = [request.ids for request in unpacked]
+    counts = [request.counts for request in unpacked]
     return ReceivedRequests(torch.cat(ids), np.concatenate(counts), codes)
 
 
@@ -98,14 +109,16 @@ def _unpack_id_request(
     """Unpack one rank's request. Raises ValueError."""
     if len(message) < FLAG_BYTES or message[0] > 1:
         raise ValueError(f"got {message[:FLAG_BYTES].tolist()} at its beginning, wanted [0] or [1]")
-    rest, codes = message[FLAG_BYTES:], None
+    rest = message[FLAG_BYTES:]
+    codes = None
     ids, counts, used = _native.unpack_ids(rest, rows, num_owners, owner_indices.clamp(min=0), True)
     rest = rest[used:]
     if bool((np.asarray(counts)[owner_indices.numpy() < 0] > 0).any()):
         raise ValueError("got ids of a table that has no rows here")
     if message[0]:
         numbers, used = _native.unpack_numbers(rest, len(ids))
-        rest, numbers = rest[used:], torch.as_tensor(numbers)
+        rest = rest[used:]
+        numbers = torch.as_tensor(numbers)
         if bool((numbers >> 8).any()):
             raise ValueError("got a code of more than 8 bits")
         codes = numbers.to(torch.uint8)
@@ -186,14 +199,22 @@ def _expected_number_block_bytes(length: float, keys: float) -> float:
 def measure_packed_bytes(ids: Tensor, rows: int) -> tuple[float, float]:
     """Return the packed bytes of the ids of one batch, if one rank owns all rows: of the unique ids, and of all ids in
     their order. rows 0: an open table."""
-    one, all_rows = torch.ones(1, dtype=torch.int64), torch.tensor([rows])
-    offsets, table = torch.tensor([0, len(ids)]), torch.zeros(1, dtype=torch.int32)
-    lookups = _native.Lookups(ids, offsets, table, torch.tensor([2], dtype=torch.uint8), 0, None, None)  # fmt: skip
+    one = torch.ones(1, dtype=torch.int64)
+    all_rows = torch.tensor([rows])
+    offsets = torch.tensor([0, len(ids)])
+    table = torch.zeros(1, dtype=torch.int32)
+    lookups = _native.Lookups(
+        ids, offsets, table, torch.tensor([2], dtype=torch.uint8), 0, None, None
+    )
     unique = torch.as_tensor(_native.make_plan(lookups, all_rows, one).unique_ids)
     sizes = [
-        len(_native.pack_ids(listed, one * 0, one * len(listed), all_rows, one, one * 0, is_ascending)[0])
+        len(
+            _native.pack_ids(
+                listed, one * 0, one * len(listed), all_rows, one, one * 0, is_ascending
+            )[0]
+        )
         for listed, is_ascending in ((unique, True), (ids, False))
-    ]  # fmt: skip
+    ]
     return float(sizes[0]), float(sizes[1])
 
 

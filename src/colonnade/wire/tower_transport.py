@@ -103,7 +103,10 @@ class TowerTransport:
     ) -> None:
         """Open the transport's groups. Collective. size: S. messages: columns that each rank of the world pools;
         inside: all columns of this tower."""
-        self.mesh, self.size, self.inside, self.dtype = mesh, size, inside, dtype
+        self.mesh = mesh
+        self.size = size
+        self.inside = inside
+        self.dtype = dtype
         self.columns = messages[mesh.rank]
         first = mesh.rank // size * size
         members = messages[first : first + size]
@@ -118,20 +121,27 @@ class TowerTransport:
     ) -> PendingTransfer:
         """Send block (G, P): the samples of each local rank's peers to that rank."""
         (block,) = blocks
-        width, rows, parts = self.columns.width, block.split(list(batch_sizes)), []
+        width = self.columns.width
+        rows = block.split(list(batch_sizes))
+        parts = []
         for chunk in plan_tower_chunks(self.mesh.rank, self.size, tuple(batch_sizes)):
             if chunk.rows is None:
                 send = torch.cat([rows[rank] for rank in chunk.ranks])
             else:
                 send = block[chunk.rows]
-            received, call = send.view(-1), None
+            received = send.view(-1)
+            call = None
             if self.size > 1:
                 received, call = self.mesh.all_to_all(
-                    "fetch", received,
+                    "fetch",
+                    received,
                     [n * width for n in chunk.counts],
-                    [chunk.num_samples * w for w in self.widths], scope=self.scope, wait=False, traffic_tag=traffic_tag,
+                    [chunk.num_samples * w for w in self.widths],
+                    scope=self.scope,
+                    wait=False,
+                    traffic_tag=traffic_tag,
                     into=empty(chunk.num_samples * self.width, dtype=self.dtype),
-                )  # fmt: skip
+                )
             parts.append(PendingTransfer(received, call, send))
         return combine_transfers(parts)
 
@@ -153,7 +163,8 @@ class TowerTransport:
         self, gradients: Iterable[Tensor], batch_sizes: Sequence[int]
     ) -> PendingTransfer:
         """Send gradients (m, W) of the tower's columns, the last chunk first, to the ranks that pooled them."""
-        width, parts = self.columns.width, []
+        width = self.columns.width
+        parts = []
         total = empty(sum(batch_sizes), width, dtype=self.dtype)
         chunks = plan_tower_chunks(self.mesh.rank, self.size, tuple(batch_sizes))
         for chunk, gradient in zip(reversed(chunks), gradients, strict=True):
@@ -163,13 +174,18 @@ class TowerTransport:
                 send.split(lengths), self.widths, self.runs, strict=True
             ):
                 extract_columns(gradient, part.view(chunk.num_samples, member_width), runs)
-            received, call = send, None
+            received = send
+            call = None
             if self.size > 1:
                 received, call = self.mesh.all_to_all(
-                    "push", send, lengths,
-                    [n * width for n in chunk.counts], scope=self.scope, wait=False,
+                    "push",
+                    send,
+                    lengths,
+                    [n * width for n in chunk.counts],
+                    scope=self.scope,
+                    wait=False,
                     into=None if chunk.rows is None else total[chunk.rows].view(-1),
-                )  # fmt: skip
+                )
             parts.append(PendingTransfer(received, call, send))
         return PendingTransfer(total, parts=parts)
 
@@ -177,7 +193,8 @@ class TowerTransport:
         self, pending: PendingTransfer, batch_sizes: Sequence[int]
     ) -> Iterator[Tensor]:
         """Yield gradients of the columns that this rank had pooled, as one block (G, P)."""
-        total, width = pending.received, self.columns.width
+        total = pending.received
+        width = self.columns.width
         rows = total.split(list(batch_sizes))
         chunks = plan_tower_chunks(self.mesh.rank, self.size, tuple(batch_sizes))
         for chunk, transfer in zip(reversed(chunks), pending.parts, strict=True):
@@ -208,7 +225,10 @@ class PeerTransport:
     ) -> None:
         """Open the transport's groups. Collective. size: S. carried: columns that each tower sends; whole: all columns
         at the samples' ranks."""
-        self.mesh, self.size, self.coding, self.dtype = mesh, size, coding, dtype
+        self.mesh = mesh
+        self.size = size
+        self.coding = coding
+        self.dtype = dtype
         self.tower = mesh.rank // size
         self.carried = carried
         self.widths = [columns.width for columns in carried]
@@ -227,19 +247,23 @@ class PeerTransport:
         self, blocks: Iterable[Tensor], batch_sizes: Sequence[int], traffic_tag: str
     ) -> PendingTransfer:
         """Send the tower's columns for its peers' samples: (m, Y) for each chunk, contiguous."""
-        codec, parts = CODECS[self.coding.codecs.values], []
+        codec = CODECS[self.coding.codecs.values]
+        parts = []
         for chunk, block in zip(self._chunks(batch_sizes), blocks, strict=True):
-            served, wanted = (
-                self._served_blocks(chunk, batch_sizes),
-                self._own_blocks(chunk, batch_sizes),
-            )
+            served = self._served_blocks(chunk, batch_sizes)
+            wanted = self._own_blocks(chunk, batch_sizes)
             data = coded = encode_elements(codec, block.view(-1), served)
             call = None
             if chunk.towers != (self.tower,):
                 data, call = self.mesh.all_to_all(
-                    "fetch", coded, self._lengths(codec, chunk, served),
-                    self._lengths(codec, chunk, wanted), scope=self.scope, wait=False, traffic_tag=traffic_tag,
-                )  # fmt: skip
+                    "fetch",
+                    coded,
+                    self._lengths(codec, chunk, served),
+                    self._lengths(codec, chunk, wanted),
+                    scope=self.scope,
+                    wait=False,
+                    traffic_tag=traffic_tag,
+                )
             received, decode = prepare_decoding(codec, data, wanted, self.dtype)
             parts.append(PendingTransfer(received, call, coded, decode))
         return combine_transfers(parts)
@@ -258,13 +282,14 @@ class PeerTransport:
         self, gradients: Tensor, batch_sizes: Sequence[int], step: int, batch_number: int
     ) -> PendingTransfer:
         """Send gradients: total (B, all columns)."""
-        codec, size = CODECS[self.coding.codecs.gradients], len(gradients)
-        samples, rank, parts = torch.arange(size), self.mesh.rank, []
+        codec = CODECS[self.coding.codecs.gradients]
+        size = len(gradients)
+        samples = torch.arange(size)
+        rank = self.mesh.rank
+        parts = []
         for chunk in self._chunks(batch_sizes):
-            served, wanted = (
-                self._served_blocks(chunk, batch_sizes),
-                self._own_blocks(chunk, batch_sizes),
-            )
+            served = self._served_blocks(chunk, batch_sizes)
+            wanted = self._own_blocks(chunk, batch_sizes)
             send = empty(sum(block_elements(wanted)), dtype=self.dtype)
             for tower, part in zip(chunk.towers, send.split(block_elements(wanted)), strict=True):
                 extract_columns(gradients, part.view(size, self.widths[tower]), self.runs[tower])
@@ -278,9 +303,13 @@ class PeerTransport:
             call = None
             if chunk.towers != (self.tower,):
                 data, call = self.mesh.all_to_all(
-                    "push", coded, self._lengths(codec, chunk, wanted),
-                    self._lengths(codec, chunk, served), scope=self.scope, wait=False,
-                )  # fmt: skip
+                    "push",
+                    coded,
+                    self._lengths(codec, chunk, wanted),
+                    self._lengths(codec, chunk, served),
+                    scope=self.scope,
+                    wait=False,
+                )
             received, decode = prepare_decoding(codec, data, served, self.dtype)
             parts.append(PendingTransfer(received, call, coded, decode))
         return combine_transfers(parts)
@@ -302,7 +331,8 @@ class PeerTransport:
 
     def _served_blocks(self, chunk: PeerChunk, sizes: Sequence[int]) -> list[RowBlock]:
         """Return by peer in the chunk's towers the block of its samples that this tower sends."""
-        local_rank, dims = self.mesh.rank % self.size, self.dims[self.tower]
+        local_rank = self.mesh.rank % self.size
+        dims = self.dims[self.tower]
         return [RowBlock(sizes[tower * self.size + local_rank], dims) for tower in chunk.towers]
 
     def _own_blocks(self, chunk: PeerChunk, sizes: Sequence[int]) -> list[RowBlock]:

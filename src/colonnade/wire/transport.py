@@ -130,7 +130,8 @@ class LocalTransport:
     routes: tuple[DirectRoute | HostRoute, ...] = ()
 
     def __init__(self, sent: FieldColumns, whole: FieldColumns, dtype: torch.dtype) -> None:
-        self.sent, self.dtype = sent, dtype
+        self.sent = sent
+        self.dtype = dtype
         (self.runs,) = find_runs([sent.starts.items()], whole)
         self.is_whole = list(sent.dims.items()) == list(whole.dims.items())
 
@@ -171,7 +172,8 @@ class WorldTransport:
         dtype: torch.dtype,
     ) -> None:
         """Open the routes of the columns that each rank sends (messages). whole: all columns at the samples' ranks."""
-        self.dtype, self.sent = dtype, messages[mesh.rank]
+        self.dtype = dtype
+        self.sent = messages[mesh.rank]
         self.routes = tuple(_open_routes(mesh, messages, whole, coding, dtype))
         self.num_roundings = max((route.num_roundings for route in self.routes), default=1)
         self.runs = [
@@ -232,7 +234,8 @@ def _open_routes(
     dtype: torch.dtype,
 ) -> list[DirectRoute | HostRoute]:
     """Open routes for all columns, the same on every rank. Columns that every rank sends are summed by hosts."""
-    world, common = mesh.world, set[Any]()
+    world = mesh.world
+    common = set[Any]()
     if world.num_hosts > 1 and world.ranks_per_host > 1:
         common = set.intersection(*(set(message.dims) for message in messages))
     routes: list[DirectRoute | HostRoute] = []
@@ -257,8 +260,11 @@ class DirectRoute:
         coding: Coding,
         dtype: torch.dtype,
     ) -> None:
-        self.mesh, self.coding, self.dtype = mesh, coding, dtype
-        self.messages, self.columns = messages, messages[mesh.rank]
+        self.mesh = mesh
+        self.coding = coding
+        self.dtype = dtype
+        self.messages = messages
+        self.columns = messages[mesh.rank]
         self.widths = [message.width for message in messages]
         self.dims = [tuple(message.dims.values()) for message in messages]
         self.blocks = find_runs([message.starts.items() for message in messages], whole)
@@ -274,13 +280,17 @@ class DirectRoute:
         self, block: Tensor, batch_sizes: Sequence[int], traffic_tag: str
     ) -> PendingTransfer:
         codec = CODECS[self.coding.codecs.values]
-        served, wanted = self._served_blocks(batch_sizes), self._own_blocks(batch_sizes)
+        served = self._served_blocks(batch_sizes)
+        wanted = self._own_blocks(batch_sizes)
         coded = encode_elements(codec, block.view(-1), served)
         data, call = self.mesh.all_to_all(
-            "fetch", coded, [message_block.encoded_bytes(codec, self.dtype) for message_block in served],
+            "fetch",
+            coded,
+            [message_block.encoded_bytes(codec, self.dtype) for message_block in served],
             [message_block.encoded_bytes(codec, self.dtype) for message_block in wanted],
-            wait=False, traffic_tag=traffic_tag,
-        )  # fmt: skip
+            wait=False,
+            traffic_tag=traffic_tag,
+        )
         received, finish = prepare_decoding(codec, data, wanted, self.dtype)
         return PendingTransfer(received, call, coded, finish)
 
@@ -292,14 +302,17 @@ class DirectRoute:
     def send_gradients(
         self, gradients: Tensor, batch_sizes: Sequence[int], step: int, batch_number: int
     ) -> PendingTransfer:
-        codec, size = CODECS[self.coding.codecs.gradients], len(gradients)
-        served, wanted = self._served_blocks(batch_sizes), self._own_blocks(batch_sizes)
+        codec = CODECS[self.coding.codecs.gradients]
+        size = len(gradients)
+        served = self._served_blocks(batch_sizes)
+        wanted = self._own_blocks(batch_sizes)
         send = self.mesh.allocate_send_buffer(sum(block_elements(wanted)), self.dtype)
         for part, width, runs in zip(
             send.split(block_elements(wanted)), self.widths, self.blocks, strict=True
         ):
             extract_columns(gradients, part.view(size, width), runs)
-        samples, rank = torch.arange(size), self.mesh.rank
+        samples = torch.arange(size)
+        rank = self.mesh.rank
         rounding_keys = [
             RoundingKey(
                 samples, self.coding.gradient_seed(f"pooled by {owner}", rank, batch_number), step
@@ -308,9 +321,12 @@ class DirectRoute:
         ]
         coded = encode_elements(codec, send, wanted, rounding_keys)
         data, call = self.mesh.all_to_all(
-            "push", coded, [message_block.encoded_bytes(codec, self.dtype) for message_block in wanted],
-            [message_block.encoded_bytes(codec, self.dtype) for message_block in served], wait=False,
-        )  # fmt: skip
+            "push",
+            coded,
+            [message_block.encoded_bytes(codec, self.dtype) for message_block in wanted],
+            [message_block.encoded_bytes(codec, self.dtype) for message_block in served],
+            wait=False,
+        )
         received, finish = prepare_decoding(codec, data, served, self.dtype)
         return PendingTransfer(received, call, coded, finish)
 
@@ -338,7 +354,10 @@ class HostRoute:
         coding: Coding,
         dtype: torch.dtype,
     ) -> None:
-        self.mesh, self.coding, self.columns, self.dtype = mesh, coding, columns, dtype
+        self.mesh = mesh
+        self.coding = coding
+        self.columns = columns
+        self.dtype = dtype
         self.dims = tuple(columns.dims.values())
         hosts = mesh.world.num_hosts
         self.blocks = find_runs([columns.starts.items() for _ in range(hosts)], whole)
@@ -346,7 +365,8 @@ class HostRoute:
     @property
     def local_rank_groups(self) -> list[list[int]]:
         """Ranks with the same local rank, which sum for each other, by local rank, (L, H)."""
-        local, ranks = self.mesh.world.ranks_per_host, range(self.mesh.num_ranks)
+        local = self.mesh.world.ranks_per_host
+        ranks = range(self.mesh.num_ranks)
         return [list(ranks[local_rank::local]) for local_rank in range(local)]
 
     def columns_of(self, rank: int) -> FieldColumns:
@@ -365,7 +385,8 @@ class HostRoute:
         self, block: Tensor, batch_sizes: Sequence[int], traffic_tag: str
     ) -> PendingTransfer:
         """Sum inside the host, and begin to send sums between hosts."""
-        codec, local = CODECS[self.coding.codecs.values], self.mesh.world.ranks_per_host
+        codec = CODECS[self.coding.codecs.values]
+        local = self.mesh.world.ranks_per_host
         blocks = block.split(list(batch_sizes))
         send = torch.cat([blocks[rank] for ranks in self.local_rank_groups for rank in ranks])
         own_sizes = [batch_sizes[rank] for rank in self.local_rank_groups[self.mesh.rank % local]]
@@ -375,17 +396,27 @@ class HostRoute:
         ]
         received_blocks = [RowBlock(sum(own_sizes), self.dims)] * local
         data, _ = self.mesh.all_to_all(
-            "fetch", encode_elements(codec, send.view(-1), sent_blocks), self._lengths(codec, sent_blocks),
-            self._lengths(codec, received_blocks), scope=self.mesh.host_scope, traffic_tag=traffic_tag,
-        )  # fmt: skip
+            "fetch",
+            encode_elements(codec, send.view(-1), sent_blocks),
+            self._lengths(codec, sent_blocks),
+            self._lengths(codec, received_blocks),
+            scope=self.mesh.host_scope,
+            traffic_tag=traffic_tag,
+        )
         received = decode_message(codec, data, received_blocks, self.dtype)
         host_sum = sum_blocks_in_order(received.view(1, local, -1))
-        served, wanted = [RowBlock(n, self.dims) for n in own_sizes], self._own_blocks(batch_sizes)
+        served = [RowBlock(n, self.dims) for n in own_sizes]
+        wanted = self._own_blocks(batch_sizes)
         coded = encode_elements(codec, host_sum, served)
         data, call = self.mesh.all_to_all(
-            "fetch", coded, self._lengths(codec, served), self._lengths(codec, wanted),
-            scope=self.mesh.cross_host_scope, wait=False, traffic_tag=traffic_tag,
-        )  # fmt: skip
+            "fetch",
+            coded,
+            self._lengths(codec, served),
+            self._lengths(codec, wanted),
+            scope=self.mesh.cross_host_scope,
+            wait=False,
+            traffic_tag=traffic_tag,
+        )
         received, finish = prepare_decoding(codec, data, wanted, self.dtype)
         return PendingTransfer(received, call, coded, finish)
 
@@ -398,7 +429,9 @@ class HostRoute:
         self, gradients: Tensor, batch_sizes: Sequence[int], step: int, batch_number: int
     ) -> PendingTransfer:
         """Send gradients between hosts, then inside; they have arrived when it returns."""
-        codec, world, rank = CODECS[self.coding.codecs.gradients], self.mesh.world, self.mesh.rank
+        codec = CODECS[self.coding.codecs.gradients]
+        world = self.mesh.world
+        rank = self.mesh.rank
         block = empty(len(gradients), self.columns.width, dtype=self.dtype)
         extract_columns(gradients, block, self.blocks[0])
         blocks_by_rank = [RowBlock(size, self.dims) for size in batch_sizes]
@@ -406,12 +439,16 @@ class HostRoute:
         rounding_keys = [RoundingKey(torch.arange(len(gradients)), seed, step)]
         data = encode_elements(codec, block.view(-1), [blocks_by_rank[rank]], rounding_keys)
         lengths = self._lengths(codec, blocks_by_rank)
-        local, hosts = world.ranks_per_host, world.num_hosts
+        local = world.ranks_per_host
+        hosts = world.num_hosts
         group_lengths = [[lengths[r] for r in ranks] for ranks in self.local_rank_groups]
         received, _ = self.mesh.all_to_all(
-            "push", data.repeat(hosts), [len(data)] * hosts, group_lengths[rank % local],
+            "push",
+            data.repeat(hosts),
+            [len(data)] * hosts,
+            group_lengths[rank % local],
             scope=self.mesh.cross_host_scope,
-        )  # fmt: skip
+        )
         received, _ = self.mesh.all_to_all(
             "push",
             received.repeat(local),
@@ -421,9 +458,12 @@ class HostRoute:
         )
         # Received local rank by local rank and, from each, host by host: reorder by rank.
         starts = dict(
-            zip([r for ranks in self.local_rank_groups for r in ranks],
-                accumulate((n for counts in group_lengths for n in counts), initial=0), strict=False)
-        )  # fmt: skip
+            zip(
+                [r for ranks in self.local_rank_groups for r in ranks],
+                accumulate((n for counts in group_lengths for n in counts), initial=0),
+                strict=False,
+            )
+        )
         data = torch.cat([received[starts[r] : starts[r] + n] for r, n in enumerate(lengths)])
         return PendingTransfer(decode_message(codec, data, blocks_by_rank, self.dtype), None)
 
@@ -473,7 +513,8 @@ def assemble_columns(
     runs_by_block, num_filled = _plan_column_assembly(
         tuple([starts for _, starts in blocks]), tuple(dims.items())
     )
-    width, num_rows = sum(dims.values()), len(blocks[0][0])
+    width = sum(dims.values())
+    num_rows = len(blocks[0][0])
     taken = [(block, runs) for (block, _), runs in zip(blocks, runs_by_block, strict=True) if runs]
     if len(taken) == 1 and len(taken[0][1]) == 1 and num_filled == width == taken[0][0].shape[1]:
         return taken[0][0].contiguous()
@@ -488,7 +529,8 @@ def assemble_columns(
 def add_columns(block: Tensor, total: Tensor, runs: Sequence[ColumnRun]) -> None:
     """Add columns of the block to their columns of the total; the first block of a column is copied instead."""
     for run in runs:
-        target, source = total[:, run.whole_columns], block[:, run.block_columns]
+        target = total[:, run.whole_columns]
+        source = block[:, run.block_columns]
         target.copy_(source) if run.is_first else target.add_(source)
 
 

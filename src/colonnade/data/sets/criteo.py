@@ -182,7 +182,8 @@ class CriteoSource:
 
     def _read_run(self, blocks: list[tuple[int, int]]) -> Iterator[Batch]:
         """Yield one batch per block; the blocks are adjacent and are parsed in one call."""
-        first, end = blocks[0][0], blocks[-1][1]
+        first = blocks[0][0]
+        end = blocks[-1][1]
         try:
             run = self.read(first, end)
         except DataError:
@@ -336,11 +337,14 @@ def check_line(line: bytes, path: Path, number: int) -> None:
         )
     for name, field in zip(NAMES, fields, strict=True):
         if name == "label":
-            pattern, wanted = rb" *(-?0+|0*1) *", "0 or 1"
+            pattern = rb" *(-?0+|0*1) *"
+            wanted = "0 or 1"
         elif name in DENSE:
-            pattern, wanted = rb"|" + COUNT.encode(), "an integer or nothing"
+            pattern = rb"|" + COUNT.encode()
+            wanted = "an integer or nothing"
         else:
-            pattern, wanted = rb"([0-9a-fA-F]{8})?", "8 hexadecimal digits or nothing"
+            pattern = rb"([0-9a-fA-F]{8})?"
+            wanted = "8 hexadecimal digits or nothing"
         if not re.fullmatch(pattern, field):
             raise build_field_error(
                 path,

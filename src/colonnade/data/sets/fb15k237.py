@@ -77,9 +77,14 @@ def open_fb15k237(
         for part in ("train", "valid", "test")
     ]
     return open_triples(
-        *parts, num_entities=num_entities, num_relations=num_relations, seed=seed, candidates=candidates,
-        subsample=subsample, max_validation=max_validation,
-    )  # fmt: skip
+        *parts,
+        num_entities=num_entities,
+        num_relations=num_relations,
+        seed=seed,
+        candidates=candidates,
+        subsample=subsample,
+        max_validation=max_validation,
+    )
 
 
 def read_count_line(path: Path) -> int:
@@ -100,7 +105,8 @@ def read_count_line(path: Path) -> int:
 
 def read_triples(path: Path, num_entities: int, num_relations: int) -> torch.Tensor:
     """Read triples (n, 3) int64: head, relation, tail, in the order of the file."""
-    count, file = read_count_line(path), open_line_file(path)
+    count = read_count_line(path)
+    file = open_line_file(path)
     lines = file.read_lines(1, file.num_lines).split(b"\n")[: file.num_lines - 1]
     if len(lines) != count:
         raise DataError(

@@ -106,7 +106,8 @@ def open_gowalla(
 def read_user_items(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
     """Read users (n,) and items (n,) of `user item item ...` lines, in order; users without items are skipped."""
     file = open_line_file(path)
-    users, items = [], []
+    users = []
+    items = []
     for number, line in enumerate(
         file.read_lines(0, file.num_lines).removesuffix(b"\n").split(b"\n"), 1
     ):

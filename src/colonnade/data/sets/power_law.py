@@ -55,7 +55,8 @@ class EdgeDistribution:
 
     def draw_edges(self, count: int, key: int) -> tuple[Tensor, Tensor]:
         """Draw the two ends (count,) of edges. Some edges are loops or repeated."""
-        share, community = self.share.numpy(), self.community.numpy()
+        share = self.share.numpy()
+        community = self.community.numpy()
         order = np.argsort(community, kind="stable")  # nodes grouped by community
         ends = np.concatenate([[0.0], np.cumsum(share[order])])
         first = np.searchsorted(community[order], np.arange(int(community.max()) + 2))
@@ -129,7 +130,8 @@ def open_power_law(
         nodes, exponent=exponent, communities=communities, mixing=mixing, graph_seed=graph_seed
     )
     ends = distribution.draw_edges(int(nodes * degree / 2), stream_key(STREAM_KEY, graph_seed, 2))
-    one, other = torch.minimum(*ends), torch.maximum(*ends)
+    one = torch.minimum(*ends)
+    other = torch.maximum(*ends)
     edges = torch.unique((one * nodes + other)[one != other])
     u = _draw_uniform(stream_key(STREAM_KEY, graph_seed, 3), len(edges))
     masks = [u >= 0.15, (u >= 0.1) & (u < 0.15), u < 0.1]
@@ -146,7 +148,8 @@ def open_power_law(
 
 def _group_neighbours(edges_n: Tensor, nodes: int) -> Ids:
     """Return a bag of neighbours for each node, (nodes,)."""
-    one, other = edges_n // nodes, edges_n % nodes
+    one = edges_n // nodes
+    other = edges_n % nodes
     return group_items_by_user(torch.cat([one, other]), torch.cat([other, one]), nodes)
 
 

@@ -48,11 +48,15 @@ HALF_EFFECT_RANK = 200
 Rarer ids have still less, so that a model can learn from few samples most of what determines the labels.
 """
 WORDS_PER_SAMPLE = 32  # label 0, dense 1..4, ids 5.. (two fields a word)
-LABEL_WORD, DENSE_WORD, ID_WORD = 0, 1, 5
+LABEL_WORD = 0
+DENSE_WORD = 1
+ID_WORD = 5
 MAX_FIELDS = 2 * (WORDS_PER_SAMPLE - ID_WORD)
 MAX_LENGTH = 8
 """Maximal number of ids of a bag or a sequence; all lengths from 0 on are equally likely."""
-LENGTH_WORD, LIST_WORD = 0, 1  # in a list column's separate stream of words
+# in a list column's separate stream of words
+LENGTH_WORD = 0
+LIST_WORD = 1
 KNOT_BITS = 10
 LOW_BITS = 32 - KNOT_BITS
 NORMAL_BITS = 16
@@ -244,7 +248,8 @@ def compute_logit_terms(
 
     Sums run column by column, so a sample's terms have the same bits in any batch.
     """
-    dense, weights = samples.dense, distribution.tasks[task].dense_weights
+    dense = samples.dense
+    weights = distribution.tasks[task].dense_weights
     linear = np.zeros(len(dense), dtype=np.float32)
     for i in range(NUM_DENSE):
         linear += dense[:, i] * weights[i]
@@ -474,7 +479,8 @@ class SyntheticSource:
 
     def read(self, begin: int, end: int) -> Batch:
         """Generate samples begin .. end-1 of this source."""
-        size, distribution = end - begin, self.distribution
+        size = end - begin
+        distribution = self.distribution
         num_tasks = len(distribution.tasks)
         dense = np.empty((size, NUM_DENSE), dtype=np.float32)
         ids = np.empty((len(distribution.fields), size), dtype=np.int64)
@@ -484,9 +490,11 @@ class SyntheticSource:
         values: list[list] = [[np.empty(0, dtype=np.int64)] for _ in distribution.lists]
         for start in range(0, size, CHUNK):
             part = slice(start, min(start + CHUNK, size))
-            first, count = self.start + begin + start, part.stop - start
+            first = self.start + begin + start
+            count = part.stop - start
             samples = draw_samples(distribution, first, count)
-            dense[part], ids[:, part] = samples.dense, samples.ids
+            dense[part] = samples.dense
+            ids[:, part] = samples.ids
             for task, x in enumerate(compute_logits(distribution, samples)):
                 np.reciprocal(1 + np.exp(-x.astype(np.float64)), out=probability[task, part])
                 drawn = draw_label_thresholds(distribution, task, first, count)
@@ -538,7 +546,8 @@ def _build_id_field(
 ) -> SyntheticField:
     """Build a field; popularity x >= 1 has density ~ x**-exponent on [1, rows + 1), and rank = floor(x) - 1."""
     u = np.arange(1 << KNOT_BITS) / (1 << KNOT_BITS)
-    log_end, power = np.log(rows + 1.0), 1 - exponent
+    log_end = np.log(rows + 1.0)
+    power = 1 - exponent
     # ((1 - u) + u * end**power) ** (1 / power), in a form that stays exact where power is near 0.
     log_x = np.log1p(u * np.expm1(power * log_end)) / power if power else u * log_end
     x = np.append(np.exp(log_x), rows + 1.0)
@@ -690,7 +699,8 @@ def _calibrate_task(
         for name in terms
     }
     x = np.sum([scales[name] * term for name, term in terms.items()], axis=0)
-    low, high = -50.0, 50.0
+    low = -50.0
+    high = 50.0
     for _ in range(60):
         middle = (low + high) / 2
         if np.mean(1 / (1 + np.exp(-x - middle))) < positive_rate:

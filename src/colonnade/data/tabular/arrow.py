@@ -15,8 +15,14 @@ def is_text_type(arrow_type: pa.DataType) -> bool:
     """Return whether a column, or the values of a dictionary-encoded one, are strings or bytes."""
     if pa.types.is_dictionary(arrow_type):
         arrow_type = arrow_type.value_type
-    checks = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view,
-              pa.types.is_binary, pa.types.is_large_binary, pa.types.is_binary_view)  # fmt: skip
+    checks = (
+        pa.types.is_string,
+        pa.types.is_large_string,
+        pa.types.is_string_view,
+        pa.types.is_binary,
+        pa.types.is_large_binary,
+        pa.types.is_binary_view,
+    )
     return any(check(arrow_type) for check in checks)
 
 

@@ -105,7 +105,8 @@ def _slice_id_column(ids: Longs | Bags, begin: int, end: int) -> Longs | Bags:
     if not isinstance(ids, Bags):
         return ids[begin:end]
     offsets = ids.offsets[begin : end + 1]
-    first, last = offsets[0], offsets[-1]
+    first = offsets[0]
+    last = offsets[-1]
     weights = None if ids.weights is None else ids.weights[first:last]
     return Bags(ids.values[first:last], offsets - first, weights)
 

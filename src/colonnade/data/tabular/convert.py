@@ -207,7 +207,8 @@ def _write_row_groups(
                 combined = pa.concat_tables(pending)
                 full = num_pending - num_pending % rows_per_group
                 writer.write_table(combined.slice(0, full), rows_per_group)
-                pending, num_pending = [combined.slice(full)], num_pending - full
+                pending = [combined.slice(full)]
+                num_pending = num_pending - full
             on_rows(len(table))
         if num_pending:
             writer.write_table(pa.concat_tables(pending), rows_per_group)

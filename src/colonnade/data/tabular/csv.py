@@ -182,7 +182,8 @@ class CsvFile:
 
     def _raise_parse_error(self, text: bytes, block: int, reason: str) -> NoReturn:
         """Raise DataError for the first faulty row of a block that pyarrow refused for `reason`."""
-        line, begin = int(self.rows.lines[block]) + 1, 0
+        line = int(self.rows.lines[block]) + 1
+        begin = 0
         ends = find_row_ends(text, self._quote_code).tolist()
         for end in [*ends, len(text)]:
             row = text[begin:end]
@@ -274,22 +275,34 @@ def open_csv_file(path: Path, dialect: Dialect) -> CsvFile:
         header = rows.header.decode().rstrip("\r\n")
     except UnicodeDecodeError:
         raise build_field_error(
-            path, 1, None, got=format_excerpt(rows.header), wanted="UTF-8",
+            path,
+            1,
+            None,
+            got=format_excerpt(rows.header),
+            wanted="UTF-8",
             fix="Convert the file, for instance with iconv -f latin1 -t utf-8",
-        ) from None  # fmt: skip
+        ) from None
     unnamed = CsvFile(rows, [], dialect, {}, {})
     try:
         names = unnamed._split_row_cells(header)
     except csv.Error as error:
         raise build_field_error(
-            path, 1, None, got=f"{format_excerpt(rows.header)} ({error})", wanted="quotes around whole names",
+            path,
+            1,
+            None,
+            got=f"{format_excerpt(rows.header)} ({error})",
+            wanted="quotes around whole names",
             fix="Repair the header, or say that the file has no quotes: quote: none",
-        ) from None  # fmt: skip
+        ) from None
     if names == [""]:
         raise build_field_error(
-            path, 1, None, got="an empty line", wanted="a header with the names of the columns",
+            path,
+            1,
+            None,
+            got="an empty line",
+            wanted="a header with the names of the columns",
             fix="Add one, or give names",
-        )  # fmt: skip
+        )
     names, header_types = parse_csv_header(path, names)
     return CsvFile(rows, names, dialect, {}, header_types)
 
@@ -312,9 +325,13 @@ def parse_csv_header(path: Path, cells: Sequence[str]) -> tuple[list[str], dict[
     for name, _, kind in pairs:
         if kind not in TYPES:
             raise build_field_error(
-                path, 1, name, got=f"the type {format_excerpt(kind.encode())} in the header",
-                wanted=f"one of {', '.join(TYPES)}", fix="Repair it, or give no column a type",
-            )  # fmt: skip
+                path,
+                1,
+                name,
+                got=f"the type {format_excerpt(kind.encode())} in the header",
+                wanted=f"one of {', '.join(TYPES)}",
+                fix="Repair it, or give no column a type",
+            )
         types[name] = TYPES[kind]
     return [name for name, _, _ in pairs], types
 

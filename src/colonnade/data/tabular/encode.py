@@ -62,8 +62,11 @@ class InvalidValue(Exception):
 
     def __init__(self, row: int, column: str, got: str, wanted: str, fix: str = FIX) -> None:
         super().__init__(f"row {row}, column {column}: got {got}, wanted {wanted}. {fix}")
-        self.row, self.column = row, column
-        self.got, self.wanted, self.fix = got, wanted, fix
+        self.row = row
+        self.column = column
+        self.got = got
+        self.wanted = wanted
+        self.fix = fix
 
 
 def encode_number(field: Number, array: pa.Array, out: NDArray[np.float32]) -> None:
@@ -414,10 +417,8 @@ def _look_up_vocabulary(
         known = pa.array(field.vocabulary, pa.large_string())
     else:
         # Both sides are compared as signed 64-bit numbers, like all ids.
-        array, known = (
-            pa.array(_to_int64(array)),
-            pa.array([wrap_unsigned(int(value)) for value in field.vocabulary]),
-        )
+        array = pa.array(_to_int64(array))
+        known = pa.array([wrap_unsigned(int(value)) for value in field.vocabulary])
     indices = pc.index_in(array, value_set=known)
     ids = np.array(pc.fill_null(indices, -1).to_numpy(zero_copy_only=False)).astype(np.int64)
     unknown = ids < 0
@@ -460,7 +461,8 @@ def encode_lists(
         if version > 1 or field.padding is not None:
             elements, is_item = _mark_items(field, elements, version)
             if not is_item.all():
-                elements, rows = elements.filter(pa.array(is_item)), rows[is_item]
+                elements = elements.filter(pa.array(is_item))
+                rows = rows[is_item]
                 numbers = None if numbers is None else numbers[is_item]
                 lengths = np.bincount(rows, minlength=len(lengths)).astype(np.int64)
         ends = np.cumsum(lengths)
@@ -470,7 +472,8 @@ def encode_lists(
             lengths = np.minimum(lengths, field.max_length)
             begins = begins if field.keep == "first" else ends - lengths
             indices = gather_bags(np.arange(len(elements)), begins, lengths)
-            elements, offsets = elements.take(pa.array(indices.values)), indices.offsets
+            elements = elements.take(pa.array(indices.values))
+            offsets = indices.offsets
             rows = rows[indices.values]
             numbers = None if numbers is None else numbers.take(indices.values)
         return Bags(encode_ids(field, elements, version), offsets, numbers)
@@ -606,7 +609,8 @@ def encode_block(
     Raises InvalidValue for the first value that does not fit its field.
     """
     columns = {name: replace_null_type(array) for name, array in columns.items()}
-    numbers, version = file_schema.numbers, file_schema.encoding_version
+    numbers = file_schema.numbers
+    version = file_schema.encoding_version
     dense = np.empty((num_samples, len(numbers)), dtype=np.float32)
     for j, field in enumerate(numbers):
         encode_number(field, columns[field.column], dense[:, j])

@@ -125,7 +125,8 @@ class TableFiles:
         encode: Callable[[Mapping[str, pa.Array], int], T],
     ) -> T:
         file_index = int(np.searchsorted(self.bounds, block, side="right")) - 1
-        file, local = self.files[file_index], block - int(self.bounds[file_index])
+        file = self.files[file_index]
+        local = block - int(self.bounds[file_index])
         try:
             return encode(file.read_block(local, column_names), int(file.lengths[local]))
         except InvalidValue as fault:

@@ -80,7 +80,8 @@ def _hash_text_slice(offsets: NDArray[np.int64], word_at: NDArray) -> Words:
     hashes = mix64(remaining.astype(np.uint64) * STEP)
     active = np.flatnonzero(remaining)
     if len(active) < len(remaining):
-        remaining, position = remaining[active], position[active]
+        remaining = remaining[active]
+        position = position[active]
     while len(active):
         word = word_at[position]
         if remaining.min() < 8:
@@ -95,7 +96,8 @@ def _hash_text_slice(offsets: NDArray[np.int64], word_at: NDArray) -> Words:
             hashes[active] = mix64(word)
         has_more = remaining > 8
         if not has_more.all():
-            active, remaining = active[has_more], remaining[has_more]
+            active = active[has_more]
+            remaining = remaining[has_more]
             position = position[has_more]
         remaining = remaining - 8
         position = position + 8

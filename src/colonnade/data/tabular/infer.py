@@ -196,7 +196,8 @@ def _key_dtype(array: pa.Array) -> Dtype | None:
 
 def _infer_fields_from_values(name: str, array: pa.Array) -> list[DeclaredField] | str:
     """Return the fields of a column by its values, or the reason why there are none."""
-    kind, field_name = array.type, _field_name(name)
+    kind = array.type
+    field_name = _field_name(name)
     if pa.types.is_null(kind):
         return "no value in the first rows"
     if is_list(kind):
@@ -233,7 +234,8 @@ def _build_fields_from_header(
     path: Path, kind: str, name: str, array: pa.Array
 ) -> list[DeclaredField] | str:
     """Return the fields of a column by the type in its header, or the reason why there are none."""
-    field_name, dtype = _field_name(name), _key_dtype(array) or "text"
+    field_name = _field_name(name)
+    dtype = _key_dtype(array) or "text"
     if kind == "number":
         if not (is_number_type(array.type) or pa.types.is_null(array.type)):
             raise ConfigError(

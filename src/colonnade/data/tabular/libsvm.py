@@ -158,9 +158,11 @@ class LibsvmFile:
                 is_invalid &= True if mask is None else mask
                 if is_invalid.any():
                     raise lines.build_error(
-                        int(is_invalid.argmax()), "the value 1, because the schema reads no values",
-                        f"Declare `weights: {weights}`", name,
-                    )  # fmt: skip
+                        int(is_invalid.argmax()),
+                        "the value 1, because the schema reads no values",
+                        f"Declare `weights: {weights}`",
+                        name,
+                    )
         return arrays
 
 

@@ -169,7 +169,8 @@ def open_parquet_file(path: Path) -> ParquetTableFile:
     """Read a file's footer. Raises DataError for a file that is not Parquet or is incomplete."""
     try:
         with pq.ParquetFile(path) as file:
-            metadata, schema = file.metadata, file.schema_arrow
+            metadata = file.metadata
+            schema = file.schema_arrow
         num_bytes = path.stat().st_size
     except (pa.ArrowException, OSError, ValueError) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]

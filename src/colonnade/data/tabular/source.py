@@ -64,9 +64,11 @@ def plan_shuffle_windows(
     """Plan the windows of an epoch. `block_lengths` (P,): samples of each block, 1 or more. `key` None: not
     shuffled."""
     if key is None:
-        blocks, min_samples = np.arange(len(block_lengths)), READ_SAMPLES
+        blocks = np.arange(len(block_lengths))
+        min_samples = READ_SAMPLES
     else:
-        blocks, min_samples = random_permutation(len(block_lengths), stream_key(key)), window
+        blocks = random_permutation(len(block_lengths), stream_key(key))
+        min_samples = window
     ends = np.cumsum(block_lengths[blocks])
     bounds = [0]
     while bounds[-1] < len(blocks):

@@ -66,7 +66,9 @@ def read_first_rows_and_schema(
     paths = find_files(path, format.endings)
     files = [format.open_file(file) for file in paths]
     first = next((file for file in files if len(file.lengths)), files[0])
-    file_schema, left_out, problem = None, {}, ""
+    file_schema = None
+    left_out = {}
+    problem = ""
     try:
         inferred = infer_schema_from_files(files, label)
         left_out = inferred.left_out

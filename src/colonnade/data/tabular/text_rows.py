@@ -37,7 +37,8 @@ class TextRows:
 
     def read_block(self, block: int) -> bytes:
         """Read the text of a block. Raises DataError if the file changed."""
-        begin, end = int(self.offsets[block]), int(self.offsets[block + 1])
+        begin = int(self.offsets[block])
+        end = int(self.offsets[block + 1])
         try:
             with self.path.open("rb") as file:
                 if os.fstat(file.fileno()).st_size != self.num_bytes:
@@ -71,8 +72,11 @@ def index_rows(path: Path, quote: str | None, *, has_header: bool, block_bytes: 
     lines: list[int] = []
     has_empty: list[bool] = []
     num_bytes = num_lines = block_lines = 0
-    in_quotes, header, pending = False, b"", b""
-    quote_line, last = 0, NEWLINE
+    in_quotes = False
+    header = b""
+    pending = b""
+    quote_line = 0
+    last = NEWLINE
     needs_header = has_header
     try:
         with path.open("rb") as file:
@@ -92,7 +96,8 @@ def index_rows(path: Path, quote: str | None, *, has_header: bool, block_bytes: 
                     ends = ends[1:]
                     offsets[0] = num_bytes + cut
                     block_lines = num_lines + text.count(b"\n", 0, cut)
-                    needs_header, pending = False, b""
+                    needs_header = False
+                    pending = b""
                 elif needs_header:
                     pending += text
                 if len(ends):
@@ -116,7 +121,8 @@ def index_rows(path: Path, quote: str | None, *, has_header: bool, block_bytes: 
             "wanted them in pairs. Close it, or say that the file has no quotes: quote: none"
         )
     if needs_header:
-        header, offsets[0] = pending[offsets[0] :], num_bytes
+        header = pending[offsets[0] :]
+        offsets[0] = num_bytes
     elif offsets[-1] < num_bytes:
         # The last row, which no newline ends.
         assert last != NEWLINE

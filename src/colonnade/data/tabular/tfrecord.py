@@ -34,7 +34,10 @@ from colonnade.data.tabular.text_rows import BLOCK_BYTES
 from colonnade.errors import DataError
 
 FORMS = {1: "bytes", 2: "floats", 3: "integers"}
-VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
+VARINT = 0
+FIXED64 = 1
+BYTES = 2
+FIXED32 = 5
 
 
 def parse_example(data: bytes) -> dict[str, tuple[str, list[Any]]]:
@@ -44,11 +47,13 @@ def parse_example(data: bytes) -> dict[str, tuple[str, list[Any]]]:
         for pair in _parse_nested_messages(entry, 1):
             keys = list(_parse_nested_messages(pair, 1))
             name = keys[-1].decode() if keys else ""
-            form, values = "", []
+            form = ""
+            values = []
             for feature in _parse_nested_messages(pair, 2):
                 for number, wire, value in _parse_protobuf_fields(feature):
                     if number in FORMS and wire == BYTES:
-                        form, values = FORMS[number], _parse_feature_values(FORMS[number], value)
+                        form = FORMS[number]
+                        values = _parse_feature_values(FORMS[number], value)
             features[name] = form, values
     return features
 
@@ -90,7 +95,8 @@ def _parse_protobuf_fields(data: bytes) -> Iterator[tuple[int, int, Any]]:
     at = 0
     while at < len(data):
         tag, at = _parse_varint(data, at)
-        number, wire = tag >> 3, tag & 7
+        number = tag >> 3
+        wire = tag & 7
         if wire == VARINT:
             value: Any
             value, at = _parse_varint(data, at)
@@ -128,7 +134,8 @@ def _to_signed(value: int) -> int:
 
 
 ENDINGS = (".tfrecord", ".tfrecords")
-HEADER_BYTES, FOOTER_BYTES = 12, 4
+HEADER_BYTES = 12
+FOOTER_BYTES = 4
 """Number of bytes before and after the content of a record."""
 MAX_RECORD_BYTES = 1 << 30
 """Maximal length of a record; a larger one is treated as damage."""
@@ -254,14 +261,16 @@ class TFRecordFile:
 
     def read_records(self, block: int) -> Iterator[bytes]:
         """Yield the records of a block. Raises DataError, InvalidValue."""
-        begin, end = int(self.offsets[block]), int(self.offsets[block + 1])
+        begin = int(self.offsets[block])
+        end = int(self.offsets[block + 1])
         try:
             with self.path.open("rb") as file:
                 file.seek(begin)
                 data = file.read(end - begin)
         except OSError as error:
             raise DataError(f"{self.path}: cannot be read ({error.strerror})") from None
-        at, row = 0, 0
+        at = 0
+        row = 0
         while at < end - begin:
             size = parse_record_header(
                 self.path, data[at : at + HEADER_BYTES], int(self.lengths[:block].sum()) + row
@@ -327,7 +336,10 @@ def parse_record_header(path: Path, header: bytes, record: int) -> int:
 
 def open_tfrecord_file(path: Path) -> TFRecordFile:
     """Index the file, and read the features of its first block. Raises DataError."""
-    offsets, ends, at, count = [0], [0], 0, 0
+    offsets = [0]
+    ends = [0]
+    at = 0
+    count = 0
     try:
         num_bytes = path.stat().st_size
         with path.open("rb") as file:

@@ -33,7 +33,8 @@ UNITS = {
     "yyyymmdd": "a date such as 20240531",
 }  # fmt: skip
 """Words for the numbers of a unit."""
-FIRST_SECOND, END_SECOND = -62_135_596_800, 253_402_300_800
+FIRST_SECOND = -62_135_596_800
+END_SECOND = 253_402_300_800
 """Unix seconds from which on the year is 1, and 10000."""
 PLAUSIBLE_SECONDS = (1e8, 1e10)
 """Unix seconds of 1973 to 2286."""
@@ -122,7 +123,8 @@ def find_time_unit(array: pa.Array) -> tuple[Unit, float] | None:
         unit: (x >= PLAUSIBLE_SECONDS[0] * ticks) & (x < PLAUSIBLE_SECONDS[1] * ticks)
         for unit, ticks in TICKS.items()
     }
-    month, day = x // 100 % 100, x % 100
+    month = x // 100 % 100
+    day = x % 100
     is_date = (x >= PLAUSIBLE_DATES[0]) & (x < PLAUSIBLE_DATES[1]) & (month >= 1) & (month <= 12)
     suits["yyyymmdd"] = is_date & (day >= 1) & (day <= 31)
     shares = {unit: float(mask.sum()) / max(len(x), 1) for unit, mask in suits.items()}

@@ -54,7 +54,8 @@ def count_bag_length_bits(longest: int, lookups: float, samples: float, owners: 
     if owners == 1:
         return 0 if is_equal else _fitting_bits(longest)
     # Find the longest part of a bag at one owner that occurs in more than half a sample of a batch on average.
-    share, expected_samples = longest, 0.0
+    share = longest
+    expected_samples = 0.0
     while share > 0:
         expected_samples += (
             math.comb(longest, share)
@@ -190,7 +191,8 @@ def predict_pair_traffic(
     """Predict the bytes of one table between a trainer and an owner, without the bytes that all tables share.
 
     unique_peers: distinct rows in the batches of one rank of each tower together, for `tower_rows`."""
-    n, unique = num_owners, load.unique_rank
+    n = num_owners
+    unique = load.unique_rank
     if exchange == "replicated":
         ids = (
             load.list_ratio * expected_id_list_bytes(unique, load.vocabulary, 1)
@@ -204,7 +206,8 @@ def predict_pair_traffic(
         return PairTraffic(ids, owner_rows * load.value_bytes, owner_rows * load.gradient_bytes)
     if exchange == "tower_rows":
         # A peer rank gets all lookups of the table and requests rows from the owners as under `rows`, without codec.
-        to_peer, owner_rows = predict_pair_traffic(load, "pooled", 1), unique_peers / (n * slices)
+        to_peer = predict_pair_traffic(load, "pooled", 1)
+        owner_rows = unique_peers / (n * slices)
         ids = load.list_ratio * expected_id_list_bytes(unique_peers / n, load.vocabulary, n)
         of_rows = TowerRowTraffic(
             ids - TABLE_BYTES["rows"],
@@ -215,9 +218,13 @@ def predict_pair_traffic(
     # Every owner sends and receives a block for all bags, with zeros for bags without a row of it. Values under
     # `partials` depend on all its tables together (plan/cost/partials.py).
     route = expected_id_bytes(
-        load.lookups / n, unique / n, load.vocabulary, n,
-        list_ratio=load.list_ratio, raw_list_ratio=load.raw_list_ratio,
-    )  # fmt: skip
+        load.lookups / n,
+        unique / n,
+        load.vocabulary,
+        n,
+        list_ratio=load.list_ratio,
+        raw_list_ratio=load.raw_list_ratio,
+    )
     for column in load.columns:
         route += expected_length_bytes(column.longest, column.lookups, load.samples, n)
         route += column.lookups * load.weight_bytes / n if column.is_weighted else 0.0
@@ -250,7 +257,8 @@ def predict_processor_seconds(
         return ProcessorSeconds(0.0, 0.0)
     gather, update = interpolate_row_seconds(rates, max(load.width // slices, 1))  # of one slice
     plan_seconds, pack_seconds = mean_lookup_seconds(rates)
-    n, requested_rows = num_owners, num_ranks * load.unique_rank
+    n = num_owners
+    requested_rows = num_ranks * load.unique_rank
     if exchange == "replicated":
         own = load.lookups * (2 * gather + plan_seconds)
         merge = requested_rows * (gather + plan_seconds)
@@ -279,7 +287,8 @@ def predict_transfer_seconds(
     traffic: PairTraffic, num_owners: int, world: World, num_towers: int = 1
 ) -> ProcessorSeconds:
     """Predict the processor time of sending and receiving one table's bytes. Bytes that stay on a rank cost nothing."""
-    per_byte, num_trainers = world.byte_processor_seconds, world.num_trainers
+    per_byte = world.byte_processor_seconds
+    num_trainers = world.num_trainers
     remote_part = 1.0 if world.has_servers else (world.num_ranks - 1) / world.num_ranks
     if traffic.of_rows is not None:
         tower_size = world.num_ranks // num_towers

@@ -157,13 +157,16 @@ def build_model_load(
     original = declared or declaration
     consumers = [
         _build_consumer_load(
-            declaration, name, fields, codecs,
+            declaration,
+            name,
+            fields,
+            codecs,
             explain_not_remote(original, name, world=world, reads_ahead=reads_ahead),
             explain_never_in_towers(declaration, name, world, reads_ahead=reads_ahead) is None,
             None if declared is None else _find_hot_table(name, declared, declaration),
         )
         for name in declaration.consumers
-    ]  # fmt: skip
+    ]
     return ModelLoad(tuple(fields), tuple(consumers))
 
 
@@ -190,17 +193,23 @@ def _build_field_load(
 
     column: lookups of its feature in a sample of the data, if there is one. has_bags: True if samples may have several
     ids even if the sample of the data shows none."""
-    compute, feature = declaration.compute_dtype, declaration.features[field.feature]
+    compute = declaration.compute_dtype
+    feature = declaration.features[field.feature]
     has_bags |= column is not None and column.longest > 1
     added_bytes = 0.0
     if feature.pooling in ("mean", "sqrtn") and column and has_bags and not column.is_weighted:
         added_bytes = column.lookups * compute.itemsize
     return FieldLoad(
-        field.name, declaration.parts[field.part][0], field.feature, field.dim,
+        field.name,
+        declaration.parts[field.part][0],
+        field.feature,
+        field.dim,
         float(CODECS[codecs.values].row_bytes([field.dim], compute)),
-        float(CODECS[codecs.gradients].row_bytes([field.dim], compute)), added_bytes, has_bags,
+        float(CODECS[codecs.gradients].row_bytes([field.dim], compute)),
+        added_bytes,
+        has_bags,
         _rows_per_sample(column, loads) if feature.pooling == "sequence" else None,
-    )  # fmt: skip
+    )
 
 
 def _build_consumer_load(
@@ -216,10 +225,11 @@ def _build_consumer_load(
 
     why_not_partial: reason why owners cannot evaluate it, if any. can_be_inside: whether a tower can evaluate it.
     hot_table: table with hot rows that it reads, if any."""
-    consumer, compute = declaration.consumers[consumer_name], declaration.compute_dtype
-    values, gradients, exact = (
-        CODECS[codecs.values], CODECS[codecs.gradients], CODECS["exact"],
-    )  # fmt: skip
+    consumer = declaration.consumers[consumer_name]
+    compute = declaration.compute_dtype
+    values = CODECS[codecs.values]
+    gradients = CODECS[codecs.gradients]
+    exact = CODECS["exact"]
     indices = {field.name: i for i, field in enumerate(fields)}
     depends_on_hot_rows = (
         hot_table is not None
@@ -241,18 +251,26 @@ def _build_consumer_load(
     codec, gradient_codec = (exact, exact) if queries else (values, gradients)
     sequences = consumer.features[len(queries) :] if queries else ()
     return ConsumerLoad(
-        consumer_name, tuple(indices[feature] for feature in consumer.features), width,
+        consumer_name,
+        tuple(indices[feature] for feature in consumer.features),
+        width,
         float(codec.row_bytes([width or 0], compute)),
         float(gradient_codec.row_bytes([width or 0], compute)),
         frozenset(indices[f] for f in list_whole_fields(declaration, consumer_name)),
-        why_not_partial or "", inside,
+        why_not_partial or "",
+        inside,
         float(values.row_bytes([inside or 0], compute)),
         float(gradients.row_bytes([inside or 0], compute)),
-        tuple(indices[feature] for feature in sequences), query_floats,
+        tuple(indices[feature] for feature in sequences),
+        query_floats,
         float(exact.row_bytes([query_floats], compute)) if queries else 0.0,
-        depends_on_hot_rows, str(hot_table) if is_split else "", consumer.interaction.merge == "whole",
-        consumer.interaction.merge == "sum" and not queries and not isinstance(consumer.interaction, Concat),
-    )  # fmt: skip
+        depends_on_hot_rows,
+        str(hot_table) if is_split else "",
+        consumer.interaction.merge == "whole",
+        consumer.interaction.merge == "sum"
+        and not queries
+        and not isinstance(consumer.interaction, Concat),
+    )
 
 
 def _find_hot_table(

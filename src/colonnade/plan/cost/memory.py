@@ -143,16 +143,25 @@ def predict_demands(
         )
         births = (last - first) / span / owners
         rows, reads = _average_read_curves(popularity, lookups, moments, epoch)
-        rows, reads = rows / owners, reads / owners
+        rows = rows / owners
+        reads = reads / owners
         # Rows in transit take slots in addition to those of cached rows.
         rows = rows + np.minimum(window * (reads + births), in_flight)
         order = np.argsort(rows, kind="stable")
         rows = np.append(np.minimum(rows[order], max_rows), max_rows)
         reads = np.append(np.minimum.accumulate(reads[order]), 0.0)
         demand = MemoryDemand(
-            table.name, slot_bytes(table), least, max_rows, tuple(rows.tolist()), tuple(reads.tolist()),
-            unique, births, table.rows is None, max(least, window_rows),
-        )  # fmt: skip
+            table.name,
+            slot_bytes(table),
+            least,
+            max_rows,
+            tuple(rows.tolist()),
+            tuple(reads.tolist()),
+            unique,
+            births,
+            table.rows is None,
+            max(least, window_rows),
+        )
         if fixed_bytes and table.name in fixed_bytes:
             fixed = min(max_rows, max(1, fixed_bytes[table.name] // slot_bytes(table)))
             if fixed < least:
@@ -198,9 +207,11 @@ def divide_memory(
         gains = {
             t: demand.reads_at(rows[t]) / demand.max_bytes
             for t, demand in enumerate(table_demands)
-            if t not in mapped and not demand.is_open and rows[t] < demand.max_rows
+            if t not in mapped
+            and not demand.is_open
+            and rows[t] < demand.max_rows
             and (free is None or demand.max_bytes <= free)
-        }  # fmt: skip
+        }
         best = max(gains, key=lambda t: gains[t], default=None)
         if best is None or gains[best] <= 0:
             return _assign_rows(table_demands, rows, mapped)
@@ -216,7 +227,8 @@ def _map_tables_of_large_batches(
     Returns no table if the batches fit anyway, or if they do not fit even so.
     """
     least_bytes = [demand.least_rows * demand.slot_bytes for demand in table_demands]
-    excess, free = sum(least_bytes) - dram_bytes, mapped_bytes
+    excess = sum(least_bytes) - dram_bytes
+    free = mapped_bytes
     mapped: set[int] = set()
     for t in sorted(range(len(table_demands)), key=lambda t: -least_bytes[t]):
         demand = table_demands[t]
@@ -268,7 +280,9 @@ def divide_memory_on_ranks(
         _divide_rank_memory(table_demands, tables, dram_bytes, mapped_bytes, at_once)
         for tables in rank_tables
     ]
-    tiers = {t: {placed[t].tier for placed in by_rank if t in placed} for t in range(len(table_demands))}  # fmt: skip
+    tiers = {
+        t: {placed[t].tier for placed in by_rank if t in placed} for t in range(len(table_demands))
+    }
     if any(len(kinds) > 1 for kinds in tiers.values()):
         # A rank has no mapped room for some table: that table stays in main memory on all ranks.
         mapped = {t for t, kinds in tiers.items() if kinds == {"mapped"}}
@@ -278,9 +292,11 @@ def divide_memory_on_ranks(
                 for t in tables
                 if t in mapped
             }
-            | _divide_rank_memory(table_demands, [t for t in tables if t not in mapped], dram_bytes, 0, at_once)
+            | _divide_rank_memory(
+                table_demands, [t for t in tables if t not in mapped], dram_bytes, 0, at_once
+            )
             for tables in rank_tables
-        ]  # fmt: skip
+        ]
     return [
         min((placed[t] for placed in by_rank if t in placed), key=lambda memory: memory.rows)
         for t in range(len(table_demands))
@@ -312,13 +328,18 @@ def average_over_ranks(
     return (
         [
             replace(
-                demand, reads=tuple(part * reads for reads in demand.reads),
-                unique=part * demand.unique, births=part * demand.births,
+                demand,
+                reads=tuple(part * reads for reads in demand.reads),
+                unique=part * demand.unique,
+                births=part * demand.births,
             )
             for demand, part in zip(table_demands, parts, strict=True)
         ],
-        [replace(memory, reads=part * memory.reads) for memory, part in zip(placed, parts, strict=True)],
-    )  # fmt: skip
+        [
+            replace(memory, reads=part * memory.reads)
+            for memory, part in zip(placed, parts, strict=True)
+        ],
+    )
 
 
 def fits_batches_in_flight(table_demands: Sequence[MemoryDemand], dram_bytes: int | None) -> bool:
@@ -428,7 +449,8 @@ def _divide_memory_budget(
         inner = [x for x in demand.rows if first[t] < x < demand.max_rows]
         points = [float(first[t]), *inner, float(demand.max_rows)]
         rows, reads = lower_convex_hull(points, [demand.reads_at(x) for x in points])
-        saved, sizes = -np.diff(reads), np.diff(rows)
+        saved = -np.diff(reads)
+        sizes = np.diff(rows)
         # Earlier pieces of a table's hull save more per byte than later ones, so sorting keeps their order.
         steps += [
             (-float(saved[i] / (sizes[i] * demand.slot_bytes)), t, i, float(sizes[i]))

@@ -81,7 +81,9 @@ class Partials:
     (`is_merged_at_samples`); None: those of `owners` that are cut by columns."""
 
     def __init__(self, model: ModelLoad, num_tables: int, *, adds_in_host: bool = False) -> None:
-        self.model, self.num_tables, self.adds_in_host = model, num_tables, adds_in_host
+        self.model = model
+        self.num_tables = num_tables
+        self.adds_in_host = adds_in_host
         self.tables = np.array([field.table for field in model.fields], dtype=np.int64)
         self.dims = np.array([field.dim for field in model.fields], dtype=np.float64)
         self.value_bytes = np.array([field.value_bytes for field in model.fields])
@@ -90,7 +92,8 @@ class Partials:
         for c, consumer in enumerate(model.consumers):
             self.reads[c, list(consumer.fields)] = True
         # Fields that a consumer's partial replaces, and fields that are its queries.
-        self.replaces, self.is_query = self.reads.copy(), np.zeros_like(self.reads)
+        self.replaces = self.reads.copy()
+        self.is_query = np.zeros_like(self.reads)
         for c, consumer in enumerate(model.consumers):
             if consumer.sequences:
                 self.replaces[c] = False
@@ -173,13 +176,15 @@ class Partials:
             return sum(widths[c] for c in consumers) + float(field_floats[is_sent].sum())
 
         best = tuple(required)
-        least, names = count_floats(best), [str(c) for c in candidates if c not in required]
+        least = count_floats(best)
+        names = [str(c) for c in candidates if c not in required]
         for subset in propose_consumer_sets(
             names, lambda subset: count_floats([*required, *map(int, subset)])
         ):
             selected = tuple(sorted([*required, *map(int, subset)]))
             if (count := count_floats(selected)) < least:
-                best, least = selected, count
+                best = selected
+                least = count
         return best
 
     def partial_floats(self, c: int, owners: Floats) -> float:
@@ -200,8 +205,10 @@ class Partials:
         self, owners: Floats, apart: NDArray[np.bool_] | None = None
     ) -> PartialsTraffic:
         """Predict what all tables under `partials` send together, per sample."""
-        remote, model = self.select_remote_consumers(owners, apart), self.model
-        is_sent, host_summed = self.mark_sent_fields(remote, owners), np.zeros(2)
+        remote = self.select_remote_consumers(owners, apart)
+        model = self.model
+        is_sent = self.mark_sent_fields(remote, owners)
+        host_summed = np.zeros(2)
         is_remote = self.mark_remote_fields(owners)
         is_summed = self.mark_host_summed_tables(owners)[self.tables]  # (F,)
         values = self._sum_by_table(self.value_bytes * (is_sent & ~is_summed)) @ owners
@@ -209,11 +216,13 @@ class Partials:
         for b, field_bytes in enumerate((self.value_bytes, self.gradient_bytes)):
             host_summed[b] += float(field_bytes[is_sent & is_summed].sum())
         floats = self._sum_by_table(self.dims * is_sent) @ owners
-        evaluated, queries = np.zeros(owners.shape[1]), np.zeros(owners.shape[1])
+        evaluated = np.zeros(owners.shape[1])
+        queries = np.zeros(owners.shape[1])
         is_owned = np.asarray((owners > 0).any(1))[self.tables]
         unsendable = np.flatnonzero(is_sent & self.is_sequence & is_owned)
         weight_bytes: dict[int, float] = {}
-        split_bag, num_owners = None, (owners > 0).sum(1)
+        split_bag = None
+        num_owners = (owners > 0).sum(1)
         # Field by feature: the weights of a feature are sent once for all its fields.
         weighted: dict[int, int] = {}
         for c in remote:
@@ -241,10 +250,18 @@ class Partials:
             weight_bytes[field.table] = weight_bytes.get(field.table, 0.0) + field.added_bytes
         query_rounds = sum(bool(model.consumers[c].sequences) for c in remote)
         return PartialsTraffic(
-            remote, values, gradients, floats, evaluated,
-            (float(host_summed[0]), float(host_summed[1])), weight_bytes, queries, query_rounds,
-            split_bag, int(unsendable[0]) if len(unsendable) else None,
-        )  # fmt: skip
+            remote,
+            values,
+            gradients,
+            floats,
+            evaluated,
+            (float(host_summed[0]), float(host_summed[1])),
+            weight_bytes,
+            queries,
+            query_rounds,
+            split_bag,
+            int(unsendable[0]) if len(unsendable) else None,
+        )
 
     def _sum_by_table(self, by_field: Floats) -> Floats:
         sums = np.bincount(self.tables, weights=by_field, minlength=self.num_tables)
@@ -259,8 +276,10 @@ class Partials:
     ) -> tuple[TablePartialBytes, TablePartialBytes]:
         """Return table t's part in the bytes of values and of gradients, queries included."""
         is_sent = self.mark_sent_fields(traffic.consumers, owners)
-        is_of_table, is_remote = self.tables == table_index, self.mark_remote_fields(owners)
-        table_owners, parts = owners[table_index], []
+        is_of_table = self.tables == table_index
+        is_remote = self.mark_remote_fields(owners)
+        table_owners = owners[table_index]
+        parts = []
         for b, field_bytes in enumerate((self.value_bytes, self.gradient_bytes)):
             size = float((field_bytes * is_sent * is_of_table).sum())
             is_summed = bool(self.mark_host_summed_tables(owners)[table_index])
@@ -292,7 +311,8 @@ def predict_partials_seconds(
     rates: Sequence[RowRate],
 ) -> tuple[Floats, Floats]:
     """Predict the seconds of links by channel, (3, R), and of processors, (N,), for `samples` samples of a rank."""
-    world, is_trainer = paths.world, paths.is_trainer
+    world = paths.world
+    is_trainer = paths.is_trainer
     links = np.zeros((len(CHANNELS), 2 * (world.num_ranks + world.num_hosts)))
     links[1] = samples * paths.compute_link_seconds(is_trainer, traffic.values)[1]
     links[2] = samples * paths.compute_link_seconds(is_trainer, traffic.gradients)[0]
@@ -311,7 +331,8 @@ def predict_partials_seconds(
         * world.byte_processor_seconds
         * remote_part
     )
-    trainer, owner = float(transfer.sum()), world.num_trainers * transfer
+    trainer = float(transfer.sum())
+    owner = world.num_trainers * transfer
     if rates:  # Trainers sum blocks; owners compute partials and their gradients for all samples.
         float_seconds = interpolate_row_seconds(rates, WIDTH)[0] / WIDTH
         trainer += float_seconds * float(traffic.floats.sum() + traffic.floats.max())

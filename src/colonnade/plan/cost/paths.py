@@ -51,7 +51,8 @@ class Paths:
     """Link loads of one world with `num_towers` towers, cached by sharding."""
 
     def __init__(self, world: World, num_towers: int = 1) -> None:
-        self.world, self.num_towers = world, num_towers
+        self.world = world
+        self.num_towers = num_towers
         self._tower_traffic: dict[Any, TowerTraffic | None] = {}
         self._id_traffic: dict[Any, IdTraffic] = {}
         self.is_trainer = np.ones(world.num_ranks)  # (N,) 1.0 for trainers, 0.0 for servers
@@ -156,7 +157,8 @@ class Paths:
 
         is_sender (N,): 1.0 for each sender. owner_bytes (N,): bytes that each sender sends, or receives from, each
         owner."""
-        world, size = self.world, self.world.ranks_per_host
+        world = self.world
+        size = self.world.ranks_per_host
         host_senders, host_bytes = (
             by_rank.reshape(world.num_hosts, size).sum(1) for by_rank in (is_sender, owner_bytes)
         )
@@ -164,7 +166,8 @@ class Paths:
         local_in = owner_bytes * (np.repeat(host_senders, size) - is_sender)
         remote_out = host_senders * (owner_bytes.sum() - host_bytes)
         remote_in = host_bytes * (is_sender.sum() - host_senders)
-        local, remote = 1 / world.local_bytes_per_second, 1 / world.remote_bytes_per_second
+        local = 1 / world.local_bytes_per_second
+        remote = 1 / world.remote_bytes_per_second
         forward = [local_out * local, local_in * local, remote_out * remote, remote_in * remote]
         reverse = [local_in * local, local_out * local, remote_in * remote, remote_out * remote]
         slowest = max(float(seconds.mean()) for seconds in forward)
@@ -183,5 +186,6 @@ def count_host_summed_blocks(world: World) -> tuple[float, float]:
 
 def _sharding_key(sharding: Sharding) -> Any:
     """Return a cache key; consecutive ranks as (first, count), because hashing a thousand ranks takes too long."""
-    first, count = sharding.ranks[0], len(sharding.ranks)
+    first = sharding.ranks[0]
+    count = len(sharding.ranks)
     return (first, count) if sharding.ranks[-1] - first + 1 == count else sharding.ranks

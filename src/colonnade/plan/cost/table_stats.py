@@ -139,9 +139,11 @@ def build_table_loads(
         readers = [feature for feature in features if feature.table == table.name]
         columns = [profiled[feature.name] for feature in readers if feature.name in profiled]
         dims = [part.dim for part in table.parts]
-        dtype, compute = getattr(torch, table.dtype), getattr(torch, table.compute_dtype)
+        dtype = getattr(torch, table.dtype)
+        compute = getattr(torch, table.compute_dtype)
         list_ratio, raw_list_ratio = profile.tables[t].interpolate_size_ratios(rank_samples)
-        values, gradients = CODECS[codecs.values], CODECS[codecs.gradients]
+        values = CODECS[codecs.values]
+        gradients = CODECS[codecs.gradients]
         loads.append(
             TableLoad(
                 name=table.name,

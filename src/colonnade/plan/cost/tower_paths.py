@@ -65,7 +65,8 @@ def predict_tower_traffic(world: World, sharding: Sharding, num_towers: int) -> 
 
     Returns None if the rows, or those of one slice, are not all in one tower: they are sent as under `pooled`."""
     towers = list_tower_ranks(world, num_towers)
-    size, is_trainer = len(towers[0]), np.ones(world.num_ranks)
+    size = len(towers[0])
+    is_trainer = np.ones(world.num_ranks)
     is_trainer[list(world.servers)] = 0.0
     # Trainers by local rank: the peers that a rank with this local rank serves.
     num_peers = [float(is_trainer[local_rank::size].sum()) for local_rank in range(size)]
@@ -126,7 +127,8 @@ def predict_saved_processor_seconds(world: World, num_towers: int, chunks: int =
 
     chunks: number of pipelined chunks inside a tower. Towers need fewer messages than direct sending, in more calls;
     the result is negative if the calls cost more. Relayed bytes are counted elsewhere."""
-    others, size = world.num_ranks - 1, world.num_ranks // num_towers
+    others = world.num_ranks - 1
+    size = world.num_ranks // num_towers
     if size == 1 or num_towers == 1:  # one call with the same number of messages
         return 0.0
     fewer = others - (chunks * (size - 1) + num_towers - 1)
@@ -144,14 +146,19 @@ def _sum_blocks(world: World, blocks: Sequence[tuple[int, int, float]]) -> HopTr
 def _sum_counts_by_link(
     world: World, senders: NDArray[np.int64], receivers: NDArray[np.int64], counts: Floats
 ) -> HopTraffic:
-    n, hosts, size = world.num_ranks, world.num_hosts, world.ranks_per_host
+    n = world.num_ranks
+    hosts = world.num_hosts
+    size = world.ranks_per_host
     counts = counts * (senders != receivers)
     is_local = senders // size == receivers // size
-    local, remote = counts * is_local, counts * ~is_local
+    local = counts * is_local
+    remote = counts * ~is_local
     sums = [
-        np.bincount(senders, local, n), np.bincount(receivers, local, n),
-        np.bincount(senders // size, remote, hosts), np.bincount(receivers // size, remote, hosts),
-    ]  # fmt: skip
+        np.bincount(senders, local, n),
+        np.bincount(receivers, local, n),
+        np.bincount(senders // size, remote, hosts),
+        np.bincount(receivers // size, remote, hosts),
+    ]
     rates = (1 / world.local_bytes_per_second, 1 / world.remote_bytes_per_second)
     local_out, local_in, remote_out, remote_in = (
         blocks * rates[i // 2] for i, blocks in enumerate(sums)
@@ -198,7 +205,8 @@ def find_tower_compression(
     candidates = {}
     for c, consumer in enumerate(model.consumers):
         tables = {fields[f].table for f in consumer.fields}
-        table_towers, table_exchanges = {towers[t] for t in tables}, {exchanges[t] for t in tables}
+        table_towers = {towers[t] for t in tables}
+        table_exchanges = {exchanges[t] for t in tables}
         can_be_inside = consumer.inside_width is not None and not any(is_cut[t] for t in tables)
         if (
             can_be_inside
@@ -239,7 +247,9 @@ def _count_byte_changes(
     sent_fields: fields with values that leave their tower all the same.
     """
     fields = model.fields
-    values, gradients, weight_bytes = dict[int, float](), dict[int, float](), dict[int, float]()
+    values = dict[int, float]()
+    gradients = dict[int, float]()
+    weight_bytes = dict[int, float]()
     weighted = set()
     for f in {f for name in names for f in model.consumers[int(name)].fields}:
         load = fields[f]
@@ -253,7 +263,8 @@ def _count_byte_changes(
         consumer = model.consumers[int(name)]
         width = sum(fields[f].dim for f in consumer.fields)
         for f in consumer.fields:
-            table, part = fields[f].table, fields[f].dim / width
+            table = fields[f].table
+            part = fields[f].dim / width
             values[table] = values.get(table, 0.0) + part * consumer.inside_value_bytes
             gradients[table] = gradients.get(table, 0.0) + part * consumer.inside_gradient_bytes
     return TowerCompression(inside, values, gradients, weight_bytes)

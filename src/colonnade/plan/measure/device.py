@@ -37,7 +37,10 @@ SIZES = (PAGE, 4 * PAGE, 16 * PAGE)
 DEPTHS = (1, 8, 32)
 WIDTHS = (16, 64, 128)
 """Widths, in floats, of the rows to measure."""
-ROW_STRIDE, ROWS_OF_A_JOB, JOBS, READ_DEPTH = 256, 256, 6, 32
+ROW_STRIDE = 256
+ROWS_OF_A_JOB = 256
+JOBS = 6
+READ_DEPTH = 32
 LOG_BYTES = 96 << 20
 TABLE_BYTES = 64 << 20
 LOOKUPS = 1 << 16
@@ -194,9 +197,11 @@ def measure_rows(width: int, seconds: float = 0.15) -> RowRate:
     store.native.acquire(unique, offsets, slots, True)
     index = torch.empty(LOOKUPS, dtype=torch.int32)
     _native.take(slots, plan.inverse, index)
-    view, out = store.views()[0], torch.zeros(LOOKUPS, width)
+    view = store.views()[0]
+    out = torch.zeros(LOOKUPS, width)
     reads = _native.Reads(one, one, torch.tensor([width], dtype=torch.int32))
-    bases, strides = torch.tensor([out.data_ptr()]), torch.tensor([4 * width])
+    bases = torch.tensor([out.data_ptr()])
+    strides = torch.tensor([4 * width])
     parts = _native.Parts(one, one, torch.tensor([width], dtype=torch.int32), one)
     source = _native.OutputGradients(lookups, reads, bases, strides, "float32")
     settings = torch.zeros(1, 16, dtype=torch.float64)
@@ -204,13 +209,34 @@ def measure_rows(width: int, seconds: float = 0.15) -> RowRate:
         [0.01, 1e-8, np.inf, np.inf, 1.0], dtype=torch.float64
     )
     kind = torch.tensor([RowWiseAdagrad.kind], dtype=torch.int32)
-    gathered = _measure_calls_per_second(seconds, lambda: _native.pool(
-        lookups, index, torch.tensor([view.address]), torch.tensor([view.stride_bytes]), reads, bases, strides,
-        "float32", "float32",
-    ))  # fmt: skip
-    updated = _measure_calls_per_second(seconds, lambda: _native.update(
-        store.native, slots, offsets, plan.segment_offsets, plan.entries, source, parts, kind, settings
-    ))  # fmt: skip
+    gathered = _measure_calls_per_second(
+        seconds,
+        lambda: _native.pool(
+            lookups,
+            index,
+            torch.tensor([view.address]),
+            torch.tensor([view.stride_bytes]),
+            reads,
+            bases,
+            strides,
+            "float32",
+            "float32",
+        ),
+    )
+    updated = _measure_calls_per_second(
+        seconds,
+        lambda: _native.update(
+            store.native,
+            slots,
+            offsets,
+            plan.segment_offsets,
+            plan.entries,
+            source,
+            parts,
+            kind,
+            settings,
+        ),
+    )
     rows = torch.tensor([table.rows])
     planned = _measure_calls_per_second(
         seconds, lambda: _native.make_plan(lookups, rows, torch.tensor([1]))
@@ -223,8 +249,10 @@ def measure_rows(width: int, seconds: float = 0.15) -> RowRate:
 
 def _pack_and_join(lookups: _native.Lookups, rows: torch.Tensor) -> None:
     """Pack and join the lookups of one column, with one owner of all rows."""
-    one, zero = torch.tensor([1]), torch.zeros(1, 1, dtype=torch.int64)
-    unweighted, table = torch.zeros(1, dtype=torch.uint8), torch.zeros(1, dtype=torch.int32)
+    one = torch.tensor([1])
+    zero = torch.zeros(1, 1, dtype=torch.int64)
+    unweighted = torch.zeros(1, dtype=torch.uint8)
+    table = torch.zeros(1, dtype=torch.int32)
     message, _ = _native.pack_bags(lookups, rows, one, zero, unweighted, None)
     _native.join_bags([np.asarray(message)], table, rows, one, zero[0], "float32")
 
@@ -269,7 +297,8 @@ def measure_random_reads(fd: int, size: int, count: int, depth: int, seconds: fl
     errors: list[OSError] = []
 
     def read_until_end(thread_index: int) -> None:
-        buffer, own_latencies = mmap.mmap(-1, count), latencies[thread_index]
+        buffer = mmap.mmap(-1, count)
+        own_latencies = latencies[thread_index]
         random = np.random.default_rng(thread_index)
         offsets = random.integers(0, max(1, size // count), 1 << 14) * count
         try:
@@ -326,7 +355,9 @@ def _measure_row_reads(fd: int, size: int, seconds: float) -> tuple[str, float, 
     reader = _native.PageReader("auto", READ_DEPTH)
     random = np.random.default_rng(0)
     jobs: list[tuple] = []  # (job, its output), oldest first
-    num_rows, processor_start, start_time = 0, time.process_time(), time.perf_counter()
+    num_rows = 0
+    processor_start = time.process_time()
+    start_time = time.perf_counter()
 
     def finish_job() -> None:
         nonlocal num_rows
@@ -359,7 +390,8 @@ def _measure_calls_per_second(seconds: float, action) -> float:
     action()
     best = 0.0
     for _ in range(3):
-        count, start = 0, time.perf_counter()
+        count = 0
+        start = time.perf_counter()
         while (elapsed := time.perf_counter() - start) < seconds / 3:
             action()
             count += 1
@@ -404,7 +436,8 @@ def _measure_writes(fd: int, max_bytes: int, seconds: float) -> tuple[int, float
     max_bytes = min(max_bytes, room.f_bavail * room.f_frsize // 4)
     if max_bytes < 4 * RUN:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    num_bytes, start = 0, time.perf_counter()
+    num_bytes = 0
+    start = time.perf_counter()
     while num_bytes + RUN <= max_bytes and (
         time.perf_counter() - start < seconds or num_bytes < 4 * RUN
     ):
@@ -424,7 +457,9 @@ def _measure_sequential_reads(fd: int, size: int, seconds: float) -> float:
     """Measure the bytes read per second in runs."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(fd, 0, size, os.POSIX_FADV_DONTNEED)
-    buffer, num_bytes, start = mmap.mmap(-1, RUN), 0, time.perf_counter()
+    buffer = mmap.mmap(-1, RUN)
+    num_bytes = 0
+    start = time.perf_counter()
     while num_bytes < RUN or time.perf_counter() - start < seconds:
         num_bytes += os.preadv(fd, [buffer], num_bytes % size)
     rate = num_bytes / (time.perf_counter() - start)

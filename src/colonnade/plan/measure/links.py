@@ -91,10 +91,12 @@ def time_all_to_alls(mesh: Mesh, peers: Sequence[int]) -> list[AllToAllTime]:
         message_bytes = max(1, size // len(receivers))
         rows = [message_bytes if rank in receivers else 0 for rank in range(mesh.num_ranks)]
         send = mesh.allocate_send_buffer(sum(rows), torch.uint8).zero_()
-        seconds, processor = [], []
+        seconds = []
+        processor = []
         for _ in range(REPEATS + 1):
             mesh.barrier(CHANNEL)
-            start, processor_start = time.perf_counter(), time.process_time()
+            start = time.perf_counter()
+            processor_start = time.process_time()
             mesh.all_to_all(CHANNEL, send, rows, rows)
             processor.append(time.process_time() - processor_start)
             own_seconds = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
@@ -148,11 +150,9 @@ def _combine_rank_times(rank_times: torch.Tensor) -> tuple[list[float], list[flo
 
     Returns the sizes, the seconds of the slowest rank, and the mean processor time."""
     is_measured = ~rank_times.isnan().any(2).any(0)
-    sizes, seconds, processor = (
-        rank_times[0, is_measured, 0],
-        rank_times[:, is_measured, 1].amax(0),
-        rank_times[:, is_measured, 2].mean(0),
-    )
+    sizes = rank_times[0, is_measured, 0]
+    seconds = rank_times[:, is_measured, 1].amax(0)
+    processor = rank_times[:, is_measured, 2].mean(0)
     return sizes.tolist(), seconds.tolist(), processor.tolist()
 
 

@@ -70,7 +70,8 @@ def estimate_from_spectrum(values: Floats, rows: Floats, table_rows: int | None)
     expected = np.where(counted, np.maximum(values - steepness, values / 2), 0.0)
     if counted.all():
         expected = values
-    head_rows, head_mass = rows[counted], (expected * rows)[counted] / total
+    head_rows = rows[counted]
+    head_mass = (expected * rows)[counted] / total
     head = Popularity(head_rows, head_mass / np.maximum(head_rows, 1e-300))
     mass = 1.0 - float(head_mass.sum())
     num_head = float(head_rows.sum())
@@ -92,10 +93,20 @@ def estimate_from_spectrum(values: Floats, rows: Floats, table_rows: int | None)
         min_log_rows = np.log(max(sampled_tail, 1.0))
 
         def fit_num_tail(exponent: float) -> float:
-            return float(np.exp(_solve_falling_function(
-                lambda x: -_first_use_rate(_power_law_tail(num_head, np.exp(x), mass, exponent), total),
-                -new_row_rate, min_log_rows, min_log_rows + 16,
-            )))  # fmt: skip
+            return float(
+                np.exp(
+                    _solve_falling_function(
+                        lambda x: (
+                            -_first_use_rate(
+                                _power_law_tail(num_head, np.exp(x), mass, exponent), total
+                            )
+                        ),
+                        -new_row_rate,
+                        min_log_rows,
+                        min_log_rows + 16,
+                    )
+                )
+            )
 
         def fit_error(exponent: float) -> float:
             tail = _power_law_tail(num_head, fit_num_tail(exponent), mass, exponent)
@@ -148,16 +159,16 @@ def predict_counting_cache_reads(
     thresholds = THRESHOLDS[THRESHOLDS <= max_count]
     thresholds = np.append(thresholds, max_count)
     is_cached = _poisson_at_least(thresholds, expected)
-    has_record, hits = is_cached[0], is_cached
+    has_record = is_cached[0]
+    hits = is_cached
     if batches >= epoch:
         # A row with C uses in an epoch has C uses in the next. Weighting a count C by C shifts the Poisson count by 1.
-        has_record, hits = np.ones(len(use)), _poisson_at_least(thresholds - 1, expected)
+        has_record = np.ones(len(use))
+        hits = _poisson_at_least(thresholds - 1, expected)
     capacity = is_cached @ popularity.rows
     reads = np.maximum((has_record - hits) @ (popularity.rows * use), 0.0)
-    capacity, reads = (
-        np.append(capacity, 0.0)[::-1],
-        np.append(reads, has_record @ (popularity.rows * use))[::-1],
-    )
+    capacity = np.append(capacity, 0.0)[::-1]
+    reads = np.append(reads, has_record @ (popularity.rows * use))[::-1]
     return capacity, reads
 
 
@@ -197,7 +208,8 @@ def _fit_power_law_steepness(values: Floats, rows: Floats) -> float:
     is_used = (values >= 2) & (at_least >= 5)
     if is_used.sum() < 3:
         return 1.0
-    x, y = np.log(values[is_used]), np.log(at_least[is_used])
+    x = np.log(values[is_used])
+    y = np.log(at_least[is_used])
     weights = np.sqrt(rows[is_used])
     x = x - np.average(x, weights=weights)
     slope = float(np.sum(weights * x * y) / np.sum(weights * x * x))
@@ -222,10 +234,12 @@ def _solve_falling_function(function, value: float, low: float, high: float) -> 
 def _merge_popularity_bins(popularity: Popularity) -> Popularity:
     """Merge bins with neighbouring chances, to about HEAD_BINS + TAIL_BINS bins."""
     order = np.argsort(-popularity.chance, kind="stable")
-    rows, mass = popularity.rows[order], (popularity.rows * popularity.chance)[order]
+    rows = popularity.rows[order]
+    mass = (popularity.rows * popularity.chance)[order]
     if len(rows) > HEAD_BINS + TAIL_BINS:
         ranks = np.cumsum(rows)
         bins = np.floor(np.log(ranks) * HEAD_BINS / np.log(ranks[-1] + 2)).astype(np.int64)
         starts = np.flatnonzero(np.diff(bins, prepend=-1))
-        rows, mass = np.add.reduceat(rows, starts), np.add.reduceat(mass, starts)
+        rows = np.add.reduceat(rows, starts)
+        mass = np.add.reduceat(mass, starts)
     return Popularity(rows, mass / rows / mass.sum())

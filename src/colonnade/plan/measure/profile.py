@@ -58,7 +58,8 @@ class TableProfile:
         sizes, distinct, repeated = self.listing
         if not sizes or samples <= 0:
             return 1.0, 1.0
-        log_samples, log_sizes = math.log(samples), np.log(sizes)
+        log_samples = math.log(samples)
+        log_sizes = np.log(sizes)
         return (
             float(np.interp(log_samples, log_sizes, distinct)),
             float(np.interp(log_samples, log_sizes, repeated)),
@@ -178,7 +179,8 @@ def profile_batches(
     is_brief: count only what a division of memory needs: no packed sizes or distinct rows of smaller batches."""
     table_indices = {table.name: t for t, table in enumerate(tables)}
     parts: list[list[Ids]] = [[] for _ in tables]
-    uniques, max_unique = [0] * len(tables), [0] * len(tables)
+    uniques = [0] * len(tables)
+    max_unique = [0] * len(tables)
     columns = {feature.name: FeatureProfile(feature.name, 0, 0, False) for feature in features}
     sizes: list[int] = []
     counts = np.zeros((len(tables), 0))
@@ -190,9 +192,12 @@ def profile_batches(
             continue
         if not sizes:
             sizes = [] if is_brief else _halved_sizes(batch.size)
-            counts, pieces = np.zeros((len(tables), len(sizes))), np.zeros(len(sizes))
+            counts = np.zeros((len(tables), len(sizes)))
+            pieces = np.zeros(len(sizes))
             packed = np.zeros((len(tables), 4, len(sizes)))
-        samples, count, largest = samples + batch.size, count + 1, max(largest, batch.size)
+        samples = samples + batch.size
+        count = count + 1
+        largest = max(largest, batch.size)
         table_ids: list[list[Ids]] = [[] for _ in tables]
         table_samples: list[list[Ids]] = [[] for _ in tables]
         for feature in features:
@@ -210,7 +215,8 @@ def profile_batches(
             sample_indices = np.concatenate(table_samples[t]) if id_arrays else ids
             parts[t].append(ids)
             unique = len(np.unique(ids))
-            uniques[t], max_unique[t] = uniques[t] + unique, max(max_unique[t], unique)
+            uniques[t] = uniques[t] + unique
+            max_unique[t] = max(max_unique[t], unique)
             if sizes:
                 counts[t] += count_unique_by_size(ids, sample_indices, sizes, batch.size)
             if sizes and count <= LISTED_BATCHES:
@@ -267,7 +273,8 @@ def count_unique_by_size(ids: Ids, samples: Ids, sizes: Sequence[int], batch_siz
 
     samples: sample index of each id. Returns (len(sizes),)."""
     order = np.lexsort((samples, ids))
-    ids, samples = ids[order], samples[order]
+    ids = ids[order]
+    samples = samples[order]
     is_same = ids[1:] == ids[:-1]
     num_unique = np.zeros(len(sizes), dtype=np.int64)
     for i, size in enumerate(sizes):
@@ -294,8 +301,11 @@ def measure_packed_id_bytes(
             head = list_header_bytes(len(first_ids), rows)
             repeated_spread = expected_unsorted_list_bytes(len(first_ids), rows, 1) - head
             sizes_in_bytes[:, i] = (
-                distinct, distinct_spread, max(repeated - head, 0.0), repeated_spread,
-            )  # fmt: skip
+                distinct,
+                distinct_spread,
+                max(repeated - head, 0.0),
+                repeated_spread,
+            )
     return sizes_in_bytes
 
 

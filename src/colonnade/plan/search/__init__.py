@@ -45,9 +45,16 @@ def choose(
     if model is not None:
         loads = add_squares(loads, model)
     search = Search(
-        loads, world, memory or Memory(), rates, forced or {}, options, is_fetched_ahead, model,
+        loads,
+        world,
+        memory or Memory(),
+        rates,
+        forced or {},
+        options,
+        is_fetched_ahead,
+        model,
         towers or world.num_hosts,
-    )  # fmt: skip
+    )
     initial_states = list(build_initial_states(search))
     if search.is_large:
         initial_states = sorted(initial_states, key=search.compute_objective)[:2]
@@ -67,16 +74,33 @@ def choose(
     without_towers = explain_choice(search, best, partials_delay)
     decisions = [without_towers]
     for exchange in BY_TOWERS:
-        in_towers = {} if model is None else constrain_to_towers(
-            loads, world, model, search.num_towers, memory=search.memory, forced=forced or {}, options=options,
-            exchange=exchange,
-        )  # fmt: skip
+        in_towers = (
+            {}
+            if model is None
+            else constrain_to_towers(
+                loads,
+                world,
+                model,
+                search.num_towers,
+                memory=search.memory,
+                forced=forced or {},
+                options=options,
+                exchange=exchange,
+            )
+        )
         if not in_towers:
             continue
         other = choose(
-            loads, world, memory=memory, rates=rates, forced={**(forced or {}), **in_towers}, options=options,
-            is_fetched_ahead=is_fetched_ahead, model=model, towers=towers,
-        )  # fmt: skip
+            loads,
+            world,
+            memory=memory,
+            rates=rates,
+            forced={**(forced or {}), **in_towers},
+            options=options,
+            is_fetched_ahead=is_fetched_ahead,
+            model=model,
+            towers=towers,
+        )
         decisions.append(unforce_tables(other, without_towers, in_towers))
     choice = min(decisions, key=lambda decision: decision.seconds.step)
     if not num_runners_up:

@@ -41,7 +41,8 @@ def explain_consumers(
     owners (T, N): part of a table's columns that a rank owns rows of, under any exchange. exchanges, names: by table.
     partials_delay: seconds that a step takes longer with partials, if known. inside: tower of each consumer that is
     evaluated inside one."""
-    model, inside = partials.model, inside or {}
+    model = partials.model
+    inside = inside or {}
     has_partials = [exchange == "partials" for exchange in exchanges]
     partials_owners = owners * [[float(is_under)] for is_under in has_partials]
     are_cut = is_cut(owners)
@@ -125,14 +126,16 @@ def _explain_partials_save_nothing(
     partials: Partials, consumer_index: int, remote: Sequence[int], floats: Floats, partial: float
 ) -> str:
     """Explain why partials of consumer c would not save floats. floats (F,): of each field's values."""
-    reads, model = partials.reads, partials.model
+    reads = partials.reads
+    model = partials.model
     values = float(floats[reads[consumer_index]].sum())
     if partial >= values:
         return f"costs more: {_format_floats(partial)} floats, not {_format_floats(values)}"
     others = [
-        k for k in range(len(model.consumers))
+        k
+        for k in range(len(model.consumers))
         if k != consumer_index and k not in remote and (reads[k] & reads[consumer_index]).any()
-    ]  # fmt: skip
+    ]
     if not others:
         return f"saves nothing: {_format_floats(partial)} floats, not {_format_floats(values)}"
     own_fields = reads[consumer_index] & ~reads[others].any(0)
@@ -206,9 +209,13 @@ def _explain_consumer_choices(
     exchanges = [exchange for exchange, _ in state.chosen]
     names = [load.name for load in search.loads]
     return explain_consumers(
-        search.partials, owners, exchanges, names, partials_delay,
+        search.partials,
+        owners,
+        exchanges,
+        names,
+        partials_delay,
         inside=state.tower_compression.inside,
-    )  # fmt: skip
+    )
 
 
 def _is_option_possible(
@@ -242,7 +249,8 @@ def predict_table_cost(
 
     state: without table t. objective: of the state with the chosen option of table t."""
     traffic, _ = search.predict_table_costs(t, exchange, sharding)
-    world, owners = search.world, sharding.ranks
+    world = search.world
+    owners = sharding.ranks
     host_owners = np.bincount(np.array(owners) // world.ranks_per_host, minlength=world.num_hosts)
     trainers = world.trainers_per_host
     # An owner that trains does not send to itself.
@@ -253,11 +261,13 @@ def predict_table_cost(
     for link, count in ids.items():
         sent["route", link] = traffic.route * count
     for channel, size in (("fetch", traffic.fetch), ("push", traffic.push)):
-        sent[channel, "local"], sent[channel, "remote"] = size * local, size * remote
+        sent[channel, "local"] = size * local
+        sent[channel, "remote"] = size * remote
     if exchange in BY_OWNERS and search.paths.is_host_summed(sharding):
         local, remote = count_host_summed_blocks(world)
         for channel, size in (("fetch", traffic.fetch), ("push", traffic.push)):
-            sent[channel, "local"], sent[channel, "remote"] = size * local, size * remote
+            sent[channel, "local"] = size * local
+            sent[channel, "remote"] = size * remote
     by_tower = search.paths.predict_tower_traffic(sharding) if exchange in BY_TOWERS else None
     if by_tower is not None:
         rows = traffic.of_rows
@@ -270,7 +280,8 @@ def predict_table_cost(
                 )
         for channel, size in (("fetch", traffic.fetch), ("push", traffic.push)):
             for link in ("local", "remote"):
-                inside, between = by_tower.inside.by_link[link], by_tower.between.by_link[link]
+                inside = by_tower.inside.by_link[link]
+                between = by_tower.between.by_link[link]
                 sent[channel, link] = traffic.inside * inside + size * between
                 if rows is not None:
                     row_bytes = rows.values if channel == "fetch" else rows.gradients
@@ -315,7 +326,8 @@ def _add_partials_bytes(
 
     Returns seconds of links, as `balanced_seconds`."""
     search.add_table_costs(state, table_index, "partials", sharding)
-    partials, world = state.partials, search.world
+    partials = state.partials
+    world = search.world
     assert partials is not None
     parts = search.partials.predict_table_bytes(partials, state.owners, table_index)
     search.add_table_costs(state, table_index, "partials", sharding, -1.0)
@@ -324,7 +336,8 @@ def _add_partials_bytes(
     local_blocks, remote_blocks = count_host_summed_blocks(world)
     for channel, part in zip(("fetch", "push"), parts, strict=True):
         size = part.direct * search.samples / world.num_ranks
-        sent[channel, "local"], sent[channel, "remote"] = size * local, size * remote
+        sent[channel, "local"] = size * local
+        sent[channel, "remote"] = size * remote
         size = part.host_summed * search.samples
         sent[channel, "local"] += size * local_blocks
         sent[channel, "remote"] += size * remote_blocks

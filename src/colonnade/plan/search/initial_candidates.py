@@ -45,11 +45,13 @@ def build_initial_states(search: Search) -> Iterator[State]:
     with_partials = [
         _build_search_state(
             search,
-            lambda t, options, group=group, kind=kind: _choose_partials_option(search, t, options, group, kind, names),
+            lambda t, options, group=group, kind=kind: _choose_partials_option(
+                search, t, options, group, kind, names
+            ),
         )
         for group in (search.partials.table_groups if search.has_model else ())
         for kind in kinds
-    ]  # fmt: skip
+    ]
     yield from sorted(with_partials, key=search.compute_objective)[:NUM_PARTIALS_STATES]
 
 
@@ -94,8 +96,10 @@ def _find_cheapest_balanced_option(
     options = [option for option in options if option[0] in exchanges] or list(options)
     world = search.world
     examples = {
-        **search.fixed_shardings, "host_wise": host_wise(world, 0), "table_wise": table_wise(int(search.owners[0])),
-    }  # fmt: skip
+        **search.fixed_shardings,
+        "host_wise": host_wise(world, 0),
+        "table_wise": table_wise(int(search.owners[0])),
+    }
     for _, kind in options:
         if kind in COLUMN_KINDS:
             examples[kind] = search.propose_shardings(search.empty_state(), table_index, kind)[0]

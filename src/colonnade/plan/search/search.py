@@ -120,7 +120,10 @@ class Search:
         model: ModelLoad | None,
         towers: int,
     ) -> None:
-        self.loads, self.world, self.memory, self.rates = loads, world, memory, rates
+        self.loads = loads
+        self.world = world
+        self.memory = memory
+        self.rates = rates
         self.is_fetched_ahead = is_fetched_ahead
         # Otherwise every host is the whole world, or a single rank.
         self.has_hosts = world.num_hosts > 1 and world.ranks_per_host > 1
@@ -142,7 +145,8 @@ class Search:
             for t, (load, constraint) in enumerate(zip(loads, self.forced, strict=True))
         ]
         self.owners = np.array(world.owners)
-        self.paths, self.num_towers = Paths(world, towers), towers
+        self.paths = Paths(world, towers)
+        self.num_towers = towers
         self.is_trainer = self.paths.is_trainer
         self.even_bytes = sum(load.total_bytes for load in loads) / len(self.owners)
         self.num_tried = 1 if self.is_large else NUM_TRIED
@@ -227,9 +231,11 @@ class Search:
         n = len(sharding.ranks) // slices
         key = (table_index, exchange, n, slices)
         if exchange in BY_TOWERS and self.paths.predict_tower_traffic(sharding) is None:
-            exchange, key = "pooled", (table_index, "pooled", n, slices)
+            exchange = "pooled"
+            key = (table_index, "pooled", n, slices)
         if key not in self.cached_costs:
-            load, world = self.loads[table_index], self.world
+            load = self.loads[table_index]
+            world = self.world
             tower_size = world.num_ranks // self.num_towers
             unique_peers = 0.0
             if exchange == "tower_rows":
@@ -244,8 +250,10 @@ class Search:
 
     def empty_state(self) -> State:
         """Return a state without tables."""
-        n, links = self.world.num_ranks, np.zeros((3, len(self.paths.all_to_all.seconds)))
-        owners, apart = np.zeros((len(self.loads), n)), np.zeros(len(self.loads), bool)
+        n = self.world.num_ranks
+        links = np.zeros((3, len(self.paths.all_to_all.seconds)))
+        owners = np.zeros((len(self.loads), n))
+        apart = np.zeros(len(self.loads), bool)
         return State([], links, np.zeros(n), np.zeros(n), np.zeros(n), owners=owners, apart=apart)
 
     def add_table_costs(
@@ -328,7 +336,8 @@ class Search:
             calls[0] += 1  # ids of all exchanges
             if state.partials is not None:
                 calls[1:] += 2 * state.partials.query_rounds
-            world, towers = self.world, self.num_towers
+            world = self.world
+            towers = self.num_towers
             phases = phases + calls * world.call_seconds
             phases[0] += self.fixed_bytes(used) * self.paths.peak_seconds
             # The call that sends sizes for all exchanges costs processor time only.
@@ -434,8 +443,10 @@ class Search:
 
     def predict_rank_seconds(self, state: State) -> Floats:
         """Predict the seconds that each rank is busy as an owner, plus a small weight on its bytes, (N,)."""
-        world, n = self.world, self.world.num_ranks
-        fetch, push = state.links[1], state.links[2]
+        world = self.world
+        n = self.world.num_ranks
+        fetch = state.links[1]
+        push = state.links[2]
         uplink = fetch[2 * n : 2 * n + world.num_hosts] + push[2 * n + world.num_hosts :]
         seconds = fetch[:n] + push[n : 2 * n] + state.processor
         seconds = seconds + np.repeat(uplink, world.ranks_per_host)
@@ -466,7 +477,8 @@ class Search:
                     continue
                 partials_before = state.partials
                 self.add_table_costs(state, t, exchange, sharding, -1.0)
-                best, least = (exchange, sharding), current * (1 - 1e-6)
+                best = (exchange, sharding)
+                least = current * (1 - 1e-6)
                 for other, kind in self.options[t]:
                     # A single table under `partials` saves nothing.
                     if other == "partials" and (self.has_fixed_partials or partials_before is None):
@@ -474,7 +486,8 @@ class Search:
                     for candidate in self.candidate_shardings(state, t, kind):
                         objective = self.compute_objective_with_table(state, t, other, candidate)
                         if objective < least:
-                            best, least = (other, candidate), objective
+                            best = (other, candidate)
+                            least = objective
                 self.add_table_costs(state, t, *best)
                 state.chosen[t] = best
             if self.compute_objective(state) > before * (1 - MIN_GAIN):
@@ -506,7 +519,8 @@ class Search:
         for t, (_, sharding) in enumerate(chosen):
             if (by_tower := self.paths.predict_tower_traffic(sharding)) is None:
                 continue
-            values, gradients = compression.values.get(t, 0.0), compression.gradients.get(t, 0.0)
+            values = compression.values.get(t, 0.0)
+            gradients = compression.gradients.get(t, 0.0)
             state.links[1] += self.samples * values * by_tower.between.value_seconds
             state.links[2] += self.samples * gradients * by_tower.between.gradient_seconds
             crossing_bytes = self.samples * (values + gradients)
@@ -535,5 +549,6 @@ def _smallest(values: Floats, count: int) -> NDArray[np.intp]:
 
 def _rank_index(ranks: tuple[int, ...]) -> Any:
     """Return an index of these ranks' elements in an array of all ranks; a slice if the ranks are consecutive."""
-    first, last = ranks[0], ranks[-1]
+    first = ranks[0]
+    last = ranks[-1]
     return slice(first, last + 1) if last - first + 1 == len(ranks) else list(ranks)

@@ -57,7 +57,9 @@ def embed_in_plane(distances: Floats, dims: int = 2) -> tuple[Floats, float]:
         after = _stress(moved, distances) / total
         if after >= stress:
             break
-        gain, points, stress = stress - after, moved, after
+        gain = stress - after
+        points = moved
+        stress = after
         if gain < MIN_STRESS_GAIN * stress:
             break
     return points, stress
@@ -99,7 +101,8 @@ def assign_to_bins(costs: Floats, weights: Floats, capacities: Floats) -> Labels
     exceed capacities (`max_bin_fill`).
     """
     bounded = np.isfinite(capacities)
-    weights, capacities = weights[:, bounded], capacities[bounded]
+    weights = weights[:, bounded]
+    capacities = capacities[bounded]
     if not capacities.size or (weights == weights[0]).all():
         # The capacity in items is the smallest over measures.
         max_items_by_measure = np.divide(
@@ -125,7 +128,8 @@ def assign_by_min_cost_flow(costs: Floats, max_items: int) -> Labels:
     move_cost = np.full((num_bins, num_bins), np.inf)
     mover = np.zeros((num_bins, num_bins), dtype=np.int64)
     for item in range(num_items):
-        path_cost, previous = costs[item].copy(), np.full(num_bins, -1, dtype=np.int64)
+        path_cost = costs[item].copy()
+        previous = np.full(num_bins, -1, dtype=np.int64)
         for _ in range(num_bins):
             through = path_cost[:, None] + move_cost
             best = through.argmin(0)
@@ -133,7 +137,8 @@ def assign_by_min_cost_flow(costs: Floats, max_items: int) -> Labels:
             better = value < path_cost - 1e-12 * (1 + np.abs(path_cost))
             if not better.any():
                 break
-            path_cost[better], previous[better] = value[better], best[better]
+            path_cost[better] = value[better]
+            previous[better] = best[better]
         end_cost = np.where(
             num_in_bin == 0, first_cost, np.where(num_in_bin < max_items, 0.0, np.inf)
         )
@@ -163,7 +168,8 @@ def assign_by_local_search(costs: Floats, weights: Floats, capacities: Floats) -
     shares = weights / capacities  # (U, M): the sum in a bin should not exceed 1
     order = np.lexsort((np.arange(num_items), -shares.max(1, initial=0.0)))
     label = np.full(num_items, -1, dtype=np.int64)
-    fill, num_in_bin = np.zeros((num_bins, shares.shape[1])), np.zeros(num_bins)
+    fill = np.zeros((num_bins, shares.shape[1]))
+    num_in_bin = np.zeros(num_bins)
     for u in order.tolist():
         excess = _bin_excess(fill + shares[u], num_in_bin + 1)
         label[u] = np.lexsort((costs[u], excess))[0]
@@ -459,7 +465,9 @@ def measure_partition_quality(
 ) -> Measures:
     """Measure the affinities and loads of a partition. towers: index of each feature's tower."""
     within, between = compute_mean_affinities(affinity, list(map(int, towers)))
-    count, lookups, size = [0] * num_towers, [0.0] * num_towers, [0.0] * num_towers
+    count = [0] * num_towers
+    lookups = [0.0] * num_towers
+    size = [0.0] * num_towers
     counted_tables: set[str] = set()
     for load, tower in zip(loads, towers, strict=True):
         count[tower] += 1
@@ -487,7 +495,8 @@ def _absolute_capacities(weights: Floats, num_towers: int, capacity: Capacity) -
     """Return the largest weight of a tower by measure, (3,); inf without a bound or without weights."""
     capacities = np.full(len(MEASURES), np.inf)
     for m, name in enumerate(MEASURES):
-        ratio, total = getattr(capacity, name), float(weights[:, m].sum())
+        ratio = getattr(capacity, name)
+        total = float(weights[:, m].sum())
         if ratio is not None and total > 0:
             capacities[m] = ratio * total / num_towers
             if name == "count":
@@ -531,7 +540,8 @@ def _cluster_by_kmeans(
         value = float(costs[np.arange(len(tables)), moved].sum())
         if (moved == label).all() or value >= cost - 1e-12:
             break
-        label, cost = moved, value
+        label = moved
+        cost = value
         centres = np.stack(
             [sums[label == t].sum(0) / size[label == t].sum() for t in range(len(centres))]
         )
@@ -548,7 +558,8 @@ def _describe_overflow(
 ) -> str:
     """Return the message for a capacity that cannot be met, and one that can. fill: result of `max_bin_fill`."""
     m = int(np.where(np.isfinite(fill), fill, 0).argmax())
-    name, ratio = MEASURES[m], float(getattr(capacity, MEASURES[m]))
+    name = MEASURES[m]
+    ratio = float(getattr(capacity, MEASURES[m]))
     mean = weights[:, m].sum() / num_towers
     largest = int(weights[:, m].argmax())
     feasible = (
