@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.table import Table as Grid
 
 from colonnade import EmbeddingCollection, World
+from colonnade.hops.load import ColumnLoad, TableLoad
 from colonnade.plan.cost.consumers import build_model_load
-from colonnade.plan.cost.table_stats import ColumnLoad, TableLoad
 from colonnade.plan.measure.popularity import Popularity
 from colonnade.plan.search import choose
 from colonnade.plan.search.candidates import Constraint

@@ -38,10 +38,10 @@ from colonnade import (
     build_plan,
     open_mesh,
 )
+from colonnade.hops.load import ColumnLoad, TableLoad
 from colonnade.plan.comparison import describe_exchanges, order_plans_to_time
 from colonnade.plan.constraints import resolve_plan_config
 from colonnade.plan.cost.consumers import build_model_load, check_whole_bags
-from colonnade.plan.cost.table_stats import ColumnLoad, TableLoad
 from colonnade.plan.measure.device import RowRate, measure_rows
 from colonnade.plan.measure.links import measure_links
 from colonnade.plan.search import choose

@@ -37,8 +37,7 @@ from colonnade.comm.traffic import Traffic
 from colonnade.errors import ConfigError
 from colonnade.lookup.layout import declare
 from colonnade.plan.cost.consumers import build_model_load
-from colonnade.plan.cost.table_stats import build_table_loads
-from colonnade.plan.measure.profile import profile_batches
+from colonnade.plan.measure.profile import build_table_loads, profile_batches
 from colonnade.plan.search import choose
 from colonnade.plan.search.candidates import Constraint
 from colonnade.store.checksums import compute_checksums

@@ -23,10 +23,9 @@ from colonnade import (
     build_plan,
 )
 from colonnade.comm.traffic import Traffic
-from colonnade.plan.cost.comm_volume import CHANNELS
-from colonnade.plan.cost.table_stats import build_table_loads
+from colonnade.hops.kinds import CHANNELS
 from colonnade.plan.hot import find_most_popular_ids, profile_hot_and_cold
-from colonnade.plan.measure.profile import profile_batches
+from colonnade.plan.measure.profile import build_table_loads, profile_batches
 from colonnade.plan.search import choose
 from colonnade.plan.search.candidates import Constraint
 from colonnade.topology.sharding import column_wise, replicated, row_wise, table_wise

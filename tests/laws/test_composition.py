@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 from dataclasses import fields
 from pathlib import Path
 from typing import get_type_hints
@@ -11,12 +12,24 @@ import pytest
 
 import colonnade.exchange
 from colonnade import Batch
+from colonnade.errors import ConfigError
 from colonnade.exchange.bag_layout import BagsLookup
 from colonnade.exchange.cached import CachedLookup
-from colonnade.exchange.opening import TRANSPORTS
+from colonnade.exchange.opening import OPENERS, open_exchange_part
 from colonnade.exchange.rows import RowsLookup
+from colonnade.hops.kinds import (
+    BY_TOWERS,
+    EVALUATING,
+    EXCHANGES,
+    BagsHop,
+    CachedHop,
+    CopiesHop,
+    PartialsHop,
+    RelayHop,
+    RowsHop,
+    check_hops,
+)
 from colonnade.lookup.contract import BatchInfo, LookupContext, PartLookup
-from colonnade.lookup.hops import BY_TOWERS, EVALUATING, EXCHANGES
 
 MOST_FIELDS = 12
 
@@ -49,7 +62,32 @@ def test_a_batch_carries_nothing_of_the_pipeline():
 
 
 def test_an_exchange_is_a_tuple_of_hops():
-    for name, hops in EXCHANGES.items():
-        assert [hop.group for hop in hops] in (["world"], ["peers", "tower"]), name
-        assert all(hop.transport in TRANSPORTS for hop in hops), name
+    for hops in EXCHANGES.values():
+        check_hops(hops)
     assert set(BY_TOWERS) < set(EVALUATING) < set(EXCHANGES)
+
+
+def test_each_kind_of_hop_has_a_function_that_opens_it():
+    assert set(OPENERS) == {type(hop) for hops in EXCHANGES.values() for hop in hops}
+
+
+def test_hops_that_are_no_exchange_are_refused():
+    """Of all tuples of one or two hops, only the exchanges in the table open."""
+    kinds = [
+        RowsHop(),
+        RowsHop("tower"),
+        BagsHop(),
+        BagsHop("tower"),
+        PartialsHop(),
+        CopiesHop(),
+        RelayHop(True),
+        RelayHop(False),
+        CachedHop(RowsHop()),
+        CachedHop(RowsHop("tower")),
+    ]
+    tuples = [(), *((hop,) for hop in kinds), *itertools.product(kinds, repeat=2)]
+    invalid = [hops for hops in tuples if hops not in EXCHANGES.values()]
+    assert len(invalid) == len(tuples) - len(EXCHANGES)
+    for hops in invalid:
+        with pytest.raises(ConfigError, match="wanted those of an exchange"):
+            open_exchange_part(hops, part=None)

@@ -24,6 +24,7 @@ LEVELS = [
     {"config.section"},
     {"formats", "machine", "retention", "staleness", "batch", "optimizers", "ops"},
     {"topology"},
+    {"hops"},
     {"config"},
     {"table", "interaction"},
     {"store", "comm"},

@@ -36,9 +36,8 @@ from colonnade.lookup.layout import declare
 from colonnade.lookup.views import is_merged_at_samples
 from colonnade.plan.cost.consumers import build_model_load, find_remote_consumers
 from colonnade.plan.cost.partials import Partials
-from colonnade.plan.cost.table_stats import build_table_loads
 from colonnade.plan.hot import profile_hot_and_cold
-from colonnade.plan.measure.profile import profile_batches
+from colonnade.plan.measure.profile import build_table_loads, profile_batches
 from colonnade.plan.search import choose
 from colonnade.plan.search.candidates import Constraint
 from colonnade.topology.sharding import (

@@ -37,8 +37,7 @@ from colonnade.config.run import build_config, override_settings
 from colonnade.data import open_batches
 from colonnade.errors import ConfigError
 from colonnade.models.retriever import RetrievalObjective
-from colonnade.plan.cost.table_stats import build_table_loads
-from colonnade.plan.measure.profile import profile_batches
+from colonnade.plan.measure.profile import build_table_loads, profile_batches
 from colonnade.plan.search import choose
 from colonnade.plan.search.candidates import Constraint
 from colonnade.report.reading import read_run_folder

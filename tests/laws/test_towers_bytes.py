@@ -16,8 +16,7 @@ from colonnade import Concat, EmbeddingCollection, PlanConfig, RowOptimizer, Sum
 from colonnade.comm.traffic import Traffic
 from colonnade.plan.constraints import shard_in_towers
 from colonnade.plan.cost.consumers import build_model_load
-from colonnade.plan.cost.table_stats import build_table_loads
-from colonnade.plan.measure.profile import profile_batches
+from colonnade.plan.measure.profile import build_table_loads, profile_batches
 from colonnade.plan.search import choose
 from colonnade.plan.search.candidates import Constraint
 from colonnade.topology.sharding import Sharding, row_wise, table_wise

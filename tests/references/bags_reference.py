@@ -20,7 +20,7 @@ from references.packing_reference import (
     unpack_numbers,
 )
 
-from colonnade.wire.bags import BITS
+from colonnade.hops.message_bytes import LENGTH_BITS as BITS
 
 WEIGHTED = 128
 LISTED, DISTINCT = b"\0", b"\1"

@@ -16,11 +16,12 @@ from references.packing_reference import IdSpace
 from colonnade import _native
 from colonnade.batch import Batch, Ids
 from colonnade.errors import WorldError
+from colonnade.hops.message_bytes import LENGTH_BITS
 from colonnade.lookup.layout import LookupColumns, build_lookup_columns, collect_lookups, declare
 from colonnade.table import Feature, Table
 from colonnade.topology.sharding import row_wise, table_wise
-from colonnade.wire import bags
 from colonnade.wire.owner_map import build_owner_map
+from colonnade.wire.packing import pack_bag_lookups, unpack_bag_lookups
 
 TABLES = [
     Table("user", 2, rows=53), Table("open", 2), Table("item", 2, rows=2**40), Table("own", 2, rows=9),
@@ -53,7 +54,7 @@ def build_request(batch, owner_map, codes, dtype=torch.float32):
     """Return messages by rank, and lookups."""
     declaration = DECLARATIONS[dtype]
     lookups = collect_lookups(batch, declaration, build_lookup_columns(declaration))
-    return bags.pack_bag_lookups(lookups, ROWS, owner_map, codes), lookups
+    return pack_bag_lookups(lookups, ROWS, owner_map, codes), lookups
 
 
 def owners_of(batch, owner_map):
@@ -140,7 +141,7 @@ def test_messages_equal_their_twins_and_arrive(data):
             )
         messages = [message[rank] for message in sent]
         check_joined(
-            bags.unpack_bag_lookups(messages, owned, ROWS, owner_map, rank, dtype),
+            unpack_bag_lookups(messages, owned, ROWS, owner_map, rank, dtype),
             shares,
             batches,
             dtype,
@@ -233,7 +234,7 @@ def test_the_shorter_form_is_told_however_it_is_found(rows, spread, size, longes
         build_owner_map([row_wise(num_ranks)], num_ranks),
         torch.tensor([rows or 0]),
     )
-    messages = bags.pack_bag_lookups(lookups, table_rows, owner_map, None)
+    messages = pack_bag_lookups(lookups, table_rows, owner_map, None)
     owners = np.asarray(_native.owner_of(values, rows or 0, num_ranks))
     bounds = np.cumsum(lengths)[:-1]
     for rank, message in enumerate(messages):
@@ -257,7 +258,7 @@ def test_an_id_outside_is_refused_in_the_words_of_a_plan():
         )
         lines = []
         for ask in (
-            lambda lookups=lookups: bags.pack_bag_lookups(lookups, ROWS[:1], owner_map, None),
+            lambda lookups=lookups: pack_bag_lookups(lookups, ROWS[:1], owner_map, None),
             lambda lookups=lookups: _native.make_plan(
                 lookups.native, ROWS[:1], owner_map.num_owners
             ),
@@ -278,14 +279,14 @@ def test_a_column_of_a_table_elsewhere_takes_no_byte():
 
 @pytest.mark.parametrize("longest", [1, 2, 3, 15, 16, 300, 70_000])
 def test_lengths_take_as_few_bits_as_they_need(longest):
-    bits = next(bits for bits in bags.BITS if longest < 2**bits)
+    bits = next(bits for bits in LENGTH_BITS if longest < 2**bits)
     declaration = declare(TABLES[:1], [Feature("user", "user", pooling="sum")], {})
     ids = Ids(torch.zeros(longest, dtype=torch.int64), torch.tensor([0, 0, longest]))
     lookups = collect_lookups(
         Batch(2, torch.zeros(2, 0), {"user": ids}), declaration, build_lookup_columns(declaration)
     )
     owner_map = build_owner_map([row_wise(1)], 1)
-    (message,) = bags.pack_bag_lookups(lookups, ROWS[:1], owner_map, None)
+    (message,) = pack_bag_lookups(lookups, ROWS[:1], owner_map, None)
     assert message[2] == bits
 
 
@@ -301,9 +302,7 @@ def test_damaged_messages_are_refused_or_ask_for_rows_that_are_there():
             if len(bad):
                 bad[random.integers(len(bad))] = int(random.integers(256))
         try:
-            result = bags.unpack_bag_lookups(
-                [whole[0], bad], owned, ROWS, owner_map, 1, torch.float32
-            )
+            result = unpack_bag_lookups([whole[0], bad], owned, ROWS, owner_map, 1, torch.float32)
         except WorldError as error:
             assert f"rank 1 sent {len(bad)} bytes that are no lookups" in str(error)
             refused += 1
@@ -327,4 +326,4 @@ def test_what_is_no_message_is_refused():
         (message[:-3], "wanted 28|more bytes"),
     ):
         with pytest.raises(WorldError, match=words):
-            bags.unpack_bag_lookups([bad], owned, ROWS, owner_map, 0, torch.float32)
+            unpack_bag_lookups([bad], owned, ROWS, owner_map, 0, torch.float32)

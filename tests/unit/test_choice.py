@@ -13,19 +13,15 @@ from hypothesis import strategies as st
 
 from colonnade import World
 from colonnade.errors import ConfigError
-from colonnade.lookup.hops import BY_TOWERS
-from colonnade.plan.cost.comm_volume import (
+from colonnade.hops.kinds import BY_TOWERS, EXCHANGES, SHARED_BYTES, Split, list_flows
+from colonnade.hops.links import tower_call_seconds
+from colonnade.hops.load import ColumnLoad, TableLoad
+from colonnade.plan.cost.step_time import (
     EXTRA_EXCHANGE_SECONDS,
-    FIXED_BYTES,
-    SHARED_BYTES,
-    TABLE_BYTES,
     interpolate_row_seconds,
-    predict_pair_traffic,
     predict_processor_seconds,
     predict_single_rank_seconds,
 )
-from colonnade.plan.cost.table_stats import ColumnLoad, TableLoad
-from colonnade.plan.cost.tower_paths import tower_call_seconds
 from colonnade.plan.measure.device import RowRate
 from colonnade.plan.search import choose
 from colonnade.plan.search.candidates import Constraint, Memory
@@ -54,6 +50,12 @@ def load_of(
     )  # fmt: skip
 
 
+def sent_between(load, exchange, num_owners=1, slices=1) -> dict[str, float]:
+    """Bytes between a trainer and an owner by channel."""
+    flows = list_flows(exchange, load, Split(num_owners, slices))
+    return {flow.channel: flow.bytes for flow in flows if flow.pattern in ("owners", "bags")}
+
+
 def counted_by_hand(load, sharding: Sharding, exchange, world):
     """Count bytes out of each rank inside its host, out of each host, and into both, pair by pair."""
     n, size = world.num_ranks, world.ranks_per_host
@@ -61,9 +63,7 @@ def counted_by_hand(load, sharding: Sharding, exchange, world):
     if exchange in BY_TOWERS and is_inside(sharding, world):
         return counted_by_towers(load, sharding, world, exchange == "tower_rows")
     exchange = "pooled" if exchange in BY_TOWERS else exchange
-    costs = predict_pair_traffic(
-        load, exchange, len(sharding.ranks) // sharding.slices, sharding.slices
-    )
+    sent = sent_between(load, exchange, len(sharding.ranks) // sharding.slices, sharding.slices)
     result = {p: (np.zeros((2, n)), np.zeros((2, world.num_hosts))) for p in ("fetch", "push")}
     is_added = exchange == "pooled" and sharding.kind == "row_wise"  # inside a host first
     hops = []
@@ -76,7 +76,7 @@ def counted_by_hand(load, sharding: Sharding, exchange, world):
         if asker == owner:
             continue
         for channel, source, target, bytes_ in (
-            ("fetch", owner, asker, costs.fetch), ("push", asker, owner, costs.push),
+            ("fetch", owner, asker, sent.get("fetch", 0.0)), ("push", asker, owner, sent["push"]),
         ):  # fmt: skip
             ranks, hosts = result[channel]
             if source // size == target // size:
@@ -160,13 +160,13 @@ def test_seconds_are_those_of_the_busiest_link(world, option):
 
 def test_every_owner_sends_a_block_of_all_bags():
     load = load_of("t", 1000, TWO_BY_TWO, hot=2, samples=100)
-    rows, pooled = (predict_pair_traffic(load, exchange, 1) for exchange in ("rows", "pooled"))
-    assert rows.fetch == load.unique_rank * 64 and pooled.fetch == 100 * 64
+    rows, pooled = (sent_between(load, exchange) for exchange in ("rows", "pooled"))
+    assert rows["fetch"] == load.unique_rank * 64 and pooled["fetch"] == 100 * 64
+    assert sent_between(load, "pooled", 4)["fetch"] == pooled["fetch"]
+    assert sent_between(load, "rows", 4)["fetch"] < rows["fetch"]
     assert (
-        predict_pair_traffic(load, "pooled", 4).fetch == pooled.fetch
-        and predict_pair_traffic(load, "rows", 4).fetch < rows.fetch
-    )
-    assert 2 + 200 * 7 < pooled.route < 2 + 200 * 8  # any 64 bits; bags are all alike: no lengths
+        2 + 200 * 7 < pooled["route"] < 2 + 200 * 8
+    )  # any 64 bits; bags are all alike: no lengths
 
 
 def check_that_nothing_beats_the_choice(bytes_per_second, shapes) -> None:
@@ -236,11 +236,9 @@ def test_long_bags_of_wide_rows_are_cut():
     (table,) = choose(wide, TWO_BY_TWO).tables
     assert str(table.chosen.sharding) == "column_wise, ranks 0 .. 3"
     assert table.chosen.exchange == "pooled"
-    cut, whole = (
-        predict_pair_traffic(wide[0], "pooled", 1, 4),
-        predict_pair_traffic(wide[0], "pooled", 1),
-    )
-    assert cut.route == whole.route and 4 * cut.fetch == whole.fetch and 4 * cut.push == whole.push
+    cut, whole = (sent_between(wide[0], "pooled", 1, slices) for slices in (4, 1))
+    assert cut["route"] == whole["route"]
+    assert 4 * cut["fetch"] == whole["fetch"] and 4 * cut["push"] == whole["push"]
     many = World(num_hosts=4, ranks_per_host=2)
     narrow = [load_of("n", 10**6, many, hot=20, width=64, may_be_cut=True)]
     assert choose(narrow, many).tables[0].chosen.sharding.kind == "grid"
@@ -313,11 +311,11 @@ def test_rates_of_rows_lie_between_those_measured():
     assert 1 / 4e6 < interpolate_row_seconds(rates, 40)[0] < 1 / 2e6
     load = load_of("t", 1000, TWO_BY_TWO)
     assert (
-        predict_processor_seconds(load, "rows", 1, 4, []).owner
+        predict_processor_seconds("rows", load, Split(1, trainers=4), []).owner
         == 0
         == predict_single_rank_seconds(load, [])
     )
-    one = predict_processor_seconds(load, "rows", 1, 1, rates)
+    one = predict_processor_seconds("rows", load, Split(1), rates)
     assert one.trainer + one.owner > predict_single_rank_seconds(
         load, rates
     )  # messages cost something
@@ -329,8 +327,8 @@ def test_planning_and_packing_of_lookups_count_where_they_were_measured():
     blind, seeing = [RowRate(16, 4e6, 2e6)], [RowRate(16, 4e6, 2e6, 1e7, 5e6)]
     more = {
         exchange: tuple(
-            getattr(predict_processor_seconds(load, exchange, 1, 4, seeing), who)
-            - getattr(predict_processor_seconds(load, exchange, 1, 4, blind), who)
+            getattr(predict_processor_seconds(exchange, load, Split(1, trainers=4), seeing), who)
+            - getattr(predict_processor_seconds(exchange, load, Split(1, trainers=4), blind), who)
             for who in ("trainer", "owner")
         )
         for exchange in ("rows", "pooled", "partials")
@@ -393,7 +391,10 @@ def test_messages_take_a_processor_s_time():
         for channel in ("route", "fetch", "push")
     )
     # All that a rank sends, others get: as owner and as asker; 4 all-to-alls with 3 others.
-    headers = 3 * (SHARED_BYTES + FIXED_BYTES["rows"] + TABLE_BYTES["rows"])
+    (hop,) = EXCHANGES["rows"]
+    (fixed,) = hop.fixed_flows
+    (flag,) = (flow for flow in hop.flows(loads[0], Split(4)) if flow.pattern == "everyone")
+    headers = 3 * (SHARED_BYTES + fixed.bytes + flag.bytes)
     moved = 2 * (ids - headers + values + gradients)
     assert busy.seconds.processor == pytest.approx(moved * 1e-9 + 4 * 3 * 1e-4)
 

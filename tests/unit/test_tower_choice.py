@@ -8,7 +8,7 @@ import pytest
 from test_choice import load_of
 
 from colonnade import World
-from colonnade.plan.cost.comm_volume import FIXED_BYTES, SHARED_BYTES
+from colonnade.hops.kinds import EXCHANGES, SHARED_BYTES
 from colonnade.plan.cost.consumers import ConsumerLoad, FieldLoad, ModelLoad
 from colonnade.plan.search import choose
 from colonnade.plan.search.candidates import Constraint, Memory
@@ -139,6 +139,7 @@ def test_processors_move_what_is_sent_and_what_is_got(hosts, num_towers, ratio):
     sent = {channel: 0.0 for channel in ("route", "fetch", "push")}
     for (channel, _), item in choice.sent.items():
         sent[channel] += item
-    headers = (world.num_ranks - 1) * (SHARED_BYTES + FIXED_BYTES["towers"])
+    fixed_bytes = sum(flow.bytes for hop in EXCHANGES["towers"] for flow in hop.fixed_flows)
+    headers = (world.num_ranks - 1) * (SHARED_BYTES + fixed_bytes)
     assert moved == pytest.approx(2 * (sum(sent.values()) - headers), rel=1e-9)
     assert sent["fetch"] > sent["route"] > 0

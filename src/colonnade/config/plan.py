@@ -11,6 +11,7 @@ from pydantic.functional_validators import AfterValidator, BeforeValidator, Plai
 from pydantic_core import PydanticKnownError
 
 from colonnade.config.section import Section
+from colonnade.hops.kinds import EXCHANGE_CHOICES
 from colonnade.sizes import (
     SettingWords,
     StorageLocation,
@@ -131,7 +132,10 @@ class CodecConfig(Section):
     to the next step's gradients (error feedback)."""
 
 
-ExchangeChoice = Literal["rows", "pooled", "partials", "towers", "tower_rows", "auto"]
+if TYPE_CHECKING:
+    ExchangeChoice = str
+else:  # Settings list and check the names of the one table of exchanges.
+    ExchangeChoice = Literal[EXCHANGE_CHOICES]
 ShardingChoice = Literal[
     "row_wise", "host_wise", "table_wise", "column_wise", "grid", "replicated", "auto"
 ]

@@ -49,6 +49,7 @@ from colonnade.exchange.bag_layout import (
 from colonnade.exchange.operators import Operators, RemoteAttention
 from colonnade.exchange.row_owner import RowOwner, gather_int32, owned_rows, reduce_next_use_codes
 from colonnade.exchange.rows import RowsExchange
+from colonnade.hops.message_bytes import NUM_SAMPLES
 from colonnade.lookup.contract import (
     REASSOCIATED,
     BatchInfo,
@@ -67,10 +68,10 @@ from colonnade.lookup.layout import (
 from colonnade.lookup.outputs import CPU
 from colonnade.ops.memory import empty
 from colonnade.store.contract import RowView
-from colonnade.wire import bags
 from colonnade.wire.coding import Coding
-from colonnade.wire.id_distribution import SAMPLES, exchange_messages, traffic_tag_of
+from colonnade.wire.id_distribution import exchange_messages, traffic_tag_of
 from colonnade.wire.owner_map import OwnerMap
+from colonnade.wire.packing import ReceivedBags, pack_bag_lookups, unpack_bag_lookups
 from colonnade.wire.tower_transport import PeerTransport, TowerTransport
 from colonnade.wire.transport import PendingTransfer
 
@@ -142,11 +143,11 @@ class BagsExchange:
             if self.num_ranks == 1:
                 plan = _native.make_plan(lookups.native, owner.table_rows, owner.one_owner)
                 return LookupRequest([], lookups, plan, codes)
-            messages = bags.pack_bag_lookups(lookups, owner.table_rows, self.owner_map, codes)
+            messages = pack_bag_lookups(lookups, owner.table_rows, self.owner_map, codes)
         except IndexError as error:
             raise explain_range_error(error, self.declaration, layout.requested.features) from None
         if self.tower is not None:  # other ranks than peers need the number of samples alone
-            size = np.frombuffer(SAMPLES.pack(batch.size), np.uint8)
+            size = np.frombuffer(NUM_SAMPLES.pack(batch.size), np.uint8)
             messages = [
                 message if rank in self.peers else size for rank, message in enumerate(messages)
             ]
@@ -159,7 +160,7 @@ class BagsExchange:
         if self.tower is not None:
             return self._request_rows_for_peers(self.tower, request, received, batch)
         plan = request.plan
-        received_bags = bags.ReceivedBags(request.lookups, [batch.size], request.codes)
+        received_bags = ReceivedBags(request.lookups, [batch.size], request.codes)
         if self.num_ranks > 1:
             received_bags = self._unpack_lookups(received)
             plan = self.owner.plan_lookups(received_bags.lookups, self.owner.one_owner)
@@ -219,10 +220,10 @@ class BagsExchange:
             inner=inner,
         )
 
-    def _unpack_lookups(self, messages: Sequence[np.ndarray]) -> bags.ReceivedBags:
+    def _unpack_lookups(self, messages: Sequence[np.ndarray]) -> ReceivedBags:
         """Join received lookups into one batch. Raises WorldError."""
         owner = self.owner
-        return bags.unpack_bag_lookups(
+        return unpack_bag_lookups(
             messages,
             owner.lookup_columns,
             owner.table_rows,
@@ -503,9 +504,9 @@ class BagsExchange:
 
 def _read_batch_size(rank: int, message: np.ndarray) -> int:
     """Return the size of the batch of a rank that is no peer. Raises WorldError."""
-    if len(message) != SAMPLES.size:
+    if len(message) != NUM_SAMPLES.size:
         raise WorldError(
-            f"rank {rank} sent {len(message)} bytes, wanted {SAMPLES.size} that tell the size of its batch; all ranks "
-            "must run one version of Colonnade on one model"
+            f"rank {rank} sent {len(message)} bytes, wanted {NUM_SAMPLES.size} that tell the size of its batch; all "
+            "ranks must run one version of Colonnade on one model"
         )
-    return int(SAMPLES.unpack(message.tobytes())[0])
+    return int(NUM_SAMPLES.unpack(message.tobytes())[0])

@@ -1,12 +1,12 @@
-"""Opening of a plan's exchange: each kind of hops becomes the part that runs it.
+"""Opening of a plan's exchange: for each kind of hop the function that opens the part that runs it.
 
 A part is one exchange with the tables that chose it. Tables whose rows are read ahead by other steps are other parts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,17 +29,27 @@ from colonnade.exchange.operator_cut import (
     explain_not_remote,
     map_fields_to_towers,
     restrict_declaration_to_tables,
-    tower_of,
 )
 from colonnade.exchange.operators import Operators, RemoteAttention
 from colonnade.exchange.replicated import ReplicatedExchange
 from colonnade.exchange.rows import RowsExchange
+from colonnade.hops.kinds import (
+    EXCHANGES,
+    BagsHop,
+    CachedHop,
+    CopiesHop,
+    Hop,
+    PartialsHop,
+    RelayHop,
+    RowsHop,
+    check_hops,
+)
+from colonnade.hops.links import Links
 from colonnade.interaction import TargetAttention
 from colonnade.lookup.contract import ExchangePart, TowerConsumers
-from colonnade.lookup.hops import BY_TOWERS, EXCHANGES, Hop
 from colonnade.lookup.layout import EmbeddingDeclaration
 from colonnade.topology.sharding import Sharding, row_wise_over_owners, table_wise
-from colonnade.topology.towers import list_tower_ranks
+from colonnade.topology.towers import list_tower_ranks, tower_of
 from colonnade.wire.codec import EXACT, Codecs
 from colonnade.wire.coding import Coding
 from colonnade.wire.owner_map import build_owner_map
@@ -48,13 +58,6 @@ from colonnade.wire.transport import LastTransport, LocalTransport, WorldTranspo
 
 TOWER_THREADS = ("lookahead", TRAINING)
 """Threads that issue the calls of a tower's small world."""
-TRANSPORTS = {"direct": WorldTransport}
-"""Transports of blocks between all ranks of a world of several, by `Hop.transport`."""
-
-
-def implied_exchange(sharding: Sharding, name: str) -> str:
-    """Return the exchange of a table with exchange `name`: "replicated" if its rows are, which need not be sent."""
-    return "replicated" if sharding.is_replicated else name
 
 
 def check_sharding_fits_exchange(
@@ -100,15 +103,14 @@ def open_exchange(
     world."""
     num_tables = len(declaration.tables)
     shardings = shardings or [row_wise_over_owners(mesh.world)] * num_tables
+    world = mesh.world
+    links = Links(world, 1 if world.num_ranks == 1 else towers or world.num_hosts)
     names = [
-        implied_exchange(sharding, name)
+        links.resolve_exchange(name, sharding)
         for sharding, name in zip(shardings, exchanges or ["rows"] * num_tables, strict=True)
     ]
     for table, name, sharding in zip(declaration.tables, names, shardings, strict=True):
         check_sharding_fits_exchange(table.name, name, sharding, mesh.num_ranks)
-    if mesh.num_ranks > 1:
-        names = _replace_towers_by_pooled(names, shardings, mesh, towers)
-    coding = Coding(codecs, seed)
     kinds = list(zip(names, reads_ahead or [0] * num_tables, strict=True))
     looked_up = {feature.table for feature in declaration.features}
     tables = {
@@ -120,73 +122,74 @@ def open_exchange(
     repeated = {name for name, _ in used if sum(name == other for other, _ in used) > 1}
     parts: dict[str, ExchangePart[Any]] = {}
     for (name, late), members in used.items():
-        part = (
-            declaration
+        part = PartSettings(
+            declaration=declaration
             if len(used) == 1
-            else restrict_declaration_to_tables(declaration, members, name)
+            else restrict_declaration_to_tables(declaration, members, name),
+            mesh=mesh,
+            shardings=shardings,
+            coding=Coding(codecs, seed),
+            num_towers=links.num_towers,
+            reads_ahead=late,
+            caches=caches,
+            copies_on=copies_on,
         )
         key = f"{name}@{late}" if name in repeated else name
-        if name == "cached":
-            parts[key] = CachedExchange(part, mesh, shardings, caches, copies_on)
-        else:
-            hops = EXCHANGES[name]
-            parts[key] = open_exchange_part(hops, part, mesh, shardings, coding, towers, late)
+        parts[key] = open_exchange_part(EXCHANGES[name], part)
     return Exchange(declaration, mesh, parts, [late for _, late in used])
 
 
-def _replace_towers_by_pooled(
-    exchanges: Sequence[str], shardings: Sequence[Sharding], mesh: Mesh, num_towers: int | None
-) -> list[str]:
-    """Return exchanges by table, with "pooled" instead of "towers" for tables whose rows are not all in one tower."""
-    if not any(name in BY_TOWERS for name in exchanges):
-        return list(exchanges)
-    ranks = list_tower_ranks(mesh.world, num_towers or mesh.world.num_hosts)
-    return [
-        "pooled" if name == "towers" and tower_of(sharding, ranks) is None else name
-        for name, sharding in zip(exchanges, shardings, strict=True)
-    ]
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PartSettings:
+    """Settings of one part of an exchange; lists are by table of the whole declaration."""
+
+    declaration: EmbeddingDeclaration
+    """Features and consumers of the part's tables."""
+    mesh: Mesh
+    shardings: Sequence[Sharding]
+    coding: Coding
+    num_towers: int
+    reads_ahead: int
+    """Number of steps between reading a row and its use."""
+    caches: Sequence[TableCache | None] = ()
+    copies_on: torch.device | None = None
+    """Device of a cache's copies; None: main memory."""
 
 
-def open_exchange_part(
-    hops: Sequence[Hop],
-    declaration: EmbeddingDeclaration,
-    mesh: Mesh,
-    shardings: Sequence[Sharding],
-    coding: Coding,
-    num_towers: int | None,
-    reads_ahead: int,
-) -> ExchangePart[Any]:
-    """Open an exchange of these hops. Collective. Raises ConfigError."""
-    first = hops[0]
-    if reads_ahead and first.request != "unique_ids":
-        _check_no_squares(declaration)
-    if first.request == "unique_ids":
-        if first.reply == "nothing" and mesh.num_ranks > 1:
-            return ReplicatedExchange(declaration, mesh, coding)
-        return RowsExchange(declaration, mesh, shardings, coding)
-    if first.group == "peers" and mesh.num_ranks > 1:
-        return _open_towers_exchange(
-            hops, declaration, mesh, shardings, coding, num_towers, reads_ahead
-        )
-    return _open_bags_exchange(first, declaration, mesh, shardings, coding, reads_ahead)
+def open_exchange_part(hops: Sequence[Hop], part: PartSettings) -> ExchangePart[Any]:
+    """Open an exchange of these hops. Collective. Raises ConfigError for hops that are no exchange."""
+    check_hops(hops)
+    if part.reads_ahead and not hops[0].sends_unique_ids:
+        _check_no_squares(part.declaration)
+    return OPENERS[type(hops[0])](hops, part)
 
 
-def _open_bags_exchange(
-    hop: Hop,
-    declaration: EmbeddingDeclaration,
-    mesh: Mesh,
-    shardings: Sequence[Sharding],
-    coding: Coding,
-    reads_ahead: int,
-) -> BagsExchange:
+def _open_rows(hops: Sequence[Hop], part: PartSettings) -> RowsExchange:
+    return RowsExchange(part.declaration, part.mesh, part.shardings, part.coding)
+
+
+def _open_copies(hops: Sequence[Hop], part: PartSettings) -> ExchangePart[Any]:
+    if part.mesh.num_ranks == 1:
+        return _open_rows(hops, part)
+    return ReplicatedExchange(part.declaration, part.mesh, part.coding)
+
+
+def _open_cached(hops: Sequence[Hop], part: PartSettings) -> CachedExchange:
+    return CachedExchange(part.declaration, part.mesh, part.shardings, part.caches, part.copies_on)
+
+
+def _open_bags(hops: Sequence[Hop], part: PartSettings) -> BagsExchange:
     """Open an exchange of bags that owners pool and, where the hop replies with partials, evaluate operators of."""
-    evaluates = hop.reply == "partials" and hop.group == "world"
+    declaration = part.declaration
+    mesh = part.mesh
+    shardings = part.shardings
+    evaluates = isinstance(hops[0], PartialsHop)
     consumers: tuple[str, ...] = ()
     if evaluates:
         consumers = choose_remote_consumers(
-            declaration, shardings, world=mesh.world, reads_ahead=reads_ahead
+            declaration, shardings, world=mesh.world, reads_ahead=part.reads_ahead
         )
-        _check_sequence_consumers(declaration, mesh, consumers, reads_ahead)
+        _check_sequence_consumers(declaration, mesh, consumers, part.reads_ahead)
     evaluated = find_evaluated_fields(declaration, shardings, consumers, has_whole_bags=False)
     layout = build_bag_layout(declaration, shardings, mesh.num_ranks, evaluated)
     messages = [layout.sent_columns(rank) for rank in range(mesh.num_ranks)]
@@ -196,7 +199,7 @@ def _open_bags_exchange(
     if mesh.num_ranks == 1:
         transport = LocalTransport(sent, layout.arriving, dtype)
     else:
-        transport = TRANSPORTS[hop.transport](mesh, messages, layout.arriving, coding, dtype)
+        transport = WorldTransport(mesh, messages, layout.arriving, part.coding, dtype)
     operators = None
     if evaluates:
         operators = Operators(
@@ -208,7 +211,7 @@ def _open_bags_exchange(
         mesh,
         [],
         LastHop(transport, layout.pooled_columns(mesh.rank), sent),
-        coding,
+        part.coding,
         operators=operators,
         attention=_build_attention(layout, mesh, shardings),
         keeps_pooled=evaluates,
@@ -261,21 +264,19 @@ def _build_attention(
     return attention
 
 
-def _open_towers_exchange(
-    hops: Sequence[Hop],
-    declaration: EmbeddingDeclaration,
-    mesh: Mesh,
-    shardings: Sequence[Sharding],
-    coding: Coding,
-    num_towers: int | None,
-    reads_ahead: int,
-) -> BagsExchange:
-    """Open an exchange of bags by towers: one rank of a tower sends a sample's values. Where the inner hop's reply is
-    rows, that rank pools them, too. Raises ConfigError for towers that this world does not have."""
-    towers = list_tower_ranks(mesh.world, num_towers or mesh.world.num_hosts)
+def _open_relay(hops: Sequence[Hop], part: PartSettings) -> BagsExchange:
+    """Open an exchange of bags by towers: one rank of a tower sends a sample's values. Where it pools rows, the hop
+    inside the tower is an exchange of rows."""
+    if part.mesh.num_ranks == 1:
+        return _open_bags([BagsHop()], part)
+    declaration = part.declaration
+    mesh = part.mesh
+    shardings = part.shardings
+    reads_ahead = part.reads_ahead
+    towers = list_tower_ranks(mesh.world, part.num_towers)
     size = len(towers[0])
-    own = mesh.rank // len(towers[0])
-    sends_rows = hops[1].reply == "rows"
+    own = mesh.rank // size
+    sends_rows = isinstance(hops[1], RowsHop)
     pooled_on = shardings
     if sends_rows:
         _check_tables_in_towers(declaration, shardings, towers)
@@ -303,7 +304,7 @@ def _open_towers_exchange(
     ]
     dtype = declaration.compute_dtype
     peers = order_peers(mesh.rank, size, mesh.num_ranks)
-    last = PeerTransport(mesh, size, carried, layout.arriving, coding, dtype)
+    last = PeerTransport(mesh, size, carried, layout.arriving, part.coding, dtype)
     inner = []
     tower = None
     if sends_rows:
@@ -335,7 +336,7 @@ def _open_towers_exchange(
         mesh,
         inner,
         LastHop(last, inside[own], carried[own]),
-        coding,
+        part.coding,
         operators=operators,
         waits_in_tower=bool(reads_ahead and consumers),
         tower=tower,
@@ -386,3 +387,14 @@ def _shard_tables_in_tower(
         else table_wise(0)
         for sharding in shardings
     ]
+
+
+OPENERS: dict[type[Hop], Callable[[Sequence[Hop], PartSettings], ExchangePart[Any]]] = {
+    RowsHop: _open_rows,
+    CopiesHop: _open_copies,
+    BagsHop: _open_bags,
+    PartialsHop: _open_bags,
+    RelayHop: _open_relay,
+    CachedHop: _open_cached,
+}
+"""Function that opens an exchange, by the kind of its first hop. Collective."""

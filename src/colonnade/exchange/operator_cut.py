@@ -12,12 +12,12 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
 
+from colonnade.hops.kinds import EVALUATING
 from colonnade.interaction import Concat
 from colonnade.interaction.contract import SQUARES
-from colonnade.lookup.hops import EVALUATING
 from colonnade.lookup.layout import Consumer, EmbeddingDeclaration, query_fields, restrict_outputs
 from colonnade.topology.sharding import Sharding
-from colonnade.topology.towers import list_tower_ranks
+from colonnade.topology.towers import list_tower_ranks, tower_of
 from colonnade.topology.world import World
 
 MOST_CONSUMERS = 12
@@ -173,14 +173,6 @@ def propose_consumer_sets(names: Sequence[str], cost) -> Iterable[tuple[str, ...
             key=cost,
         )
         yield subset
-
-
-def tower_of(sharding: Sharding, towers: Sequence[Sequence[int]]) -> int | None:
-    """Return the tower that has all rows of a table; None: its rows are in several."""
-    size = len(towers[0])
-    first = sharding.ranks[0] // size
-    last = sharding.ranks[-1] // size
-    return first if first == last else None
 
 
 def map_fields_to_towers(

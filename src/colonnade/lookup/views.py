@@ -20,9 +20,9 @@ from torch import Tensor
 
 from colonnade.batch import Batch
 from colonnade.errors import ConfigError
+from colonnade.hops.kinds import EVALUATING
 from colonnade.interaction import Concat, FieldSubset
 from colonnade.interaction.contract import SQUARES
-from colonnade.lookup.hops import EVALUATING
 from colonnade.lookup.hot import SplitBatch, split_hot_rows
 from colonnade.lookup.layout import Consumer, EmbeddingDeclaration, query_fields
 from colonnade.lookup.outputs import combine, evaluate

@@ -12,8 +12,7 @@ from typing import Any
 
 from colonnade.config.plan import PlanConfig, TablePlanConfig
 from colonnade.errors import ConfigError
-from colonnade.exchange.operator_cut import tower_of
-from colonnade.lookup.hops import BY_TOWERS
+from colonnade.hops.kinds import BY_TOWERS
 from colonnade.plan.search.candidates import Constraint, PlanDecision
 from colonnade.plan.search.cutting import COLUMN_KINDS, shard_columns_everywhere
 from colonnade.table import Feature, Table
@@ -29,7 +28,12 @@ from colonnade.topology.sharding import (
     sharding_on_ranks,
     table_wise,
 )
-from colonnade.topology.towers import Partition, build_round_robin_partition, list_tower_ranks
+from colonnade.topology.towers import (
+    Partition,
+    build_round_robin_partition,
+    list_tower_ranks,
+    tower_of,
+)
 from colonnade.topology.world import World
 
 

@@ -15,7 +15,7 @@ from colonnade.config.plan import CacheTier, MemoryConfig, PlanConfig
 from colonnade.errors import ColonnadeError, ConfigError, CorruptionError
 from colonnade.exchange.cached import TableCache
 from colonnade.formats import make_format_stamp, parse_stamped_json
-from colonnade.lookup.hops import EXCHANGES
+from colonnade.hops.kinds import EXCHANGES
 from colonnade.plan.caching import build_table_caches, check_cache_settings
 from colonnade.plan.comparison import PlanComparison, describe_exchanges
 from colonnade.plan.constraints import resolve_fixed_tables
@@ -107,7 +107,7 @@ class TablePlan:
     mapped_rows: int = 0
     """Number of rows evicted from memory that fit in byte-addressable memory, above the files; 0: no such tier."""
     exchange: str = "rows"
-    """Exchange between ranks: a key of `lookup.hops.EXCHANGES`, or "cached"."""
+    """Exchange between ranks: a key of `hops.kinds.EXCHANGES`."""
     staleness_steps: int | None = None
     """Number of steps that reads are late; None: that of the plan."""
     cache: TableCache | None = None
@@ -116,9 +116,9 @@ class TablePlan:
     """True if its memory is a setting of its own, which no placement changes."""
 
     def __post_init__(self) -> None:
-        if self.exchange not in (*EXCHANGES, "cached"):
+        if self.exchange not in EXCHANGES:
             raise ConfigError(
-                f"table {self.name!r}: got exchange {self.exchange!r}, wanted one of {', '.join(EXCHANGES)}, cached"
+                f"table {self.name!r}: got exchange {self.exchange!r}, wanted one of {', '.join(EXCHANGES)}"
             )
         late = self.staleness_steps
         if late is not None and (not isinstance(late, int) or isinstance(late, bool) or late < 0):

@@ -19,17 +19,17 @@ from colonnade.config.run import RunConfig
 from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import ConfigError
 from colonnade.formats import read_text_file
-from colonnade.lookup.hops import BY_TOWERS
+from colonnade.hops.kinds import BY_TOWERS
+from colonnade.hops.load import TableLoad
 from colonnade.lookup.layout import EmbeddingDeclaration
 from colonnade.plan.constraints import apply_towers, read_table_constraints
-from colonnade.plan.cost.comm_volume import predict_single_rank_seconds
 from colonnade.plan.cost.consumers import build_model_load
 from colonnade.plan.cost.memory import MemoryDemand, divide_memory
 from colonnade.plan.cost.prediction import LinkCosts
-from colonnade.plan.cost.table_stats import TableLoad, build_table_loads
+from colonnade.plan.cost.step_time import predict_single_rank_seconds
 from colonnade.plan.hot import find_most_popular_ids
 from colonnade.plan.measure.device import Device
-from colonnade.plan.measure.profile import Profile
+from colonnade.plan.measure.profile import Profile, build_table_loads
 from colonnade.plan.plan import Plan
 from colonnade.plan.search import choose
 from colonnade.plan.search.candidates import Constraint, Memory, PlanDecision

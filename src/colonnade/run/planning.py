@@ -21,6 +21,7 @@ from colonnade.config.run import RunConfig
 from colonnade.data.contract import Source, Splits, multi_id_columns
 from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import ColonnadeError
+from colonnade.hops.load import TableLoad
 from colonnade.lookup.stacking import hash_ids, hashed_tables_by_feature
 from colonnade.plan.comparison import ComparedPlan, PlanComparison, order_plans_to_time
 from colonnade.plan.constraints import is_settled, read_table_constraints, resolve_plan_config
@@ -41,7 +42,6 @@ from colonnade.plan.cost.prediction import (
     choose_lookahead_depth,
     predict_speed,
 )
-from colonnade.plan.cost.table_stats import TableLoad
 from colonnade.plan.hot import profile_hot_and_cold, subtract_hot_row_bytes
 from colonnade.plan.measure.device import Device, measure_device
 from colonnade.plan.measure.links import measure_links

@@ -9,10 +9,14 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from colonnade.errors import ConfigError
 from colonnade.formats import check_format_version, make_format_stamp
 from colonnade.topology.world import World
+
+if TYPE_CHECKING:
+    from colonnade.topology.sharding import Sharding
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,3 +109,11 @@ def list_tower_ranks(world: World, num_towers: int) -> tuple[tuple[int, ...], ..
             "divide one"
         )
     return tuple(tuple(range(t * size, (t + 1) * size)) for t in range(num_towers))
+
+
+def tower_of(sharding: Sharding, towers: Sequence[Sequence[int]]) -> int | None:
+    """Return the tower that has all rows of a table; None: its rows are in several."""
+    size = len(towers[0])
+    first = sharding.ranks[0] // size
+    last = sharding.ranks[-1] // size
+    return first if first == last else None

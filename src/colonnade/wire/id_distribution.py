@@ -8,7 +8,6 @@ Legend: N ranks, E exchanges of a plan.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 
 import numpy as np
@@ -17,12 +16,7 @@ from numpy.typing import NDArray
 
 from colonnade.comm.mesh import Mesh
 from colonnade.errors import WorldError
-
-WEIGHT = struct.Struct("<d")
-SAMPLES = struct.Struct("<I")
-"""Number of samples of the sender's batch, which `tower_rows` sends inside a tower."""
-SIZE_BYTES = 4
-"""Size of a message's size, which is sent before it."""
+from colonnade.hops.message_bytes import BATCH_WEIGHT
 
 
 def exchange_messages(
@@ -31,7 +25,7 @@ def exchange_messages(
     """Send messages, by exchange and receiver, and return those received, by exchange and sender, and the sum of all
     ranks' weights. Collective. Raises WorldError for sizes that no rank sends."""
     sizes = np.array([[len(message) for message in by_rank] for by_rank in messages], np.int32).T
-    head = np.frombuffer(WEIGHT.pack(batch_weight), np.uint8)
+    head = np.frombuffer(BATCH_WEIGHT.pack(batch_weight), np.uint8)
     parts = [part for by_rank in zip(*messages, strict=True) for part in (head, *by_rank)]
     one = [1] * mesh.num_ranks
     traffic_tag = traffic_tag_of(channel, "route")
@@ -51,8 +45,8 @@ def exchange_messages(
     position = 0
     total = 0.0
     for by_exchange in received_sizes.tolist():
-        total += WEIGHT.unpack_from(received.data, position)[0]
-        position += WEIGHT.size
+        total += BATCH_WEIGHT.unpack_from(received.data, position)[0]
+        position += BATCH_WEIGHT.size
         for i, size in enumerate(by_exchange):
             received_messages[i].append(
                 received[position : position + size].copy()
@@ -63,7 +57,7 @@ def exchange_messages(
 
 def _message_bytes(sizes: NDArray[np.int32]) -> list[int]:
     """Return the number of bytes for each rank, header included, from the sizes (N, E) of its messages."""
-    return (WEIGHT.size + sizes.sum(1, dtype=np.int64)).tolist()
+    return (BATCH_WEIGHT.size + sizes.sum(1, dtype=np.int64)).tolist()
 
 
 def _check_message_sizes(message_sizes: NDArray[np.int32]) -> NDArray[np.int32]:

@@ -1,4 +1,4 @@
-"""Requests for rows: packed ids that are sent to owners, and their expected sizes in bytes.
+"""Messages to the owners of rows: requests for unique rows, and lookups of bags that owners pool.
 
 A request, one from each rank to each:
     1 byte    1: codes of `Batch.next_use` follow
@@ -9,12 +9,16 @@ Other messages use `_native.pack_ids` for ids in any order, with duplicates (loc
 128), and `_native.pack_numbers` for counts, lengths of bags and other small numbers. native/packing.h describes the
 format; packing_reference.py is a slow implementation of it for tests.
 
-Legend: T tables, N ranks, P ids requested from this rank.
+Each lookup of a bag is sent to the owner of its row, with the number of the sample's lookups that this owner gets. A
+message lists the ids of all columns of a table together: either every lookup's id, or each unique id once and the index
+of every lookup's id in few bits, whichever is shorter. native/bags.h describes it; bags_reference.py is the slow one.
+
+Legend: T tables, N ranks, P ids requested from this rank; B samples, G samples of all ranks, C columns of lookups,
+E lookups.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,10 +27,10 @@ import torch
 from torch import Tensor
 
 from colonnade import _native
-from colonnade.errors import WorldError
-
-FLAG_BYTES = 1
-BLOCK = 128
+from colonnade.errors import DataError, WorldError
+from colonnade.hops.message_bytes import FLAG_BYTES
+from colonnade.lookup.layout import LookupColumns, Lookups
+from colonnade.wire.owner_map import OwnerMap
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,75 +131,6 @@ def _unpack_id_request(
     return ReceivedRequests(torch.as_tensor(ids), np.asarray(counts)[None, :], codes)
 
 
-def expected_id_list_bytes(count: float, rows: int, num_owners: int) -> float:
-    """Return the expected bytes of a list of `count` unique rows of one owner, if every set of `count` rows is equally
-    likely. This holds for hashed ids, and where popular ids are spread over a table; measure ids in order of popularity
-    instead. rows 0: an open table. Pure."""
-    if count <= 0:
-        return 1.0
-    least = math.floor(count)
-    if count > least:  # a mean over batches
-        part = count - least
-        below, above = (expected_id_list_bytes(n, rows, num_owners) for n in (least, least + 1))
-        return (1 - part) * below + part * above
-    keys = -(-rows // num_owners) if rows else 2.0**64 / num_owners
-    varint = 1 + sum(count >= 1 << 7 * i for i in range(1, 10))
-    whole, rest = divmod(least, BLOCK)
-    blocks = whole * _expected_distance_block_bytes(BLOCK, count, keys)
-    if rest:
-        blocks += _expected_distance_block_bytes(rest, count, keys)
-    return varint + (0 if rows else 1) + blocks
-
-
-def _expected_distance_block_bytes(length: int, count: float, keys: float) -> float:
-    """Return the expected bytes of a block of `length` distances between `count` random keys of `keys`. The largest
-    distance determines the width of all."""
-    size = chance_before = 0.0
-    for width in range(65):
-        # A distance is 2^width or more if that many consecutive keys are not among the `count`.
-        free = 1 - 2.0**width / max(1.0, keys - (count - 1) / 2)
-        longer = free**count if free > 0 and 2.0**width <= keys - count else 0.0
-        chance = (1 - longer) ** length
-        size += (chance - chance_before) * (1 + math.ceil(length * width / 8))
-        if chance == 1.0:  # for all larger widths, too
-            break
-        chance_before = chance
-    return size
-
-
-def expected_numbers_bytes(count: float, keys: float) -> float:
-    """Return the expected bytes of `count` numbers below `keys`, each equally likely, as `_native.pack_numbers` packs
-    them. Pure."""
-    whole, rest = divmod(count, BLOCK)
-    return whole * _expected_number_block_bytes(BLOCK, keys) + (
-        _expected_number_block_bytes(rest, keys) if rest else 0.0
-    )
-
-
-def expected_unsorted_list_bytes(count: float, rows: int, num_owners: int) -> float:
-    """Return the expected bytes of a list of `count` ids in any order, if each of an owner's rows is equally likely.
-    rows 0: an open table."""
-    keys = -(-rows // num_owners) if rows else 2.0**64
-    return expected_numbers_bytes(count, keys) + list_header_bytes(count, rows)
-
-
-def list_header_bytes(count: float, rows: int) -> float:
-    """Return the bytes of the header of such a list: the count and, for an open table, the kind of the list and the
-    least id."""
-    return 1 + sum(count >= 1 << 7 * i for i in range(1, 10)) + (0 if rows else 11)
-
-
-def _expected_number_block_bytes(length: float, keys: float) -> float:
-    size = chance_before = 0.0
-    for width in range(65):
-        chance = min(1.0, 2.0**width / keys) ** length
-        size += (chance - chance_before) * (1 + math.ceil(length * width / 8))
-        if chance == 1.0:  # for all larger widths, too
-            break
-        chance_before = chance
-    return size
-
-
 def measure_packed_bytes(ids: Tensor, rows: int) -> tuple[float, float]:
     """Return the packed bytes of the ids of one batch, if one rank owns all rows: of the unique ids, and of all ids in
     their order. rows 0: an open table."""
@@ -220,3 +155,84 @@ def measure_packed_bytes(ids: Tensor, rows: int) -> tuple[float, float]:
 
 def _flatten(numbers: np.ndarray) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(numbers, dtype=np.int64)).view(-1)
+
+
+@dataclass(frozen=True, slots=True)
+class ReceivedBags:
+    """Lookups of all ranks that an owner received, joined into one batch."""
+
+    lookups: Lookups
+    sizes: list[int]  # (N,) samples of each rank
+    codes: np.ndarray | None  # (E,) uint8 of `Batch.next_use`; 0 where the sender has none
+
+
+def pack_bag_lookups(
+    lookups: Lookups, table_rows: Tensor, owner_map: OwnerMap, codes: np.ndarray | None
+) -> list[np.ndarray]:
+    """Pack lookups into a message to each rank, uint8. codes: (E,) of `Batch.next_use`. Raises IndexError for an id
+    outside its vocabulary table, as `_native.make_plan` does, and DataError for a batch that is too large for a
+    message."""
+    is_weighted = torch.tensor(
+        [weights is not None for weights in lookups.weights], dtype=torch.uint8
+    )
+    try:
+        packed, ends = _native.pack_bags(
+            lookups.native,
+            table_rows,
+            owner_map.num_owners,
+            torch.from_numpy(owner_map.owner_indices),
+            is_weighted,
+            None if codes is None else torch.from_numpy(codes),
+        )
+    except ValueError as error:
+        raise DataError(f"lookups to pool: {error}; give each rank smaller batches") from None
+    return np.split(np.asarray(packed), np.asarray(ends)[:-1])
+
+
+def unpack_bag_lookups(
+    messages: Sequence[np.ndarray],
+    owned: LookupColumns,
+    table_rows: Tensor,
+    owner_map: OwnerMap,
+    rank: int,
+    dtype: torch.dtype,
+) -> ReceivedBags:
+    """Unpack the messages of `pack_bag_lookups` to this `rank` into one batch of all ranks' samples, in rank order.
+
+    messages: by sender; owned: columns of lookups of tables with rows on this rank; dtype: of weights, which are 1 for
+    ranks that sent none. Raises WorldError that names the rank that sent another kind of message."""
+    owner_indices = torch.from_numpy(owner_map.owner_indices[rank].copy())
+    weight_dtype = str(dtype).removeprefix("torch.")
+    try:
+        unpacked = _native.join_bags(
+            list(messages),
+            owned.tables,
+            table_rows,
+            owner_map.num_owners,
+            owner_indices,
+            weight_dtype,
+        )
+    except ValueError as error:
+        raise WorldError(
+            f"{error}; all ranks must run one version of Colonnade on one model"
+        ) from None
+    ids, starts, flat, weights, codes, sizes = map(torch.as_tensor, unpacked)
+    size = int(sizes.sum())
+    bounds = starts.tolist()
+    factors = weights.view(dtype) if len(weights) else None
+    is_one_hot = not len(flat)
+    native = _native.Lookups(
+        ids, starts, owned.tables, owned.poolings, size, None if is_one_hot else flat, factors
+    )
+    bags: list[Tensor | None] = [None] * len(owned.features)
+    if not is_one_hot:
+        bags = [flat[c * size : (c + 1) * size + 1] - first for c, first in enumerate(bounds[:-1])]
+    lookups = Lookups(
+        ids,
+        starts,
+        native,
+        size,
+        bags,
+        [None] * len(bags) if factors is None else list(factors.split(starts.diff().tolist())),
+    )
+    return ReceivedBags(lookups, sizes.tolist(), codes.numpy() if len(codes) else None)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from colonnade.errors import ConfigError
@@ -13,12 +14,14 @@ from colonnade.exchange.operator_cut import (
     get_partial_width,
     get_result_width,
     list_whole_fields,
+    propose_consumer_sets,
     restrict_declaration_to_tables,
 )
+from colonnade.hops.kinds import Flow
+from colonnade.hops.load import ColumnLoad, TableLoad
 from colonnade.interaction import Concat, FieldSubset
 from colonnade.lookup.layout import EmbeddingDeclaration, LookupField, query_fields
 from colonnade.lookup.views import is_merged_at_samples, slices_of
-from colonnade.plan.cost.table_stats import ColumnLoad, TableLoad
 from colonnade.topology.sharding import Sharding
 from colonnade.topology.world import World
 from colonnade.wire.codec import CODECS, EXACT, Codecs
@@ -345,3 +348,110 @@ def build_split_bag_error(table: str, kind: str, feature: str, consumer: str) ->
         f"plan.tables.{table}.sharding=table_wise (plan.sharding=auto finds a rank for it), or "
         f"plan.tables.{table}.exchange=pooled; FM and BiInteraction with over='ids' (model.over=ids) take split bags"
     )
+
+
+@dataclass(frozen=True, slots=True)
+class TowerCompression:
+    """Change of the bytes between towers by operators inside towers: per sample, by table, mostly negative.
+
+    The bytes of an operator's result are divided among its tables by the widths of its fields, so that their sum is
+    exact.
+    """
+
+    inside: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    """Tower of each consumer that is evaluated inside one, by index of the consumer."""
+    values: Mapping[int, float] = dataclasses.field(default_factory=dict)
+    """Additional bytes of values."""
+    gradients: Mapping[int, float] = dataclasses.field(default_factory=dict)
+    """Additional bytes of gradients."""
+    weight_bytes: Mapping[int, float] = dataclasses.field(default_factory=dict)
+    """Bytes of lookup weights that a rank's batch sends to all owners, for bags that are split over owners."""
+
+    def list_flows(self, table_index: int, samples: float, num_owners: int) -> list[Flow]:
+        """List the change of what is sent for a table, `samples` samples of a rank and `num_owners` owners."""
+        weights = self.weight_bytes.get(table_index, 0.0) / num_owners
+        return [
+            Flow("route", "owners", weights),
+            Flow("fetch", "relays", samples * self.values.get(table_index, 0.0)),
+            Flow("push", "relays", samples * self.gradients.get(table_index, 0.0)),
+        ]
+
+
+def find_tower_compression(
+    model: ModelLoad,
+    towers: Sequence[int | None],
+    num_owners: Sequence[int],
+    is_cut: Sequence[bool],
+    exchanges: Sequence[str],
+) -> TowerCompression:
+    """Find the consumers to evaluate inside towers so that the fewest floats leave them.
+
+    By table: towers, the tower with all its rows, if any; num_owners, ranks that hold parts of its bags before they are
+    pooled; is_cut, whether its rows are cut by columns; exchanges."""
+    fields = model.fields
+    candidates = {}
+    for c, consumer in enumerate(model.consumers):
+        tables = {fields[f].table for f in consumer.fields}
+        table_towers = {towers[t] for t in tables}
+        table_exchanges = {exchanges[t] for t in tables}
+        can_be_inside = consumer.inside_width is not None and not any(is_cut[t] for t in tables)
+        if (
+            can_be_inside
+            and len(table_towers) == len(table_exchanges) == 1
+            and table_towers != {None}
+        ):
+            candidates[str(c)] = next(iter(table_towers))
+    if not candidates:
+        return TowerCompression()
+
+    def find_sent_fields(inside: Sequence[str]) -> set[int]:
+        read = {f for consumer in model.consumers for f in consumer.fields}
+        others = [consumer for c, consumer in enumerate(model.consumers) if str(c) not in inside]
+        unread = {f for f in range(len(fields)) if f not in read}
+        return unread.union(*(consumer.fields for consumer in others))
+
+    def count_floats(inside: Sequence[str]) -> float:
+        widths = sum(model.consumers[int(c)].inside_width or 0 for c in inside)
+        return widths + sum(fields[f].dim for f in find_sent_fields(inside))
+
+    best: tuple[str, ...] = ()
+    for subset in propose_consumer_sets(list(candidates), count_floats):
+        if count_floats(subset) < count_floats(best):
+            best = tuple(subset)
+    inside = {int(c): tower for c in best if (tower := candidates[c]) is not None}
+    return _count_byte_changes(model, best, find_sent_fields(best), num_owners, inside)
+
+
+def _count_byte_changes(
+    model: ModelLoad,
+    names: Sequence[str],
+    sent_fields: Collection[int],
+    num_owners: Sequence[int],
+    inside: Mapping[int, int],
+) -> TowerCompression:
+    """Count the change of bytes by table if the consumers `names` are evaluated inside towers.
+
+    sent_fields: fields with values that leave their tower all the same.
+    """
+    fields = model.fields
+    values = dict[int, float]()
+    gradients = dict[int, float]()
+    weight_bytes = dict[int, float]()
+    weighted = set()
+    for f in {f for name in names for f in model.consumers[int(name)].fields}:
+        load = fields[f]
+        if f not in sent_fields:
+            values[load.table] = values.get(load.table, 0.0) - load.value_bytes
+            gradients[load.table] = gradients.get(load.table, 0.0) - load.gradient_bytes
+        if load.added_bytes and num_owners[load.table] > 1 and load.feature not in weighted:
+            weighted.add(load.feature)
+            weight_bytes[load.table] = weight_bytes.get(load.table, 0.0) + load.added_bytes
+    for name in names:
+        consumer = model.consumers[int(name)]
+        width = sum(fields[f].dim for f in consumer.fields)
+        for f in consumer.fields:
+            table = fields[f].table
+            part = fields[f].dim / width
+            values[table] = values.get(table, 0.0) + part * consumer.inside_value_bytes
+            gradients[table] = gradients.get(table, 0.0) + part * consumer.inside_gradient_bytes
+    return TowerCompression(inside, values, gradients, weight_bytes)

@@ -21,10 +21,11 @@ from numpy.typing import NDArray
 
 from colonnade.errors import ConfigError
 from colonnade.exchange.operator_cut import propose_consumer_sets
-from colonnade.plan.cost.comm_volume import CHANNELS, interpolate_row_seconds
+from colonnade.hops.kinds import CHANNELS
+from colonnade.hops.links import Links
+from colonnade.hops.load import TableLoad
 from colonnade.plan.cost.consumers import ConsumerLoad, ModelLoad, build_split_bag_error
-from colonnade.plan.cost.paths import Paths
-from colonnade.plan.cost.table_stats import TableLoad
+from colonnade.plan.cost.step_time import interpolate_row_seconds
 from colonnade.plan.measure.device import RowRate
 from colonnade.topology.sharding import Sharding
 
@@ -307,24 +308,26 @@ def predict_partials_seconds(
     traffic: PartialsTraffic,
     owners: Floats,
     samples: float,
-    paths: Paths,
+    links: Links,
     rates: Sequence[RowRate],
 ) -> tuple[Floats, Floats]:
     """Predict the seconds of links by channel, (3, R), and of processors, (N,), for `samples` samples of a rank."""
-    world = paths.world
-    is_trainer = paths.is_trainer
-    links = np.zeros((len(CHANNELS), 2 * (world.num_ranks + world.num_hosts)))
-    links[1] = samples * paths.compute_link_seconds(is_trainer, traffic.values)[1]
-    links[2] = samples * paths.compute_link_seconds(is_trainer, traffic.gradients)[0]
+    world = links.world
+    is_trainer = links.is_trainer
+    link_seconds = np.zeros((len(CHANNELS), 2 * (world.num_ranks + world.num_hosts)))
+    link_seconds[1] = samples * links.compute_load(is_trainer, traffic.values).reverse
+    link_seconds[2] = samples * links.compute_load(is_trainer, traffic.gradients).forward
     if traffic.query_rounds:
-        to_owners, to_trainers, _ = paths.compute_link_seconds(is_trainer, traffic.queries)
-        links[1] += samples * to_owners
-        links[2] += samples * to_trainers
+        queries = links.compute_load(is_trainer, traffic.queries)
+        link_seconds[1] += samples * queries.forward
+        link_seconds[2] += samples * queries.reverse
     if any(traffic.host_summed):
-        links[1] += samples * traffic.host_summed[0] * paths.host_summed_seconds[1]
-        links[2] += samples * traffic.host_summed[1] * paths.host_summed_seconds[0]
+        sums = links.load("host_sums")
+        link_seconds[1] += samples * traffic.host_summed[0] * sums.reverse
+        link_seconds[2] += samples * traffic.host_summed[1] * sums.forward
     for t, size in traffic.weight_bytes.items():
-        links[0] += size * paths.build_id_traffic(is_trainer, owners[t] / owners[t].sum()).seconds
+        owner_shares = owners[t] / owners[t].sum()
+        link_seconds[0] += size * links.compute_load(is_trainer, owner_shares).forward
     remote_part = 1.0 if world.has_servers else (world.num_ranks - 1) / world.num_ranks
     transfer = (
         (traffic.values + traffic.gradients + 2 * traffic.queries + sum(traffic.host_summed))
@@ -337,7 +340,7 @@ def predict_partials_seconds(
         float_seconds = interpolate_row_seconds(rates, WIDTH)[0] / WIDTH
         trainer += float_seconds * float(traffic.floats.sum() + traffic.floats.max())
         owner = owner + 2 * float_seconds * world.num_trainers * traffic.evaluated
-    return links, samples * (trainer * is_trainer + owner)
+    return link_seconds, samples * (trainer * is_trainer + owner)
 
 
 def check_tables_with_partials(

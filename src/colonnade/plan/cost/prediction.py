@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from colonnade.plan.cost.comm_volume import step_seconds
 from colonnade.plan.cost.memory import MemoryDemand, TableMemory
+from colonnade.plan.cost.step_time import step_seconds
 from colonnade.plan.measure.device import PAGE, Device
 from colonnade.table import Table
 

@@ -19,14 +19,23 @@ from colonnade.batch import Batch
 from colonnade.batch import Ids as FeatureIds
 from colonnade.errors import ConfigError, CorruptionError
 from colonnade.formats import make_format_stamp, parse_stamped_json
-from colonnade.plan.measure.popularity import Popularity, estimate_from_spectrum
-from colonnade.table import Feature, Table
-from colonnade.wire.packing import (
+from colonnade.hops.load import ColumnLoad, TableLoad
+from colonnade.hops.message_bytes import (
     expected_id_list_bytes,
     expected_unsorted_list_bytes,
     list_header_bytes,
-    measure_packed_bytes,
 )
+from colonnade.plan.measure.popularity import (
+    OPEN_ROOM,
+    Popularity,
+    estimate_from_spectrum,
+    expected_used_rows,
+)
+from colonnade.store.budget import slot_bytes
+from colonnade.table import Feature, Table, TableSide, describe_whole_row_setting
+from colonnade.topology.world import World
+from colonnade.wire.codec import CODECS, EXACT, Codecs
+from colonnade.wire.packing import measure_packed_bytes
 
 Ids = NDArray[np.int64]
 Curve = tuple[tuple[float, ...], tuple[float, ...]]
@@ -340,3 +349,77 @@ def _tuples(values: dict) -> dict:
         name: tuple(map(tuple, value)) if isinstance(value, list) else value
         for name, value in values.items()
     }
+
+
+def build_table_loads(
+    tables: Sequence[Table],
+    features: Sequence[Feature],
+    profile: Profile,
+    world: World,
+    *,
+    batch_size: float,
+    last_batch: float = 0.0,
+    num_samples: int | None = None,
+    codecs: Codecs = EXACT,
+) -> list[TableLoad]:
+    """Predict the load of each table per step from a profile of a sample.
+
+    batch_size: samples over all ranks. last_batch: last batch of the run, which determines the rows of open tables and
+    the births per step. num_samples: size of the data set, if known. codecs: encoding of rows and gradients."""
+    rank_samples = batch_size / world.num_trainers
+    profiled = {feature.name: feature for feature in profile.features}
+    epoch = math.inf if num_samples is None else max(num_samples / batch_size, 1.0)
+    loads = []
+    for t, table in enumerate(tables):
+        popularity = profile.tables[t].popularity(table.rows)
+        sample_lookups = profile.lookups_per_sample(t)
+        used_rows = expected_used_rows(
+            popularity, sample_lookups * batch_size, min(last_batch, epoch)
+        )
+        unique_world = profile.expected_unique_rows(t, batch_size, popularity)
+        readers = [feature for feature in features if feature.table == table.name]
+        columns = [profiled[feature.name] for feature in readers if feature.name in profiled]
+        dims = [part.dim for part in table.parts]
+        dtype = getattr(torch, table.dtype)
+        compute = getattr(torch, table.compute_dtype)
+        list_ratio, raw_list_ratio = profile.tables[t].interpolate_size_ratios(rank_samples)
+        values = CODECS[codecs.values]
+        gradients = CODECS[codecs.gradients]
+        loads.append(
+            TableLoad(
+                name=table.name,
+                width=table.width,
+                value_bytes=values.row_bytes(dims, dtype),
+                gradient_bytes=gradients.row_bytes(dims, compute),
+                bag_bytes=values.row_bytes(dims, compute),
+                row_bytes=table.width * dtype.itemsize,
+                weight_bytes=compute.itemsize,
+                list_ratio=list_ratio,
+                raw_list_ratio=raw_list_ratio,
+                rows=float(table.rows) if table.rows else max(used_rows * OPEN_ROOM, unique_world),
+                slot_bytes=slot_bytes(table),
+                samples=rank_samples,
+                unique_rank=profile.expected_unique_rows(t, rank_samples, popularity),
+                unique_host=profile.expected_unique_rows(
+                    t, rank_samples * world.trainers_per_host, popularity
+                ),
+                unique_world=unique_world,
+                lookups=sample_lookups * rank_samples,
+                columns=tuple(
+                    ColumnLoad(
+                        column.lookups * rank_samples / profile.samples,
+                        column.longest,
+                        column.is_weighted,
+                    )
+                    for column in columns
+                ),
+                vocabulary=table.rows or 0,
+                is_pooled=all(feature.pooling != "sequence" for feature in readers),
+                may_be_cut=not isinstance(table, TableSide)
+                and not describe_whole_row_setting(
+                    table, [p.name for p in table.parts if p.dim > 1]
+                ),
+                births=used_rows / last_batch if last_batch else 0.0,
+            )
+        )
+    return loads

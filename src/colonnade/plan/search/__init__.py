@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-from colonnade.lookup.hops import BY_TOWERS
-from colonnade.plan.cost.comm_volume import ExchangeName
+from colonnade.hops.kinds import BY_TOWERS
+from colonnade.hops.load import TableLoad
 from colonnade.plan.cost.consumers import ConsumerLoad, ModelLoad, add_squares
 from colonnade.plan.cost.partials import check_tables_with_partials
-from colonnade.plan.cost.table_stats import TableLoad
 from colonnade.plan.measure.device import RowRate
 from colonnade.plan.search.candidates import OPTIONS, Constraint, Memory, Option, PlanDecision
 from colonnade.plan.search.explanation import explain_choice
@@ -122,7 +121,7 @@ def constrain_to_towers(
     memory: Memory,
     forced: Mapping[str, Constraint],
     options: Collection[Option],
-    exchange: ExchangeName,
+    exchange: str,
 ) -> dict[str, Constraint]:
     """Return constraints, by table name, that put the tables of each tower module on ranks of one tower.
 

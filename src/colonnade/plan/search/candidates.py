@@ -8,33 +8,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from colonnade.lookup.hops import BY_TOWERS
-from colonnade.plan.cost.comm_volume import ExchangeName, step_seconds
+from colonnade.hops.kinds import EXCHANGES
+from colonnade.plan.cost.step_time import step_seconds
 from colonnade.topology.sharding import Kind, Sharding
 
-Option = tuple[ExchangeName, Kind]
-OPTIONS: tuple[Option, ...] = (
-    ("rows", "row_wise"),
-    ("rows", "host_wise"),
-    ("rows", "table_wise"),
-    ("pooled", "row_wise"),
-    ("pooled", "host_wise"),
-    ("pooled", "table_wise"),
-    ("rows", "column_wise"),
-    ("pooled", "column_wise"),
-    ("rows", "grid"),
-    ("pooled", "grid"),
-    ("partials", "row_wise"),
-    ("partials", "host_wise"),
-    ("partials", "table_wise"),
-    ("towers", "table_wise"),
-    ("tower_rows", "table_wise"),
-    ("replicated", "replicated"),
+Option = tuple[str, Kind]
+OPTIONS: tuple[Option, ...] = tuple(
+    (exchange, kind) for exchange, hops in EXCHANGES.items() for kind in hops[0].shardings
 )
 """Pairs of exchange and sharding that the search tries, tower exchanges only for a model's tower modules. Settings may
 shard tables in towers in other ways."""
-BY_OWNERS = ("pooled", "partials", *BY_TOWERS)
-"""Exchanges that pool bags before the ranks of the samples receive them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +35,7 @@ class Constraint:
     """Constraint on one table from the configuration; None: the planner chooses."""
 
     kind: Kind | None = None
-    exchange: ExchangeName | None = None
+    exchange: str | None = None
     ranks: tuple[int, ...] | None = None
 
 
@@ -60,7 +43,7 @@ class Constraint:
 class TableCost:
     """Cost of one table under one sharding and exchange, given those of all other tables."""
 
-    exchange: ExchangeName
+    exchange: str
     sharding: Sharding
     sent: Mapping[tuple[str, str], float]
     """Bytes that a rank sends, the mean over ranks, by (channel, "local" or "remote")."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from colonnade.plan.cost.table_stats import TableLoad
+from colonnade.hops.load import TableLoad
 from colonnade.topology.sharding import Kind, Sharding, column_wise, grid, host_wise
 from colonnade.topology.world import World
 
@@ -22,7 +22,9 @@ def count_max_slices(load: TableLoad, kind: Kind, world: World) -> int:
     if not load.may_be_cut:
         return 1
     has_hosts = world.num_hosts > 1 and world.ranks_per_host > 1
-    owners = world.num_ranks if kind == "column_wise" else world.num_hosts * has_hosts
+    owners = len(world.owners)
+    if kind == "grid":
+        owners = world.num_hosts * (has_hosts and not world.has_servers)
     return max(1, min(owners, load.width // MIN_SLICE_COLUMNS))
 
 
@@ -32,7 +34,7 @@ def shard_columns_everywhere(kind: Kind, world: World) -> Sharding:
     Raises ConfigError for a grid on one host."""
     if kind == "grid":
         return grid(world, range(world.num_hosts))
-    return column_wise(range(world.num_ranks))
+    return column_wise(world.owners)
 
 
 def propose_column_shardings(
@@ -45,7 +47,8 @@ def propose_column_shardings(
     hosts = rank_seconds.reshape(world.num_hosts, -1).mean(1).argsort(kind="stable").tolist()
     if kind == "grid":
         return [grid(world, hosts[:slices])]
-    shardings = [column_wise(rank_seconds.argsort(kind="stable")[:slices].tolist())]
-    if 1 < world.ranks_per_host < slices:
+    owners = sorted(world.owners, key=lambda rank: rank_seconds[rank])
+    shardings = [column_wise(owners[:slices])]
+    if 1 < world.ranks_per_host < slices and not world.has_servers:
         shardings.append(column_wise(host_wise(world, hosts[0]).ranks))
     return shardings

@@ -6,14 +6,11 @@ from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
-from colonnade.lookup.hops import BY_TOWERS
-from colonnade.plan.cost.comm_volume import CHANNELS, TABLE_BYTES, TOWER_RANK_BYTES, ExchangeName
+from colonnade.hops.kinds import BY_TOWERS, CHANNELS, Flow
+from colonnade.hops.links import LinkLoad
 from colonnade.plan.cost.consumers import ConsumerLoad, ModelLoad
 from colonnade.plan.cost.partials import Floats, Partials, is_cut
-from colonnade.plan.cost.paths import count_host_summed_blocks
-from colonnade.plan.cost.tower_paths import HopTraffic
 from colonnade.plan.search.candidates import (
-    BY_OWNERS,
     OPTIONS,
     Constraint,
     ConsumerChoice,
@@ -182,16 +179,15 @@ def explain_choice(search: Search, state: State, partials_delay: float | None) -
         tables.append(
             TableChoice(load.name, chosen, tuple(others), search.forced[t] != Constraint())
         )
-    sent = {(channel, link): 0.0 for channel in CHANNELS for link in ("local", "remote")}
+    sent: dict[tuple[str, str], float] = {
+        (channel, link): 0.0 for channel in CHANNELS for link in ("local", "remote")
+    }
     for table in tables:
         for key, size in table.chosen.sent.items():
             sent[key] += size
     used = [exchange for exchange, count in state.num_tables.items() if count]
-    for link, count in search.paths.all_to_all.by_link.items():
-        sent["route", link] += search.fixed_bytes(used) * count
-    if "tower_rows" in used:
-        for link, count in search.paths.tower_all_to_all.by_link.items():
-            sent["route", link] += TOWER_RANK_BYTES * count
+    for flow in search.list_fixed_flows(used):
+        _add_bytes(sent, flow, search.links.load(flow.pattern))
     _, fetch, push = state.links.max(1).tolist()
     seconds = search.predict_step_seconds(state)
     # Values fetched ahead cost no waiting, so halving their bytes saves nothing.
@@ -218,16 +214,14 @@ def _explain_consumer_choices(
     )
 
 
-def _is_option_possible(
-    search: Search, table_index: int, exchange: ExchangeName, kind: Kind
-) -> bool:
+def _is_option_possible(search: Search, table_index: int, exchange: str, kind: Kind) -> bool:
     """Return whether a table could have an exchange and kind of sharding, if its constraint allowed it."""
     load = search.loads[table_index]
     if kind == "replicated" and search.world.has_servers:
         return False
     if kind in COLUMN_KINDS and count_max_slices(load, kind, search.world) < 2:
         return False
-    return search.can_owners_serve(table_index, exchange) and (
+    return search.find_refusal(table_index, exchange) is None and (
         kind != "host_wise" or search.has_hosts
     )
 
@@ -241,112 +235,54 @@ def predict_table_cost(
     search: Search,
     state: State,
     t: int,
-    exchange: ExchangeName,
+    exchange: str,
     sharding: Sharding,
     objective: float,
 ) -> TableCost:
     """Predict the cost of table t under an exchange and sharding, given the other tables of `state`.
 
     state: without table t. objective: of the state with the chosen option of table t."""
-    traffic, _ = search.predict_table_costs(t, exchange, sharding)
-    world = search.world
-    owners = sharding.ranks
-    host_owners = np.bincount(np.array(owners) // world.ranks_per_host, minlength=world.num_hosts)
-    trainers = world.trainers_per_host
-    # An owner that trains does not send to itself.
-    local = float(trainers - (not world.has_servers)) * len(owners) / world.num_ranks
-    remote = float((host_owners * (world.num_trainers - trainers)).sum()) / world.num_ranks
-    sent: dict[tuple[str, str], float] = {}
-    ids = search.paths.predict_id_traffic(sharding).by_link
-    for link, count in ids.items():
-        sent["route", link] = traffic.route * count
-    for channel, size in (("fetch", traffic.fetch), ("push", traffic.push)):
-        sent[channel, "local"] = size * local
-        sent[channel, "remote"] = size * remote
-    if exchange in BY_OWNERS and search.paths.is_host_summed(sharding):
-        local, remote = count_host_summed_blocks(world)
-        for channel, size in (("fetch", traffic.fetch), ("push", traffic.push)):
-            sent[channel, "local"] = size * local
-            sent[channel, "remote"] = size * remote
-    by_tower = search.paths.predict_tower_traffic(sharding) if exchange in BY_TOWERS else None
-    if by_tower is not None:
-        rows = traffic.of_rows
-        if rows is not None:
-            flags = search.paths.tower_all_to_all.by_link
-            for link, count in by_tower.peers.by_link.items():
-                row_ids = rows.ids * by_tower.owners.by_link[link]
-                sent["route", link] = (
-                    traffic.route * count + row_ids + TABLE_BYTES["rows"] * flags[link]
-                )
-        for channel, size in (("fetch", traffic.fetch), ("push", traffic.push)):
-            for link in ("local", "remote"):
-                inside = by_tower.inside.by_link[link]
-                between = by_tower.between.by_link[link]
-                sent[channel, link] = traffic.inside * inside + size * between
-                if rows is not None:
-                    row_bytes = rows.values if channel == "fetch" else rows.gradients
-                    sent[channel, link] += row_bytes * by_tower.owners.by_link[link]
-        if state.chosen[t] == (exchange, sharding):
-            _add_tower_compression(search, state, t, by_tower.between, sent)
-            weight_bytes = state.tower_compression.weight_bytes.get(t, 0.0) / len(owners)
-            for link, count in ids.items():
-                sent["route", link] += weight_bytes * count
+    flows, _ = search.predict_table_costs(t, exchange, sharding)
     seconds = search.predict_balanced_seconds(t, exchange, sharding)
+    is_chosen = state.chosen[t] == (exchange, sharding)
+    if is_chosen and exchange in BY_TOWERS and search.links.is_in_towers(sharding):
+        compression = state.tower_compression
+        flows = (*flows, *compression.list_flows(t, search.samples, len(sharding.ranks)))
     if exchange == "partials":
-        seconds += _add_partials_bytes(search, state, t, sharding, sent)
-    for link, count in search.paths.all_to_all.by_link.items():
-        sent["route", link] += TABLE_BYTES[exchange] * sharding.slices * count
+        joint_flows = _list_partials_flows(search, state, t, sharding)
+        flows = (*flows, *joint_flows)
+        seconds += sum(
+            flow.bytes * search.links.load(flow.pattern, sharding).balanced
+            for flow in joint_flows
+            if flow.channel != "route"
+        )
+    sent: dict[tuple[str, str], float] = {
+        (channel, link): 0.0 for channel in CHANNELS for link in ("local", "remote")
+    }
+    for flow in flows:
+        _add_bytes(sent, flow, search.links.load(flow.pattern, sharding))
     more = search.compute_objective_with_table(state, t, exchange, sharding) - objective
     return TableCost(exchange, sharding, sent, seconds, more)
 
 
-def _add_tower_compression(
-    search: Search,
-    state: State,
-    table_index: int,
-    hop: HopTraffic,
-    sent: dict[tuple[str, str], float],
-) -> None:
-    """Add to `sent` the change of a table's bytes between towers by operators inside them (mostly negative)."""
-    compression = state.tower_compression
-    for channel, by_table in (("fetch", compression.values), ("push", compression.gradients)):
-        size = search.samples * by_table.get(table_index, 0.0)
-        sent[channel, "local"] += size * hop.local_blocks
-        sent[channel, "remote"] += size * hop.remote_blocks
+def _add_bytes(sent: dict[tuple[str, str], float], flow: Flow, load: LinkLoad) -> None:
+    """Add the bytes that a rank sends for a flow, the mean over ranks, to `sent`, by (channel, link)."""
+    for link, count in load.by_link.items():
+        sent[flow.channel, link] += flow.bytes * count
 
 
-def _add_partials_bytes(
-    search: Search,
-    state: State,
-    table_index: int,
-    sharding: Sharding,
-    sent: dict[tuple[str, str], float],
-) -> float:
-    """Add to `sent` table t's bytes of values, partials and gradients under `partials`, given all other tables.
-
-    Returns seconds of links, as `balanced_seconds`."""
+def _list_partials_flows(
+    search: Search, state: State, table_index: int, sharding: Sharding
+) -> list[Flow]:
+    """List the values, partials and gradients that are sent for a table under `partials`, given all other tables."""
     search.add_table_costs(state, table_index, "partials", sharding)
     partials = state.partials
-    world = search.world
     assert partials is not None
     parts = search.partials.predict_table_bytes(partials, state.owners, table_index)
     search.add_table_costs(state, table_index, "partials", sharding, -1.0)
-    remote = world.num_trainers - world.trainers_per_host
-    local = world.trainers_per_host - (not world.has_servers)
-    local_blocks, remote_blocks = count_host_summed_blocks(world)
-    for channel, part in zip(("fetch", "push"), parts, strict=True):
-        size = part.direct * search.samples / world.num_ranks
-        sent[channel, "local"] = size * local
-        sent[channel, "remote"] = size * remote
-        size = part.host_summed * search.samples
-        sent[channel, "local"] += size * local_blocks
-        sent[channel, "remote"] += size * remote_blocks
-    weight_bytes = partials.weight_bytes.get(table_index, 0.0) / len(sharding.ranks)
-    for link, count in search.paths.predict_id_traffic(sharding).by_link.items():
-        sent["route", link] += weight_bytes * count
-    direct = sum(part.direct for part in parts) / len(sharding.ranks)
-    host_summed = sum(part.host_summed for part in parts)
-    seconds = direct * search.paths.predict_link_seconds(sharding)[2]
-    if host_summed:
-        seconds += host_summed * search.paths.host_summed_seconds[2]
-    return search.samples * seconds
+    num_owners = len(sharding.ranks)
+    flows = [Flow("route", "owners", partials.weight_bytes.get(table_index, 0.0) / num_owners)]
+    for channel, part in zip(CHANNELS[1:], parts, strict=True):
+        flows.append(Flow(channel, "owners", part.direct * search.samples / num_owners))
+        flows.append(Flow(channel, "host_sums", part.host_summed * search.samples))
+    return flows

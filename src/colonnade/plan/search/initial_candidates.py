@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 
-from colonnade.plan.cost.comm_volume import ExchangeName
 from colonnade.plan.search.candidates import Option
 from colonnade.plan.search.cutting import COLUMN_KINDS
 from colonnade.plan.search.search import Search, State
@@ -30,8 +29,8 @@ def build_initial_states(search: Search) -> Iterator[State]:
     yield first
     names = {exchange for options in search.options for exchange, _ in options}
     names -= {"partials"}
-    singles: list[set[ExchangeName]] = [{name} for name in sorted(names)]
-    pairs: list[set[ExchangeName]] = [{"rows", "pooled"}, {"rows", "replicated"}]
+    singles: list[set[str]] = [{name} for name in sorted(names)]
+    pairs: list[set[str]] = [{"rows", "pooled"}, {"rows", "replicated"}]
     for exchanges in (*singles, *pairs, names):
         if exchanges <= names:
             yield _build_search_state(
@@ -111,6 +110,6 @@ def _find_cheapest_balanced_option(
     )
 
 
-def _single_table_bound(exchange: ExchangeName) -> ExchangeName:
+def _single_table_bound(exchange: str) -> str:
     """Return the exchange with the most that a table can cost by itself: `pooled` for `partials`."""
     return "pooled" if exchange == "partials" else exchange

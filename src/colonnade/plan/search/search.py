@@ -18,36 +18,41 @@ import numpy as np
 from numpy.typing import NDArray
 
 from colonnade.errors import ConfigError
-from colonnade.lookup.hops import BY_TOWERS
-from colonnade.lookup.views import is_merged_at_samples
-from colonnade.plan.cost.comm_volume import (
-    CALLS,
-    EXTRA_EXCHANGE_SECONDS,
-    FIXED_BYTES,
+from colonnade.hops.kinds import (
+    BY_TOWERS,
+    CHANNELS,
+    EXCHANGES,
     SHARED_BYTES,
-    TABLE_BYTES,
-    TOWER_RANK_BYTES,
-    ExchangeName,
-    PairTraffic,
+    Flow,
+    RelayHop,
+    Split,
+    TableNeeds,
+    find_refusal,
+    list_flows,
+)
+from colonnade.hops.links import (
+    Links,
+    predict_saved_processor_seconds,
+    sums_inside_hosts,
+    tower_call_seconds,
+)
+from colonnade.hops.load import TableLoad
+from colonnade.lookup.views import is_merged_at_samples
+from colonnade.plan.cost.consumers import (
+    ModelLoad,
+    TowerCompression,
+    build_load_from_tables,
+    find_tower_compression,
+)
+from colonnade.plan.cost.partials import Partials, PartialsTraffic, predict_partials_seconds
+from colonnade.plan.cost.step_time import (
+    EXTRA_EXCHANGE_SECONDS,
     ProcessorSeconds,
-    predict_pair_traffic,
     predict_processor_seconds,
     predict_transfer_seconds,
-    tower_crossing_seconds,
-)
-from colonnade.plan.cost.consumers import ModelLoad, build_load_from_tables
-from colonnade.plan.cost.partials import Partials, PartialsTraffic, predict_partials_seconds
-from colonnade.plan.cost.paths import Paths, sums_inside_hosts
-from colonnade.plan.cost.table_stats import TableLoad
-from colonnade.plan.cost.tower_paths import (
-    TowerCompression,
-    find_tower_compression,
-    predict_saved_processor_seconds,
-    tower_call_seconds,
 )
 from colonnade.plan.measure.device import RowRate
 from colonnade.plan.search.candidates import (
-    BY_OWNERS,
     OPTIONS,
     Constraint,
     Memory,
@@ -90,7 +95,7 @@ TIE_WEIGHT = 0.01
 class State:
     """Candidate plan of the search: the choice of each table, and sums of the costs of all tables."""
 
-    chosen: list[tuple[ExchangeName, Sharding]]
+    chosen: list[tuple[str, Sharding]]
     links: Floats  # (3, R) seconds by channel
     processor: Floats  # (N,) seconds
     owned_bytes: Floats  # (N,) bytes of all rows
@@ -145,13 +150,13 @@ class Search:
             for t, (load, constraint) in enumerate(zip(loads, self.forced, strict=True))
         ]
         self.owners = np.array(world.owners)
-        self.paths = Paths(world, towers)
+        self.links = Links(world, towers)
         self.num_towers = towers
-        self.is_trainer = self.paths.is_trainer
+        self.is_trainer = self.links.is_trainer
         self.even_bytes = sum(load.total_bytes for load in loads) / len(self.owners)
         self.num_tried = 1 if self.is_large else NUM_TRIED
         self.cached_costs: dict[
-            tuple[int, ExchangeName, int, int], tuple[PairTraffic, ProcessorSeconds]
+            tuple[int, str, int, int], tuple[tuple[Flow, ...], ProcessorSeconds]
         ] = {}
         self.fixed_shardings = dict(
             row_wise=row_wise_over_owners(world), replicated=replicated(world.num_ranks)
@@ -178,16 +183,16 @@ class Search:
             return candidates
         required = [str(name) for name in (constraint.exchange, constraint.kind) if name]
         wanted = ", ".join(required) or "any"
-        reason = "a feature reads it as a sequence" if not load.is_pooled else "no choice has both"
-        if table_index in self.row_tables:
-            reason = "its rows are read ahead, and a consumer over ids needs each of them"
+        reason = "no choice has both"
+        if constraint.exchange is not None:
+            reason = self.find_refusal(table_index, constraint.exchange) or reason
         raise ConfigError(
             f"table {load.name!r}: got {wanted}, which it cannot have ({reason}); set another plan.exchange or "
             f"plan.sharding, or plan.tables.{load.name}"
         )
 
     def _can_have_exchange(
-        self, table_index: int, exchange: ExchangeName, kind: Kind, constraint: Constraint
+        self, table_index: int, exchange: str, kind: Kind, constraint: Constraint
     ) -> bool:
         """Return whether a table with this kind of sharding may have this exchange, or must have it."""
         if exchange == "partials":
@@ -201,7 +206,7 @@ class Search:
                 return False
         if exchange in BY_TOWERS and constraint.exchange != exchange:
             return False
-        return self.can_owners_serve(table_index, exchange)
+        return self.find_refusal(table_index, exchange) is None
 
     def _can_have_sharding(self, load: TableLoad, kind: Kind, constraint: Constraint) -> bool:
         """Return whether the world allows this kind of sharding for a table, or the constraint demands it."""
@@ -213,45 +218,52 @@ class Search:
             return False
         return kind not in COLUMN_KINDS or count_max_slices(load, kind, self.world) > 1
 
-    def can_owners_serve(self, table_index: int, exchange: ExchangeName) -> bool:
-        """Return whether owners can serve a table under an exchange: owners do not pool rows of sequences."""
+    def find_refusal(self, table_index: int, exchange: str) -> str | None:
+        """Return why an exchange cannot serve a table; None: it can."""
         load = self.loads[table_index]
-        has_attention = exchange == "partials" and table_index in self.partials.attention_tables
-        return exchange not in BY_OWNERS or (
-            table_index not in self.row_tables
-            and len(load.columns) > 0
-            and (load.is_pooled or has_attention)
+        needs = TableNeeds(
+            is_read=len(load.columns) > 0,
+            is_pooled=load.is_pooled,
+            is_attended=table_index in self.partials.attention_tables,
+            needs_rows=table_index in self.row_tables,
         )
+        return find_refusal(exchange, needs, self.world)
 
     def predict_table_costs(
-        self, table_index: int, exchange: ExchangeName, sharding: Sharding
-    ) -> tuple[PairTraffic, ProcessorSeconds]:
-        """Predict the bytes per (trainer, owner) pair and the processor time of a table; results are cached."""
-        slices = sharding.slices
-        n = len(sharding.ranks) // slices
-        key = (table_index, exchange, n, slices)
-        if exchange in BY_TOWERS and self.paths.predict_tower_traffic(sharding) is None:
-            exchange = "pooled"
-            key = (table_index, "pooled", n, slices)
+        self, table_index: int, exchange: str, sharding: Sharding
+    ) -> tuple[tuple[Flow, ...], ProcessorSeconds]:
+        """Predict what is sent for a table, and its processor time; results are cached."""
+        exchange = self.resolve(exchange, sharding)
+        num_owners = len(sharding.ranks) // sharding.slices
+        key = (table_index, exchange, num_owners, sharding.slices)
         if key not in self.cached_costs:
             load = self.loads[table_index]
             world = self.world
-            tower_size = world.num_ranks // self.num_towers
-            unique_peers = 0.0
-            if exchange == "tower_rows":
-                unique_peers = load.expected_unique_rows(self.num_towers, world)
-            traffic = predict_pair_traffic(load, exchange, n, slices, unique_peers)
-            seconds = predict_processor_seconds(
-                load, exchange, n, world.num_trainers, self.rates, slices, unique_peers, tower_size
+            split = Split(
+                owners=num_owners,
+                slices=sharding.slices,
+                trainers=world.num_trainers,
+                tower_size=world.num_ranks // self.num_towers,
+                unique_peers=load.expected_unique_rows(self.num_towers, world)
+                if exchange == "tower_rows"
+                else 0.0,
             )
-            transfer = predict_transfer_seconds(traffic, n * slices, world, self.num_towers)
-            self.cached_costs[key] = traffic, seconds + transfer
+            flows = list_flows(exchange, load, split)
+            seconds = predict_processor_seconds(exchange, load, split, self.rates)
+            transfer = predict_transfer_seconds(flows, split.owners * split.slices, self.links)
+            self.cached_costs[key] = flows, seconds + transfer
         return self.cached_costs[key]
+
+    def resolve(self, exchange: str, sharding: Sharding) -> str:
+        """Return the exchange whose costs a table has: without a tower of its own, that of `pooled`."""
+        if exchange in BY_TOWERS and not self.links.is_in_towers(sharding):
+            return "pooled"
+        return exchange
 
     def empty_state(self) -> State:
         """Return a state without tables."""
         n = self.world.num_ranks
-        links = np.zeros((3, len(self.paths.all_to_all.seconds)))
+        links = np.zeros((3, 2 * n + 2 * self.world.num_hosts))
         owners = np.zeros((len(self.loads), n))
         apart = np.zeros(len(self.loads), bool)
         return State([], links, np.zeros(n), np.zeros(n), np.zeros(n), owners=owners, apart=apart)
@@ -260,40 +272,16 @@ class Search:
         self,
         state: State,
         table_index: int,
-        exchange: ExchangeName,
+        exchange: str,
         sharding: Sharding,
         sign: float = 1.0,
     ) -> None:
         """Add the costs of a table to a state, or remove them with sign -1. `state.chosen` does not change."""
-        traffic, seconds = self.predict_table_costs(table_index, exchange, sharding)
-        to_owners, to_trainers, _ = self.paths.predict_value_seconds(sharding, exchange)
+        flows, seconds = self.predict_table_costs(table_index, exchange, sharding)
         load = self.loads[table_index]
-        by_tower = self.paths.predict_tower_traffic(sharding) if exchange in BY_TOWERS else None
-        if by_tower is not None and (tower_rows := traffic.of_rows) is not None:
-            state.links[0] += (sign * traffic.route) * by_tower.peers.value_seconds
-            state.links[0] += (sign * tower_rows.ids) * by_tower.owners.value_seconds
-            state.links[0] += (
-                sign * TABLE_BYTES["rows"]
-            ) * self.paths.tower_all_to_all.value_seconds
-        else:
-            state.links[0] += (sign * traffic.route) * self.paths.predict_id_traffic(
-                sharding
-            ).seconds
-        if TABLE_BYTES[exchange]:
-            flags = sign * TABLE_BYTES[exchange] * sharding.slices
-            state.links[0] += flags * self.paths.all_to_all.seconds
-        if by_tower is None:
-            state.links[1] += (sign * traffic.fetch) * to_trainers
-            state.links[2] += (sign * traffic.push) * to_owners
-        else:
-            state.links[1] += (sign * traffic.fetch) * by_tower.between.value_seconds
-            state.links[2] += (sign * traffic.push) * by_tower.between.gradient_seconds
-            if traffic.of_rows is None:
-                state.links[1] += (sign * traffic.inside) * by_tower.inside.value_seconds
-                state.links[2] += (sign * traffic.inside) * by_tower.inside.gradient_seconds
-            else:
-                state.links[1] += (sign * traffic.of_rows.values) * by_tower.owners.gradient_seconds
-                state.links[2] += (sign * traffic.of_rows.gradients) * by_tower.owners.value_seconds
+        for flow in flows:
+            links = self.links.load(flow.pattern, sharding).seconds(flow.channel)
+            state.links[CHANNELS.index(flow.channel)] += (sign * flow.bytes) * links
         state.processor += (sign * seconds.trainer) * self.is_trainer
         owners = _rank_index(sharding.ranks)
         num_shards = sharding.num_owners * sharding.slices
@@ -318,7 +306,7 @@ class Search:
         if state.num_tables.get("partials"):
             state.partials = self.partials.predict_traffic(state.owners, state.apart)
             state.partials_seconds = predict_partials_seconds(
-                state.partials, state.owners, self.samples, self.paths, self.rates
+                state.partials, state.owners, self.samples, self.links, self.rates
             )
             state.links += state.partials_seconds[0]
             state.processor += state.partials_seconds[1]
@@ -332,34 +320,38 @@ class Search:
             is_trainer = self.is_trainer > 0
             computed = float(state.processor[is_trainer].max() + state.processor[~is_trainer].max())
         if used and self.world.num_ranks > 1:
-            calls = np.sum([CALLS[exchange] for exchange in used], axis=0)
+            hops = [hop for exchange in used for hop in EXCHANGES[exchange]]
+            calls = np.sum([hop.calls for hop in hops], axis=0)
             calls[0] += 1  # ids of all exchanges
             if state.partials is not None:
                 calls[1:] += 2 * state.partials.query_rounds
             world = self.world
-            towers = self.num_towers
             phases = phases + calls * world.call_seconds
-            phases[0] += self.fixed_bytes(used) * self.paths.peak_seconds
+            for flow in self.list_fixed_flows(used):
+                busiest = float(self.links.load(flow.pattern).forward.max())
+                phases[CHANNELS.index(flow.channel)] += flow.bytes * busiest
             # The call that sends sizes for all exchanges costs processor time only.
             computed += (float(calls.sum()) + 1) * world.call_processor_seconds
             if self.rates:  # Without measured rates, processor time is not predicted.
                 computed += (len(used) - 1) * EXTRA_EXCHANGE_SECONDS
-            saved_seconds = world.call_seconds - tower_call_seconds(world, towers)
-            phases[1:] -= saved_seconds * sum(exchange in BY_TOWERS for exchange in used)
-            if "towers" in used:
-                computed -= predict_saved_processor_seconds(world, towers, chunks=2)
-            if "tower_rows" in used:
-                computed -= predict_saved_processor_seconds(world, towers)
-                tower_peak = float(self.paths.tower_all_to_all.value_seconds.max())
-                phases[0] += TOWER_RANK_BYTES * tower_peak
+            for relay in hops:
+                if isinstance(relay, RelayHop):
+                    phases[1:] -= world.call_seconds - tower_call_seconds(world, self.num_towers)
+                    computed -= predict_saved_processor_seconds(
+                        world, self.num_towers, relay.num_chunks
+                    )
         route, fetch, push = phases.tolist()
         # Results of operators inside towers are sent in the step that uses them.
         is_ahead = self.is_fetched_ahead and not state.tower_compression.inside
         return StepSeconds(computed, route, fetch, push, self.world.crowding, is_ahead)
 
-    def fixed_bytes(self, used: Sequence[str]) -> float:
-        """Return the bytes that each rank sends every other rank for these exchanges, whatever the tables."""
-        return SHARED_BYTES + sum(FIXED_BYTES[exchange] for exchange in used)
+    def list_fixed_flows(self, used: Sequence[str]) -> list[Flow]:
+        """List what is sent for these exchanges whatever the tables, and the weight of each rank's batch."""
+        shared = Flow("route", "everyone", SHARED_BYTES)
+        return [
+            shared,
+            *(flow for name in used for hop in EXCHANGES[name] for flow in hop.fixed_flows),
+        ]
 
     def compute_objective(self, state: State) -> float:
         """Return the seconds of a step, with penalties for memory over budget and a small weight on reserves.
@@ -391,24 +383,16 @@ class Search:
         return step_bytes / len(self.owners)
 
     def predict_balanced_seconds(
-        self, table_index: int, exchange: ExchangeName, sharding: Sharding
+        self, table_index: int, exchange: str, sharding: Sharding
     ) -> float:
         """Return a table's seconds of links and processors if all ranks and uplinks were equally loaded."""
         n = len(sharding.ranks)
-        traffic, seconds = self.predict_table_costs(table_index, exchange, sharding)
-        links = (traffic.fetch + traffic.push) * self.paths.predict_value_seconds(
-            sharding, exchange
-        )[2]
-        if (
-            exchange in BY_TOWERS
-            and (by_tower := self.paths.predict_tower_traffic(sharding)) is not None
-        ):
-            links = (traffic.fetch + traffic.push) * by_tower.between.balanced_seconds
-            links += 2 * traffic.inside * by_tower.inside.balanced_seconds
-            if (tower_rows := traffic.of_rows) is not None:
-                links += (
-                    tower_rows.values + tower_rows.gradients
-                ) * by_tower.owners.balanced_seconds
+        flows, seconds = self.predict_table_costs(table_index, exchange, sharding)
+        links = sum(
+            flow.bytes * self.links.load(flow.pattern, sharding).balanced
+            for flow in flows
+            if flow.channel != "route"
+        )
         return links + seconds.trainer + seconds.owner * n / self.world.num_ranks
 
     def order_tables(self) -> list[int]:
@@ -458,7 +442,7 @@ class Search:
         return seconds + 0.01 * self.scale * relative_bytes
 
     def compute_objective_with_table(
-        self, state: State, table_index: int, exchange: ExchangeName, sharding: Sharding
+        self, state: State, table_index: int, exchange: str, sharding: Sharding
     ) -> float:
         """Return the objective with one more table; the state is restored afterwards."""
         self.add_table_costs(state, table_index, exchange, sharding)
@@ -500,7 +484,7 @@ class Search:
         The placement of tables does not depend on it, because the search moves no table into a tower."""
         chosen = state.chosen
         towers = [
-            self.paths.tower_of(sharding) if exchange in BY_TOWERS else None
+            self.links.tower_of(sharding) if exchange in BY_TOWERS else None
             for exchange, sharding in chosen
         ]
         # Under `tower_rows` one rank of the tower has whole bags.
@@ -517,17 +501,14 @@ class Search:
         exchanges = [exchange for exchange, _ in chosen]
         compression = find_tower_compression(self.partials.model, towers, owners, is_cut, exchanges)
         for t, (_, sharding) in enumerate(chosen):
-            if (by_tower := self.paths.predict_tower_traffic(sharding)) is None:
+            if not self.links.is_in_towers(sharding):
                 continue
-            values = compression.values.get(t, 0.0)
-            gradients = compression.gradients.get(t, 0.0)
-            state.links[1] += self.samples * values * by_tower.between.value_seconds
-            state.links[2] += self.samples * gradients * by_tower.between.gradient_seconds
-            crossing_bytes = self.samples * (values + gradients)
-            crossing = tower_crossing_seconds(crossing_bytes, self.world, self.num_towers)
+            changes = compression.list_flows(t, self.samples, sharding.num_owners)
+            for flow in changes:
+                links = self.links.load(flow.pattern, sharding).seconds(flow.channel)
+                state.links[CHANNELS.index(flow.channel)] += flow.bytes * links
+            crossing = predict_transfer_seconds(changes, 0, self.links).trainer
             state.processor += crossing * self.is_trainer
-            weight_bytes = compression.weight_bytes.get(t, 0.0) / sharding.num_owners
-            state.links[0] += weight_bytes * self.paths.predict_id_traffic(sharding).seconds
         state.tower_compression = compression
 
     def recompute_state_costs(self, state: State) -> State:
