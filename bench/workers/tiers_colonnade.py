@@ -25,7 +25,7 @@ from colonnade.models.dlrm import DLRM
 from colonnade.plan.measure.profile import profile_batches
 from colonnade.plan.placement import place_rows
 from colonnade.plan.plan import Plan, build_plan
-from colonnade.run.placement import MIN_BATCHES, SAMPLE_LOOKUPS
+from colonnade.planning.placement import MIN_BATCHES, SAMPLE_LOOKUPS
 from colonnade.sizes import StorageLocation
 from colonnade.store.budget import slot_bytes, split_cache_budget
 from colonnade.topology.sharding import Shard

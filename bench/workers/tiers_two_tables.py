@@ -25,7 +25,7 @@ from colonnade.config.plan import MemoryConfig, PlanConfig
 from colonnade.plan.measure.profile import profile_batches
 from colonnade.plan.placement import place_rows
 from colonnade.plan.plan import build_plan
-from colonnade.run.placement import MIN_BATCHES, SAMPLE_LOOKUPS
+from colonnade.planning.placement import MIN_BATCHES, SAMPLE_LOOKUPS
 from colonnade.store.budget import slot_bytes
 from workers.tier_stream import Law, probabilities
 from workers.tiers_loop import Gate

@@ -342,3 +342,14 @@ class EmbeddingCollection(StatefulRows):
             )
         if not self._opened:
             self.open()
+
+
+def find_collection(model: nn.Module) -> EmbeddingCollection:
+    """Return the one EmbeddingCollection in a model. Raises ConfigError unless there is exactly one."""
+    collections = [module for module in model.modules() if isinstance(module, EmbeddingCollection)]
+    if len(collections) != 1:
+        raise ConfigError(
+            f"{type(model).__name__} has {len(collections)} EmbeddingCollections among its modules, wanted one; "
+            "declare all tables in one collection"
+        )
+    return collections[0]

@@ -44,6 +44,7 @@ LEVELS = [
     {"checkpoint"},
     {"publish"},
     {"train"},
+    {"planning"},
     {"run"},
     {"report", "predict"},
     {"serve", "export"},

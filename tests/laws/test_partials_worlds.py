@@ -28,7 +28,7 @@ from colonnade import (
 from colonnade.comm.process_groups import assign_server_ranks
 from colonnade.config.run import build_config, override_settings
 from colonnade.errors import ConfigError
-from colonnade.run.build import build_model
+from colonnade.models.build import build_model
 from colonnade.run.run import load_run_config, open_run, prepare_run
 from colonnade.topology.sharding import table_wise
 from colonnade.train.objective import get_objective

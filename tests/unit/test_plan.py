@@ -14,7 +14,7 @@ from colonnade.errors import ConfigError, CorruptionError
 from colonnade.exchange import open_exchange
 from colonnade.lookup.layout import declare
 from colonnade.plan.plan import describe_planned_tables
-from colonnade.run.planning import read_recorded_plan
+from colonnade.planning.planner import read_recorded_plan
 from colonnade.sizes import StorageLocation
 from colonnade.store.budget import cached_row_bytes, slot_bytes, split_memory_budget
 from colonnade.topology.sharding import Shard, replicated, row_wise, table_wise

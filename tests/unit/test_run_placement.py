@@ -22,8 +22,8 @@ from colonnade.errors import BudgetExceeded, ConfigError
 from colonnade.plan.cost.memory import predict_demands
 from colonnade.plan.measure.profile import Profile, profile_ids
 from colonnade.plan.placement import is_memory_limited, place_rows
-from colonnade.run import placement, planning
-from colonnade.run.placement import PROFILE_FILE, broadcast_plan_message, read_profile
+from colonnade.planning import placement, planner
+from colonnade.planning.placement import PROFILE_FILE, broadcast_plan_message, read_profile
 from colonnade.run.run import open_run
 from colonnade.store.budget import slot_bytes
 from colonnade.topology.sharding import column_wise
@@ -54,7 +54,7 @@ def train(config, folder, console=None):
 def unmeasured(monkeypatch):
     """Placement times neither the disk nor the model."""
     for name in ("measure_device", "run_micro_benchmark", "plan_on_rank_0"):
-        monkeypatch.setattr(planning, name, lambda *_, **__: pytest.fail("measured"))
+        monkeypatch.setattr(planner, name, lambda *_, **__: pytest.fail("measured"))
 
 
 def test_the_default_is_placed_by_a_profile_and_gives_the_bits_of_an_even_division(

@@ -14,7 +14,7 @@ from colonnade.plan.cost.tower_paths import (
     tower_call_seconds,
 )
 from colonnade.plan.plan import build_plan
-from colonnade.run.planner import apply_tower_partition
+from colonnade.planning.choices import apply_tower_partition
 from colonnade.topology.towers import Partition
 
 WORLD = World(num_hosts=2, ranks_per_host=2)

@@ -24,9 +24,9 @@ from colonnade.plan.cost.nodes import (
 from colonnade.plan.cost.prediction import PERSIA, Machine, SampleCost, Simulated, simulate_training
 from colonnade.plan.plan import mapped_cache_bytes, memory_bytes, resident_row_bytes
 from colonnade.plan.search.candidates import PlanDecision, TableChoice, TableCost
+from colonnade.planning.planner import PlanningResult
+from colonnade.planning.timing import count_plans_to_time
 from colonnade.report.formatting import format_bytes, format_count, format_seconds
-from colonnade.run.plan_timing import count_plans_to_time
-from colonnade.run.planning import PlanningResult
 from colonnade.sizes import parse_positive_bytes
 from colonnade.store.budget import slot_bytes
 from colonnade.table import Table

@@ -77,7 +77,7 @@ def place_rows(
             num_ranks=owners,
             num_samples=num_samples,
             first_batch=first_batch,
-            last_batch=max(last_batch, first_batch + 1),
+            last_batch=last_batch,
             fixed_bytes=fixed_bytes,
             shardings=shardings,
         )

@@ -30,16 +30,16 @@ from colonnade.config.run import (
 )
 from colonnade.data.batches import read_rank_batches
 from colonnade.data.contract import Source, Splits
+from colonnade.embedding import find_collection
 from colonnade.errors import ConfigError, DataError
 from colonnade.models.ranking import evaluation_mode
 from colonnade.plan.plan import build_plan
 from colonnade.run.cross_rank_check import check_config_on_all_ranks
 from colonnade.run.run import prepare_run, set_num_threads
-from colonnade.run.trainers import OptimizerFactory, ScheduleFactory
-from colonnade.run.validation import find_collection
 from colonnade.terminal import Terminal
 from colonnade.train.interrupt import stop_on_signals
 from colonnade.train.objective import Objective, get_objective
+from colonnade.train.setup import OptimizerFactory, ScheduleFactory
 from colonnade.train.trainer import Outcome
 
 SampleLoss = Callable[[Any, Batch], Tensor]

@@ -48,31 +48,32 @@ from colonnade.config.run import (
 from colonnade.data import Splits
 from colonnade.data.processes import read_in_processes
 from colonnade.data.tabular.tables import build_portable_options
-from colonnade.embedding import EmbeddingCollection
+from colonnade.embedding import EmbeddingCollection, find_collection
 from colonnade.errors import CheckpointError, ConfigError
 from colonnade.formats import make_format_stamp
 from colonnade.machine import check_worker_count, collect_machine_facts
+from colonnade.models.build import build_model, resolve_tower_settings
 from colonnade.plan.constraints import resolve_plan_config
 from colonnade.plan.plan import Plan, build_plan
+from colonnade.planning.choices import apply_tower_partition, check_exchanges_of_features
+from colonnade.planning.placement import PROFILE_FILE, SAMPLE_LOOKUPS, Placement, count_run_steps
+from colonnade.planning.planner import PlanningResult, complete_plan, plan_from_sample
+from colonnade.planning.timing import choose_plan
 from colonnade.processors import count_usable_processors
 from colonnade.publish.delivery import open_destinations
 from colonnade.row_optimizer import RowOptimizer
-from colonnade.run.build import build_model, resolve_tower_settings
 from colonnade.run.cross_rank_check import (
     check_config_on_all_ranks,
     check_model_on_all_ranks,
     check_plan_on_all_ranks,
 )
 from colonnade.run.defaults import (
+    check_data_for_settings,
     describe_settings,
     open_data,
     resolve_settings,
     warn_of_few_steps,
 )
-from colonnade.run.placement import PROFILE_FILE, SAMPLE_LOOKUPS, Placement, count_epoch_steps
-from colonnade.run.plan_timing import choose_plan
-from colonnade.run.planner import apply_tower_partition
-from colonnade.run.planning import PlanningResult, complete_plan, plan_from_sample
 from colonnade.run.start import (
     WarmStart,
     apply_warm_start,
@@ -81,18 +82,6 @@ from colonnade.run.start import (
     fetch_from_mirror_if_empty,
     plan_warm_start,
     read_final_summary,
-)
-from colonnade.run.trainers import (
-    OptimizerFactory,
-    RunSetup,
-    ScheduleFactory,
-    build_dense_optimizer,
-    build_trainer,
-)
-from colonnade.run.validation import (
-    check_data_for_settings,
-    check_exchanges_of_features,
-    find_collection,
 )
 from colonnade.store.disk import Disk
 from colonnade.store.durable import write_durably
@@ -106,6 +95,13 @@ from colonnade.train.record import (
     gather_row_summary,
 )
 from colonnade.train.schedules import build_schedule
+from colonnade.train.setup import (
+    OptimizerFactory,
+    RunSetup,
+    ScheduleFactory,
+    build_dense_optimizer,
+    build_trainer,
+)
 from colonnade.train.trainer import Outcome, Trainer
 
 
@@ -336,7 +332,7 @@ def prepare_run(
     )
     rows = RowOptimizer(collection, clip_value=config.embedding.clip_value)
     optimizer = setup.make_optimizer(setup.parameters or [nn.Parameter(torch.empty(0))])
-    run_steps = count_total_steps(config, data)
+    run_steps = count_run_steps(config, data)
     if console is not None and not read_only:
         if config.data.name != OWN:
             console.print(describe_settings(config), highlight=False)
@@ -458,7 +454,7 @@ def _plan_rows(setup: RunSetup, optimizer: Optimizer) -> Placement | None:
     if placed.note and setup.console is not None:
         setup.console.print(placed.note, style="yellow", highlight=False)
     plans = [placed.plan, *placed.runners_up]
-    return replace(placed, plan=choose_plan(setup, plans, count_total_steps(config, setup.data)))
+    return replace(placed, plan=choose_plan(setup, plans, count_run_steps(config, setup.data)))
 
 
 def _plan_warm_start(setup: RunSetup) -> WarmStart | None:
@@ -645,15 +641,3 @@ def _check_can_resume(folder: Path, config: RunConfig) -> None:
                 f"{settings.get(name)!r}; "
                 f"give it another folder (--run), or the same settings to go on with it{tower_note or ''}"
             )
-
-
-def count_total_steps(config: RunConfig, data: Splits) -> int | None:
-    """Count the steps of the whole run; None if the length of the data is unknown."""
-    max_steps = config.train.max_steps
-    train = config.train
-    parts = data.days if train.progressive else (data.train,) * train.num_epochs
-    counts = [part.num_samples for part in parts]
-    steps = sum(count_epoch_steps(config, count) for count in counts if count is not None)
-    if any(count is None for count in counts):
-        return max_steps
-    return steps if max_steps is None else min(steps, max_steps)

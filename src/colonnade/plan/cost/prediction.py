@@ -133,7 +133,7 @@ MIN_LOOKAHEAD = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepCosts:
-    """Costs of a step, measured by a few steps of the model itself (run/planning.py) or assumed."""
+    """Costs of a step, measured by a few steps of the model itself (planning/timing.py) or assumed."""
 
     step_seconds: float
     """Seconds of a step with every row in memory and none of them new."""

@@ -43,29 +43,29 @@ from colonnade.plan.cost.prediction import (
 )
 from colonnade.plan.cost.table_stats import TableLoad
 from colonnade.plan.hot import profile_hot_and_cold, subtract_hot_row_bytes
-from colonnade.plan.measure.device import Device, measure_device
-from colonnade.plan.measure.links import measure_links
+from colonnade.plan.measure.device import Device
 from colonnade.plan.measure.profile import Profile, profile_batches
 from colonnade.plan.placement import is_memory_limited, place_rows_on_device
 from colonnade.plan.plan import Plan, apply_placement, build_plan
 from colonnade.plan.search.candidates import PlanDecision
-from colonnade.run.micro_benchmark import run_micro_benchmark
-from colonnade.run.placement import (
-    SAMPLE_LOOKUPS,
-    SAMPLES_OF_UNKNOWN_LENGTH,
-    Placement,
-    broadcast_plan_message,
-    count_run_steps,
-    place_on_rank_0,
-    read_sample_batches,
-)
-from colonnade.run.planner import (
+from colonnade.planning.choices import (
+    check_exchanges_of_features,
     choose_hot_ids,
     choose_shardings_and_exchanges,
     estimate_link_costs,
     estimate_table_loads,
 )
-from colonnade.run.validation import check_exchanges_of_features
+from colonnade.planning.measure import measure_device, measure_links
+from colonnade.planning.placement import (
+    SAMPLE_LOOKUPS,
+    Placement,
+    broadcast_plan_message,
+    list_row_folders,
+    place_on_rank_0,
+    predict_last_step,
+    read_sample_batches,
+)
+from colonnade.planning.timing import run_micro_benchmark
 from colonnade.store.budget import slot_bytes
 from colonnade.store.table_shards import shard_tables
 from colonnade.table import Table
@@ -180,8 +180,7 @@ def plan_from_sample(
     recorded = _read_recorded_shardings(folder)
     hot_ids = choose_hot_ids(config.plan, declared, stacked_sample, world, recorded)
     dram_bytes = _dram_without_hot_rows(config.plan, collection.tables, world, hot_ids)
-    unknown_steps = first_step + SAMPLES_OF_UNKNOWN_LENGTH * len(sample)
-    steps = count_run_steps(config, data.train, unknown_steps)
+    last_step = predict_last_step(config, data, first_step, len(sample))
     mapped_bytes = 0 if base_plan.mapped is None else base_plan.mapped.bytes
     is_auto = config.plan.lookahead == "auto"
     batch_size = sample_profile.largest_batch  # all samples, if there are fewer than a batch
@@ -195,7 +194,7 @@ def plan_from_sample(
         num_ranks=owners,
         num_samples=data.train.num_samples,
         first_batch=first_step,
-        last_batch=max(steps, first_step + 1),
+        last_batch=last_step,
         fixed_bytes=config.plan.memory.tables,
     )
     depths = AUTO_DEPTHS if is_auto else (int(config.plan.lookahead),)
@@ -210,7 +209,7 @@ def plan_from_sample(
         sides,
         side_profile,
         world,
-        last_batch=steps,
+        last_batch=last_step,
         num_samples=data.train.num_samples,
         codecs=base_plan.codecs,
     )
@@ -229,7 +228,7 @@ def plan_from_sample(
         batches_in_flight,
         (dram_bytes, mapped_bytes),
         sample_profile,
-        max(steps - first_step, 1),
+        last_step - first_step,
     )
     placed = _place_rows(inputs, choice)
     if costs is None:
@@ -426,13 +425,6 @@ def _select_timed_batches(
     return [batch for batch in sample if batch.size == sample[0].size][:MAX_TIMED_BATCHES]
 
 
-def list_row_folders(plan: Plan, rows_folder: Path) -> list[str]:
-    """Return the directories for rows of this plan; [] if all rows fit in memory."""
-    if not plan.needs_backing:
-        return []
-    return [directory.path for directory in plan.ssd] or [str(rows_folder)]
-
-
 def _find_fitting_window(
     depths: Iterable[int],
     batches_in_flight: int,
@@ -485,7 +477,7 @@ def complete_plan(
         return Placement(plans[0], device=device, runners_up=tuple(plans[1:]))
     if not is_placed:
         return Placement(plan)
-    return place_on_rank_0(collection, data.train, config, plan, mesh, folder, first_step)
+    return place_on_rank_0(collection, data, config, plan, mesh, folder, first_step)
 
 
 def plan_on_rank_0(

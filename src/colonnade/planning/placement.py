@@ -14,7 +14,7 @@ from colonnade.batch import Batch
 from colonnade.comm.mesh import Mesh
 from colonnade.config.run import RunConfig
 from colonnade.data.batches import BatchSource
-from colonnade.data.contract import Source, num_steps
+from colonnade.data.contract import Source, Splits, num_steps
 from colonnade.data.processes import ProcessSource
 from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import BudgetExceeded, ColonnadeError, ConfigError
@@ -51,7 +51,7 @@ class Placement:
 
 def place_on_rank_0(
     collection: EmbeddingCollection,
-    source: Source,
+    data: Splits,
     config: RunConfig,
     plan: Plan,
     mesh: Mesh,
@@ -65,7 +65,7 @@ def place_on_rank_0(
     """
 
     def make_message() -> dict[str, str]:
-        placed = _place_rows_of_run(collection, source, config, plan, folder, first_step)
+        placed = _place_rows_of_run(collection, data, config, plan, folder, first_step)
         profile = "" if placed.profile is None else placed.profile.to_json()
         return {"plan": placed.plan.to_json(), "profile": profile, "note": placed.note}
 
@@ -101,12 +101,13 @@ def broadcast_plan_message(
 
 def _place_rows_of_run(
     collection: EmbeddingCollection,
-    source: Source,
+    data: Splits,
     config: RunConfig,
     plan: Plan,
     folder: Path | None,
     first_step: int,
 ) -> Placement:
+    source = data.train
     inputs = (
         [(table.name, table.dim, table.rows, table.dtype) for table in collection.tables],
         [(feature.name, feature.table) for feature in collection.declaration.features],
@@ -122,7 +123,7 @@ def _place_rows_of_run(
         sample = read_sample_batches(
             source,
             config.train.samples_per_step,
-            max_batches=min(count_run_steps(config, source, MAX_BATCHES), MAX_BATCHES),
+            max_batches=min(count_run_steps(config, data) or MAX_BATCHES, MAX_BATCHES),
         )
         stacked = [hash_ids(batch, collection.declaration) for batch in sample]
         if not any(batch.size for batch in stacked):
@@ -131,7 +132,6 @@ def _place_rows_of_run(
             collection.tables, collection.declaration.features, stacked, is_brief=True
         )
         profile = replace(profile, digest=digest)
-    unknown_steps = first_step + SAMPLES_OF_UNKNOWN_LENGTH * profile.batches
     try:
         placed = place_rows(
             plan,
@@ -141,7 +141,7 @@ def _place_rows_of_run(
             batch_size=min(config.train.samples_per_step, profile.samples),
             num_samples=source.num_samples,
             first_batch=first_step,
-            last_batch=count_run_steps(config, source, unknown_steps),
+            last_batch=predict_last_step(config, data, first_step, profile.batches),
         )
     except BudgetExceeded as error:
         # Counts of one rank's batches are exact; those of several ranks or batches are estimates from above.
@@ -221,6 +221,13 @@ def read_sample_batches(
     return sample
 
 
+def list_row_folders(plan: Plan, run_folder: Path) -> list[str]:
+    """Return the directories for rows of this plan; [] if all rows fit in memory."""
+    if not plan.needs_backing:
+        return []
+    return [directory.path for directory in plan.ssd] or [str(run_folder)]
+
+
 def count_epoch_steps(config: RunConfig, num_samples: int) -> int:
     """Count the steps of an epoch. The last batch is one of those that the model gets: a micro-batch."""
     parts = config.train.accumulate
@@ -228,11 +235,23 @@ def count_epoch_steps(config: RunConfig, num_samples: int) -> int:
     return -(-num_steps(num_samples, size, config.data.last_batch) // parts)
 
 
-def count_run_steps(config: RunConfig, source: Source, unknown: int) -> int:
-    """Count the steps of the whole run. unknown: result if the number of samples is unknown."""
+def count_run_steps(config: RunConfig, data: Splits) -> int | None:
+    """Count the steps of the whole run; None if the length of the data is unknown."""
     train = config.train
-    num_samples = source.num_samples
-    if num_samples is None:
-        return unknown if train.max_steps is None else train.max_steps
-    steps = count_epoch_steps(config, num_samples) * max(train.num_epochs, 1)
+    parts = data.days if train.progressive else (data.train,) * train.num_epochs
+    steps = 0
+    for part in parts:
+        if part.num_samples is None:
+            return train.max_steps
+        steps += count_epoch_steps(config, part.num_samples)
     return steps if train.max_steps is None else min(steps, train.max_steps)
+
+
+def predict_last_step(
+    config: RunConfig, data: Splits, first_step: int, sampled_batches: int
+) -> int:
+    """Return the last step of the run: at least one after the first, and a guess if the data's length is unknown."""
+    steps = count_run_steps(config, data)
+    if steps is None:
+        steps = first_step + SAMPLES_OF_UNKNOWN_LENGTH * sampled_batches
+    return max(steps, first_step + 1)

@@ -16,6 +16,7 @@ from colonnade.comm.collectives import (
 )
 from colonnade.config.plan import PlanConfig
 from colonnade.config.run import RunConfig
+from colonnade.data.contract import Splits, multi_id_columns
 from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import ConfigError
 from colonnade.formats import read_text_file
@@ -23,7 +24,7 @@ from colonnade.lookup.hops import BY_TOWERS
 from colonnade.lookup.layout import EmbeddingDeclaration
 from colonnade.plan.constraints import apply_towers, read_table_constraints
 from colonnade.plan.cost.comm_volume import predict_single_rank_seconds
-from colonnade.plan.cost.consumers import build_model_load
+from colonnade.plan.cost.consumers import build_model_load, check_whole_bags
 from colonnade.plan.cost.memory import MemoryDemand, divide_memory
 from colonnade.plan.cost.prediction import LinkCosts
 from colonnade.plan.cost.table_stats import TableLoad, build_table_loads
@@ -283,3 +284,11 @@ def group_by_channel(sent: Mapping[tuple[str, str], float]) -> dict[str, dict[st
     for (channel, link), size in sent.items():
         by_channel.setdefault(channel, {})[link] = size
     return by_channel
+
+
+def check_exchanges_of_features(plan: Plan, collection: EmbeddingCollection, data: Splits) -> None:
+    """Raise ConfigError if a table's exchange does not support features with several ids per sample."""
+    exchanges = [table.exchange for table in plan.tables]
+    check_whole_bags(
+        collection.declaration, plan.shardings, exchanges, multi_id_columns(data.train.schema)
+    )

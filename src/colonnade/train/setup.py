@@ -19,11 +19,10 @@ from colonnade.comm.mesh import Mesh
 from colonnade.config.run import RunConfig
 from colonnade.data import SOURCES, Splits
 from colonnade.data.batches import open_batches
-from colonnade.embedding import EmbeddingCollection
+from colonnade.embedding import EmbeddingCollection, find_collection
 from colonnade.models.tower_modules import describe_tower_modules
 from colonnade.plan.plan import Plan
 from colonnade.row_optimizer import RowOptimizer
-from colonnade.run.validation import find_collection
 from colonnade.store.contract import Backing
 from colonnade.store.disk import Disk
 from colonnade.terminal import Terminal
