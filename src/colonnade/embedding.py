@@ -31,7 +31,8 @@ from colonnade.pipeline.lookahead import Lookahead
 from colonnade.pipeline.open_rows import open_rows
 from colonnade.pipeline.pipeline import Pipeline, StepCounter
 from colonnade.pipeline.prepared_batches import PrefetchedBatch, PreparedBatch
-from colonnade.plan.plan import Plan, build_plan
+from colonnade.plan.build import build_plan
+from colonnade.plan.plan import Plan
 from colonnade.row_state import StatefulRows
 from colonnade.store.contract import Backing, Rows
 from colonnade.store.mapped import MappedRows

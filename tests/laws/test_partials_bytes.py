@@ -37,10 +37,11 @@ from colonnade.lookup.views import is_merged_at_samples
 from colonnade.plan.cost.consumers import build_model_load, find_remote_consumers
 from colonnade.plan.cost.partials import Partials
 from colonnade.plan.cost.table_stats import build_table_loads
-from colonnade.plan.hot import profile_hot_and_cold
 from colonnade.plan.measure.profile import profile_batches
+from colonnade.plan.plan import EXACT, Codecs
 from colonnade.plan.search import choose
 from colonnade.plan.search.candidates import Constraint
+from colonnade.planning.choices import profile_hot_and_cold
 from colonnade.topology.sharding import (
     Sharding,
     column_wise,
@@ -48,7 +49,6 @@ from colonnade.topology.sharding import (
     row_wise,
     table_wise,
 )
-from colonnade.wire.codec import EXACT, Codecs
 
 SIZE, STEPS = 450, 6  # of a rank's batch
 NAMES = tuple("abcdefg")

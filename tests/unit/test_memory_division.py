@@ -28,8 +28,7 @@ from colonnade import (
 )
 from colonnade.config.plan import MemoryConfig
 from colonnade.errors import BudgetExceeded, ConfigError
-from colonnade.plan import cost
-from colonnade.plan.cost.memory import MemoryDemand
+from colonnade.plan.cost.memory import Budgets, MemoryDemand, divide, list_rank_demands
 from colonnade.store.budget import slot_bytes
 from colonnade.topology.sharding import Sharding, table_wise
 
@@ -39,13 +38,13 @@ HOSTS, RANKS = 2, 3
 def choose_sharding(rng: random.Random, num_ranks: int) -> Sharding:
     if num_ranks == 1:
         return row_wise(1)
-    some = tuple(sorted(rng.sample(range(num_ranks), rng.randint(1, num_ranks))))
+    owners = tuple(sorted(rng.sample(range(num_ranks), rng.randint(1, num_ranks))))
     choices = [
         row_wise(num_ranks),
         table_wise(rng.randrange(num_ranks)),
         replicated(num_ranks),
-        Sharding("host_wise", some),
-        column_wise(some[:4]),
+        Sharding("host_wise", owners),
+        column_wise(owners[:4]),
     ]
     if num_ranks == HOSTS * RANKS:
         choices.append(Sharding("grid", tuple(range(num_ranks)), HOSTS))
@@ -152,10 +151,10 @@ def test_memory_follows_the_reads_that_it_saves(group):
             reference = divide_memory_on_ranks(demands, shardings, num_ranks, dram, mapped)
         except DoesNotFit:
             with pytest.raises(BudgetExceeded):
-                divide(demands, shardings, num_ranks, dram, mapped)
+                divide_on_ranks(demands, shardings, num_ranks, dram, mapped)
             continue
         compared += 1
-        result = divide(demands, shardings, num_ranks, dram, mapped)
+        result = divide_on_ranks(demands, shardings, num_ranks, dram, mapped)
         assert [(m.name, m.rows, m.tier) for m in result] == [
             (m.name, m.rows, m.tier) for m in reference
         ], seed
@@ -164,5 +163,5 @@ def test_memory_follows_the_reads_that_it_saves(group):
     assert compared > 40
 
 
-def divide(demands, shardings, num_ranks, dram, mapped):
-    return cost.memory.divide_memory_on_ranks(demands, shardings, num_ranks, dram, mapped)
+def divide_on_ranks(demands, shardings, num_ranks, dram, mapped):
+    return divide(demands, Budgets(dram, mapped), list_rank_demands(shardings, num_ranks))

@@ -7,13 +7,13 @@ import pytest
 from colonnade import Feature, Table, World
 from colonnade.config.run import build_config
 from colonnade.errors import ConfigError
+from colonnade.plan.build import build_plan
 from colonnade.plan.constraints import apply_towers, is_settled, shard_in_towers
 from colonnade.plan.cost.tower_paths import (
     CALL_MESSAGES,
     predict_saved_processor_seconds,
     tower_call_seconds,
 )
-from colonnade.plan.plan import build_plan
 from colonnade.planning.choices import apply_tower_partition
 from colonnade.topology.towers import Partition
 

@@ -21,7 +21,6 @@ from statistics import median
 import numpy as np
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from colonnade.batch import Batch
 from colonnade.checkpoint.stores import RankStores, open_stores
@@ -30,14 +29,15 @@ from colonnade.comm.peer_status import report_errors_to_peers
 from colonnade.comm.traffic import Traffic
 from colonnade.config.plan import MemoryConfig, PlanConfig
 from colonnade.data.batches import open_batches
-from colonnade.data.contract import Schema, Splits
+from colonnade.data.contract import Splits
 from colonnade.embedding import EmbeddingCollection, find_collection
 from colonnade.lookup.stacking import hash_ids
+from colonnade.plan.build import build_plan
 from colonnade.plan.comparison import MAX_PREDICTED_GAP, ComparedPlan, PlanComparison
 from colonnade.plan.cost.prediction import (
     StepCosts,
 )
-from colonnade.plan.plan import Plan, build_plan
+from colonnade.plan.plan import Plan
 from colonnade.planning.measure import list_missing_folders
 from colonnade.planning.placement import list_row_folders, read_sample_batches
 from colonnade.row_optimizer import RowOptimizer
@@ -47,7 +47,6 @@ from colonnade.store.disk import Disk
 from colonnade.store.dram import RowSources
 from colonnade.terminal import Terminal
 from colonnade.train.dense import DenseGradients
-from colonnade.train.objective import Objective
 from colonnade.train.progress import Progress
 from colonnade.train.setup import RunSetup, open_timed_trainer
 from colonnade.train.trainer import Outcome, Schedule, Trainer
@@ -71,13 +70,9 @@ class TimedPass:
 
 
 def run_micro_benchmark(
-    model: nn.Module,
+    setup: RunSetup,
     batches: Sequence[Batch],
-    schema: Schema,
-    objective: Objective,
-    make_optimizer: Callable[[list[nn.Parameter]], Optimizer],
     *,
-    batch_size: int,
     folder: Path | None = None,
     reads: Mapping[str, float] | None = None,
 ) -> StepCosts:
@@ -85,14 +80,14 @@ def run_micro_benchmark(
 
     Takes 2 x PASSES passes over `batches`, at least one. Passes with much and with little memory alternate, so that
     slow seconds of the machine affect both.
-    model: not open; does not change.
+    setup: its model is not open, and does not change.
     folder: on the disk for rows. None: the cost of moving rows is not measured. With a single batch it is zero.
     reads: number of rows that a step of the run will read, by table. None: memory is as small as possible.
     """
     with torch.random.fork_rng():  # so that planning changes no bit of the later run
         return _measure_step_costs(
-            model,
-            _MicroBenchmark(batches, schema, objective, make_optimizer, batch_size),
+            setup.model,
+            _MicroBenchmark(setup, batches),
             folder,
             reads or {},
         )
@@ -201,24 +196,15 @@ class _TimedModel:
 class _MicroBenchmark:
     """Repeated sample batches, and what is needed to train copies of a model on them."""
 
-    def __init__(
-        self,
-        batches: Sequence[Batch],
-        schema: Schema,
-        objective: Objective,
-        make_optimizer: Callable[[list[nn.Parameter]], Optimizer],
-        batch_size: int,
-    ) -> None:
+    def __init__(self, setup: RunSetup, batches: Sequence[Batch]) -> None:
         # The first pass begins with an untimed step, so a single batch must be repeated.
         repeated = (
             batches if len(batches) > 1 else [copy.copy(batches[0]) for _ in range(MIN_STEPS)]
         )
+        self.setup = setup
         self.batches = list(repeated)
-        self.data = Splits(train=open_batches(self.batches, schema, name="sample"))
+        self.data = Splits(train=open_batches(self.batches, setup.data.train.schema, name="sample"))
         self.num_steps = len(self.batches)
-        self.batch_size = batch_size
-        self.objective = objective
-        self.make_optimizer = make_optimizer
 
     def open_model(
         self, stack: ExitStack, model: nn.Module, plan: Plan, folder: Path | None
@@ -246,9 +232,9 @@ class _MicroBenchmark:
             model,
             collection,
             self.data,
-            Schedule(batch_size=self.batch_size, epochs=PASSES + 2),
-            objective=self.objective,
-            dense_optimizer=self.make_optimizer(parameters),
+            Schedule(batch_size=self.setup.config.train.samples_per_step, epochs=PASSES + 2),
+            objective=self.setup.objective,
+            dense_optimizer=self.setup.make_optimizer(parameters),
             rows=RowOptimizer(collection),
             dense=dense,
             progress=Progress(total_steps=None, console=Terminal(quiet=True), is_quiet=True),

@@ -33,13 +33,13 @@ from colonnade.data.contract import Source, Splits
 from colonnade.embedding import find_collection
 from colonnade.errors import ConfigError, DataError
 from colonnade.models.ranking import evaluation_mode
-from colonnade.plan.plan import build_plan
+from colonnade.plan.build import build_plan
 from colonnade.run.cross_rank_check import check_config_on_all_ranks
 from colonnade.run.run import prepare_run, set_num_threads
 from colonnade.terminal import Terminal
 from colonnade.train.interrupt import stop_on_signals
 from colonnade.train.objective import Objective, get_objective
-from colonnade.train.setup import OptimizerFactory, ScheduleFactory
+from colonnade.train.setup import OptimizerFactory, RunSetup, ScheduleFactory
 from colonnade.train.trainer import Outcome
 
 SampleLoss = Callable[[Any, Batch], Tensor]
@@ -125,16 +125,18 @@ def fit(
     splits = data if isinstance(data, Splits) else Splits(train=data)
     _check_parts_are_sources(splits)
     opened_run = prepare_run(
-        model,
-        splits,
-        full_config,
-        mesh,
-        None if run is None else Path(run),
-        objective=MeanLoss(loss) if loss is not None else objective or get_objective(model),
-        dense_optimizer=dense_optimizer,
-        dense_schedule=dense_schedule,
-        row_schedule=row_schedule,
-        console=None if quiet or mesh.rank > 0 else Terminal(),
+        RunSetup(
+            model=model,
+            data=splits,
+            config=full_config,
+            mesh=mesh,
+            folder=None if run is None else Path(run),
+            objective=MeanLoss(loss) if loss is not None else objective or get_objective(model),
+            dense_optimizer=dense_optimizer,
+            dense_schedule=dense_schedule,
+            row_schedule=row_schedule,
+            console=None if quiet or mesh.rank > 0 else Terminal(),
+        )
     )
     try:
         model.train()

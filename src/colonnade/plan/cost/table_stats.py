@@ -14,10 +14,11 @@ import torch
 
 from colonnade.plan.measure.popularity import OPEN_ROOM, expected_used_rows
 from colonnade.plan.measure.profile import Profile
+from colonnade.plan.plan import EXACT, Codecs
 from colonnade.store.budget import slot_bytes
 from colonnade.table import Feature, Table, TableSide, describe_whole_row_setting
 from colonnade.topology.world import World
-from colonnade.wire.codec import CODECS, EXACT, Codecs
+from colonnade.wire.codec import CODECS
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from colonnade.lookup.hops import BY_TOWERS
 from colonnade.plan.cost.comm_volume import ExchangeName, step_seconds
+from colonnade.plan.names import Constraint as Constraint
 from colonnade.topology.sharding import Kind, Sharding
 
 Option = tuple[ExchangeName, Kind]
@@ -45,15 +46,6 @@ class Memory:
     """Bytes of memory; None: no limit."""
     seconds_per_byte: float = float("inf")
     """Seconds of file reads per step for each byte of rows that does not fit; inf: rows must fit."""
-
-
-@dataclass(frozen=True, slots=True)
-class Constraint:
-    """Constraint on one table from the configuration; None: the planner chooses."""
-
-    kind: Kind | None = None
-    exchange: ExchangeName | None = None
-    ranks: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
