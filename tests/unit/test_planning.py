@@ -196,7 +196,7 @@ def test_a_micro_benchmark_that_fails_after_it_opened_stores_closes_them(
     tmp_path, quick, monkeypatch
 ):
     opened, closed, real_close = [], [], LogBacking.close
-    real_open, real_trainer = timing.open_stores, timing.Trainer
+    real_open, real_trainer = timing.open_stores, timing.open_timed_trainer
 
     def open_stores(*arguments):
         opened.extend(real_open(*arguments))
@@ -212,7 +212,7 @@ def test_a_micro_benchmark_that_fails_after_it_opened_stores_closes_them(
         real_close(store)
 
     monkeypatch.setattr(timing, "open_stores", open_stores)
-    monkeypatch.setattr(timing, "Trainer", build_trainer)
+    monkeypatch.setattr(timing, "open_timed_trainer", build_trainer)
     monkeypatch.setattr(LogBacking, "close", close)
     with pytest.raises(OSError, match="gone"):
         plan_run(CONFIG, tmp_path / "runs", World())

@@ -20,17 +20,14 @@ from statistics import median
 
 import numpy as np
 import torch
-from torch import nn
 
 from colonnade.batch import Batch
-from colonnade.checkpoint.stores import RankStores, open_stores
+from colonnade.checkpoint.stores import open_stores
 from colonnade.comm.mesh import Mesh
 from colonnade.comm.peer_status import report_errors_to_peers
 from colonnade.comm.traffic import Traffic
 from colonnade.config.plan import MemoryConfig, PlanConfig
-from colonnade.data.batches import open_batches
-from colonnade.data.contract import Splits
-from colonnade.embedding import EmbeddingCollection, find_collection
+from colonnade.embedding import EmbeddingCollection
 from colonnade.lookup.stacking import hash_ids
 from colonnade.plan.build import build_plan
 from colonnade.plan.comparison import MAX_PREDICTED_GAP, ComparedPlan, PlanComparison
@@ -40,16 +37,12 @@ from colonnade.plan.cost.prediction import (
 from colonnade.plan.plan import Plan
 from colonnade.planning.measure import list_missing_folders
 from colonnade.planning.placement import list_row_folders, read_sample_batches
-from colonnade.row_optimizer import RowOptimizer
 from colonnade.store.budget import slot_bytes
 from colonnade.store.contract import Backing
 from colonnade.store.disk import Disk
 from colonnade.store.dram import RowSources
-from colonnade.terminal import Terminal
-from colonnade.train.dense import DenseGradients
-from colonnade.train.progress import Progress
 from colonnade.train.setup import RunSetup, open_timed_trainer
-from colonnade.train.trainer import Outcome, Schedule, Trainer
+from colonnade.train.trainer import Outcome, Trainer
 
 PASSES = 4
 MIN_STEPS = 4
@@ -84,32 +77,33 @@ def run_micro_benchmark(
     folder: on the disk for rows. None: the cost of moving rows is not measured. With a single batch it is zero.
     reads: number of rows that a step of the run will read, by table. None: memory is as small as possible.
     """
+    if len(batches) == 1:  # The first pass begins with an untimed step.
+        batches = [copy.copy(batches[0]) for _ in range(MIN_STEPS)]
+    train = setup.config.train.model_copy(update={"accumulate": 1})
+    config = setup.config.model_copy(update={"train": train})
+    single = replace(setup, mesh=Mesh(), config=config)
     with torch.random.fork_rng():  # so that planning changes no bit of the later run
-        return _measure_step_costs(
-            setup.model,
-            _MicroBenchmark(setup, batches),
-            folder,
-            reads or {},
-        )
+        return _measure_step_costs(single, batches, folder, reads or {})
 
 
 def _measure_step_costs(
-    model: nn.Module, benchmark: _MicroBenchmark, parent: Path | None, reads: Mapping[str, float]
+    setup: RunSetup, batches: Sequence[Batch], parent: Path | None, reads: Mapping[str, float]
 ) -> StepCosts:
     """Time passes with and without memory for all rows, and compute the costs per step and row."""
-    collection = find_collection(model)
     with ExitStack() as stack:
-        with_all_rows = benchmark.open_model(
-            stack, model, build_plan(collection.tables, 1, PlanConfig(lookahead=LOOKAHEAD)), None
-        )
+
+        def open_model(plan: Plan) -> _TimedModel:
+            trainer = _open_copy(stack, setup, plan, batches, parent)
+            timed = _TimedModel(trainer, len(batches))
+            stack.callback(timed.close)
+            return timed
+
+        all_in_memory = build_plan(setup.collection.tables, 1, PlanConfig(lookahead=LOOKAHEAD))
+        with_all_rows = open_model(all_in_memory)
         with_little_memory = None
         if parent is not None:
-            temporary = stack.enter_context(create_temporary_folder(parent))
-            with_little_memory = benchmark.open_model(
-                stack,
-                model,
-                _plan_with_little_memory(collection, benchmark.batches, reads),
-                temporary,
+            with_little_memory = open_model(
+                _plan_with_little_memory(setup.collection, batches, reads)
             )
         first_pass = with_all_rows.train_timed_pass()  # initialises every row
         if with_little_memory is not None:
@@ -191,56 +185,6 @@ class _TimedModel:
     def close(self) -> None:
         """Stop the lookahead."""
         self.stream.close()
-
-
-class _MicroBenchmark:
-    """Repeated sample batches, and what is needed to train copies of a model on them."""
-
-    def __init__(self, setup: RunSetup, batches: Sequence[Batch]) -> None:
-        # The first pass begins with an untimed step, so a single batch must be repeated.
-        repeated = (
-            batches if len(batches) > 1 else [copy.copy(batches[0]) for _ in range(MIN_STEPS)]
-        )
-        self.setup = setup
-        self.batches = list(repeated)
-        self.data = Splits(train=open_batches(self.batches, setup.data.train.schema, name="sample"))
-        self.num_steps = len(self.batches)
-
-    def open_model(
-        self, stack: ExitStack, model: nn.Module, plan: Plan, folder: Path | None
-    ) -> _TimedModel:
-        """Open a copy of the model. folder: for rows that do not fit in memory. stack: stops and closes the copy."""
-        stores: RankStores = []
-        if folder is not None:
-            tables = find_collection(model).tables
-            stores = open_stores(folder, tables, plan.shardings, 0, Disk(), None)
-            for store in stores:
-                stack.callback(store.close)
-        trainer = self._build_trainer(copy.deepcopy(model), plan, stores)
-        trainer.model.train()
-        timed = _TimedModel(trainer, self.num_steps)
-        stack.callback(timed.close)
-        return timed
-
-    def _build_trainer(self, model: nn.Module, plan: Plan, stores: RankStores) -> Trainer:
-        collection = find_collection(model)
-        mesh = Mesh()
-        collection.open(plan, mesh, backings=stores)
-        parameters = [p for p in model.parameters() if p.requires_grad]
-        dense = DenseGradients(parameters, mesh)
-        trainer = Trainer(
-            model,
-            collection,
-            self.data,
-            Schedule(batch_size=self.setup.config.train.samples_per_step, epochs=PASSES + 2),
-            objective=self.setup.objective,
-            dense_optimizer=self.setup.make_optimizer(parameters),
-            rows=RowOptimizer(collection),
-            dense=dense,
-            progress=Progress(total_steps=None, console=Terminal(quiet=True), is_quiet=True),
-        )
-        dense.build_buckets()
-        return trainer
 
 
 def _count_moved_rows(sources: RowSources) -> int:
@@ -414,7 +358,7 @@ def keep_fastest_plan(setup: RunSetup, plans: Sequence[Plan]) -> Plan:
         ExitStack() as stack,
     ):
         batches = _read_first_batches(setup)
-        copies = [_open_copy(stack, setup, plan, batches) for plan in plans]
+        copies = [_TimedCopy(_open_copy(stack, setup, plan, batches)) for plan in plans]
         seconds = time_in_turns([timed.train_steps for timed in copies], setup.mesh)
     del copies
     gc.collect()  # a copy's memory is in reference cycles, and the run is about to need as much
@@ -474,12 +418,19 @@ class _TimedCopy:
 
 
 def _open_copy(
-    stack: ExitStack, setup: RunSetup, plan: Plan, batches: Sequence[Batch]
-) -> _TimedCopy:
-    """Open a copy of the model under a plan. stack: closes its stores and removes its files."""
+    stack: ExitStack,
+    setup: RunSetup,
+    plan: Plan,
+    batches: Sequence[Batch],
+    parent: Path | None = None,
+) -> Trainer:
+    """Open a copy of the model under a plan. stack: closes its stores and removes its files.
+
+    parent: of the folder for rows that do not fit in memory; None: that of the plan.
+    """
     backings: Sequence[Backing] = ()
     if plan.needs_backing:
-        parent = Path(list_row_folders(plan, setup.folder or Path())[0])
+        parent = parent or Path(list_row_folders(plan, setup.folder or Path())[0])
         folder = stack.enter_context(create_temporary_folder(parent))
         tables = setup.collection.tables
         stores = open_stores(folder, tables, plan.shardings, setup.mesh.rank, Disk(), None)
@@ -488,4 +439,4 @@ def _open_copy(
         backings = stores
     copied = copy.deepcopy(setup.model)
     copied.train()
-    return _TimedCopy(open_timed_trainer(setup, copied, plan, batches, backings))
+    return open_timed_trainer(setup, copied, plan, batches, backings)

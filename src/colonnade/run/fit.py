@@ -110,12 +110,8 @@ def fit(
     if isinstance(dense_optimizer, str):
         overrides["dense.optimizer"] = dense_optimizer
         dense_optimizer = None
-    if isinstance(dense_schedule, Mapping):
-        overrides["dense.schedule"] = dict(dense_schedule)
-        dense_schedule = None
-    if isinstance(row_schedule, Mapping):
-        overrides["embedding.schedule"] = dict(row_schedule)
-        row_schedule = None
+    dense_schedule = _select_factory(dense_schedule, "dense.schedule", overrides)
+    row_schedule = _select_factory(row_schedule, "embedding.schedule", overrides)
     full_config = override_settings(config or RunConfig(), overrides)
     mesh = mesh or open_mesh(timeout=timedelta(seconds=full_config.train.timeout))
     check_config_on_all_ranks(full_config, mesh)
@@ -220,6 +216,16 @@ class MeanLoss:
         if batch.sample_weight is not None:
             losses = losses * batch.sample_weight.to(losses)
         return losses.sum()
+
+
+def _select_factory(
+    schedule: ScheduleFactory | Mapping[str, Any] | None, setting: str, overrides: dict[str, Any]
+) -> ScheduleFactory | None:
+    """Return a schedule's factory; None for settings of a schedule, which are added to `overrides`."""
+    if isinstance(schedule, Mapping):
+        overrides[setting] = dict(schedule)
+        return None
+    return schedule
 
 
 def _check_parts_are_sources(data: Splits) -> None:
