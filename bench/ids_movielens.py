@@ -33,7 +33,7 @@ from colonnade.data import Splits, open_source
 from colonnade.data.contract import Column
 from colonnade.data.tensors import TensorSource
 from colonnade.errors import ColonnadeError
-from colonnade.run.build import build_model
+from colonnade.models.build import build_model
 from colonnade.run.defaults import get_preset
 
 DATA = "movielens"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from colonnade.exchange.cached import TableCache
+from colonnade.staleness import TableCache
 
 
 def by_table(**settings: Mapping[str, Any] | None) -> dict[str, dict[str, Any]]:

@@ -42,12 +42,12 @@ from colonnade.hops.load import ColumnLoad, TableLoad
 from colonnade.plan.comparison import describe_exchanges, order_plans_to_time
 from colonnade.plan.constraints import resolve_plan_config
 from colonnade.plan.cost.consumers import build_model_load, check_whole_bags
-from colonnade.plan.measure.device import RowRate, measure_rows
-from colonnade.plan.measure.links import measure_links
+from colonnade.plan.measure.device import RowRate
 from colonnade.plan.search import choose
 from colonnade.plan.search.candidates import Constraint, PlanDecision, step_seconds
-from colonnade.run.plan_timing import count_plans_to_time, time_in_turns
-from colonnade.run.planner import NUM_RUNNERS_UP
+from colonnade.planning.choices import NUM_RUNNERS_UP
+from colonnade.planning.measure import measure_links, measure_rows
+from colonnade.planning.timing import count_plans_to_time, time_in_turns
 from colonnade.store.budget import slot_bytes
 from colonnade.topology.sharding import Sharding, host_wise, replicated, row_wise, table_wise
 from workers.exchange_loop import EPS, ROWS_LR, Case, Iterations, digest_of, serve
@@ -149,7 +149,7 @@ class Opened:
         return Iterations(seconds, digest_of(outputs), sent, phases)
 
     def train_steps(self, warm_up: int, steps: int, start: Callable[[], None]) -> float:
-        """Train steps as a run's copies do (`colonnade.run.plan_timing`)."""
+        """Train steps as a run's copies do (`colonnade.planning.timing`)."""
         return sum(self.run(warm_up, steps, start).seconds)
 
     def sent(self) -> dict[str, float]:

@@ -22,13 +22,13 @@ from colonnade import Batch, Feature, Ids, RowOptimizer, Table
 from colonnade.cache.next_use import encode_distance
 from colonnade.config.plan import MemoryConfig, PlanConfig
 from colonnade.models.dlrm import DLRM
+from colonnade.plan.build import add_mapped_rows, build_plan
 from colonnade.plan.measure.profile import profile_batches
-from colonnade.plan.placement import place_rows
-from colonnade.plan.plan import Plan, build_plan
-from colonnade.run.placement import MIN_BATCHES, SAMPLE_LOOKUPS
+from colonnade.plan.placement import forecast_batches, place_rows
+from colonnade.plan.plan import Plan
+from colonnade.planning.placement import MIN_BATCHES, SAMPLE_LOOKUPS
 from colonnade.sizes import StorageLocation
-from colonnade.store.budget import slot_bytes, split_cache_budget
-from colonnade.topology.sharding import Shard
+from colonnade.store.budget import slot_bytes
 from workers.tier_delay import delay_moves
 from workers.tier_stream import Stream
 from workers.tiers_loop import Case, Gate, serve
@@ -151,21 +151,20 @@ def place_by_sample(
         )
     profile = profile_batches(tables, features, sample, is_brief=True)
     first = int(shape.history / shape.batch_size)
-    return place_rows(
-        plan, tables, profile, memory, batch_size=shape.batch_size, num_samples=None, first_batch=first,
+    run_batches = forecast_batches(
+        plan,
+        batch_size=shape.batch_size,
+        num_samples=None,
+        first_batch=first,
         last_batch=first + shape.num_batches,
-    )  # fmt: skip
+    )
+    return place_rows(plan, tables, profile, memory, run_batches)
 
 
 def add_cache(plan: Plan, tables: Sequence[Table], case: Case) -> Plan:
     """Give all mapped memory to evicted rows. A plan of its own would store whole tables there first."""
-    resident = [None if table.fits else table.capacity_rows for table in plan.tables]
-    rows = split_cache_budget(tables, case.mapped_bytes, [Shard()] * len(tables), resident)
-    planned = [
-        replace(table, mapped_rows=count) for table, count in zip(plan.tables, rows, strict=True)
-    ]
-    return replace(
-        plan, tables=tuple(planned), mapped=StorageLocation(case.mapped, case.mapped_bytes)
+    return add_mapped_rows(
+        replace(plan, mapped=StorageLocation(case.mapped, case.mapped_bytes)), tables
     )
 
 

@@ -22,10 +22,10 @@ from numpy.typing import NDArray
 
 from colonnade import Batch, EmbeddingCollection, Feature, Ids, RowOptimizer, RowWiseAdagrad, Table
 from colonnade.config.plan import MemoryConfig, PlanConfig
+from colonnade.plan.build import build_plan
 from colonnade.plan.measure.profile import profile_batches
-from colonnade.plan.placement import place_rows
-from colonnade.plan.plan import build_plan
-from colonnade.run.placement import MIN_BATCHES, SAMPLE_LOOKUPS
+from colonnade.plan.placement import forecast_batches, place_rows
+from colonnade.planning.placement import MIN_BATCHES, SAMPLE_LOOKUPS
 from colonnade.store.budget import slot_bytes
 from workers.tier_stream import Law, probabilities
 from workers.tiers_loop import Gate
@@ -92,10 +92,15 @@ class Training:
         if placement == "profiled":
             batches = max(MIN_BATCHES, SAMPLE_LOOKUPS // (HOT_LOOKUPS * BATCH_SIZE))
             sample = [stream.batch(number) for number in range(batches)]
-            plan = place_rows(
-                plan, tables, profile_batches(tables, features, sample, is_brief=True), memory,
-                batch_size=BATCH_SIZE, num_samples=None, first_batch=HISTORY, last_batch=2 * HISTORY,
-            )  # fmt: skip
+            profile = profile_batches(tables, features, sample, is_brief=True)
+            run_batches = forecast_batches(
+                plan,
+                batch_size=BATCH_SIZE,
+                num_samples=None,
+                first_batch=HISTORY,
+                last_batch=2 * HISTORY,
+            )
+            plan = place_rows(plan, tables, profile, memory, run_batches)
         self.capacities = {table.name: table.capacity_rows for table in plan.tables}
         self.embeddings.open(plan, backings=open_backings(folder, tables, FILL_STEP))
         self.rows = RowOptimizer(self.embeddings)

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
         StorageError,
         WorldError,
     )
-    from colonnade.exchange.cached import TableCache
     from colonnade.interaction import (
         FM,
         BiInteraction,
@@ -53,8 +52,9 @@ if TYPE_CHECKING:
         RowWiseAdam,
         SparseOptimizer,
     )
+    from colonnade.plan.build import build_plan
     from colonnade.plan.constraints import shard_in_towers
-    from colonnade.plan.plan import Plan, build_plan
+    from colonnade.plan.plan import Plan
     from colonnade.predict import Predictor
     from colonnade.processors import count_usable_processors
     from colonnade.publish.export import export_run
@@ -71,7 +71,7 @@ if TYPE_CHECKING:
     from colonnade.run.fit import FitResult, fit, load_checkpoint
     from colonnade.serve.recommend import Recommender
     from colonnade.serve.records import build_encoder
-    from colonnade.staleness import RowClock
+    from colonnade.staleness import RowClock, TableCache
     from colonnade.table import Feature, Table, Uniform
     from colonnade.topology.sharding import (
         HotRows,
@@ -98,7 +98,6 @@ _NAMES_BY_MODULE = {
         "BudgetExceeded", "CheckpointError", "ColonnadeError", "ConfigError", "DataError", "NonFiniteError",
         "StorageError", "WorldError",
     ),
-    "exchange.cached": ("TableCache",),
     "interaction": (
         "BiInteraction", "Concat", "FM", "FieldsLinear", "Interaction", "LowRankCross", "NormalizedLinear",
         "Sum", "TargetAttention", "TowerModule",
@@ -109,7 +108,8 @@ _NAMES_BY_MODULE = {
         "Adagrad", "Adam", "AdamW", "FTRL", "LAMB", "RowWiseAdagrad", "RowWiseAdam", "SGD", "SparseOptimizer",
     ),
     "plan.constraints": ("shard_in_towers",),
-    "plan.plan": ("Plan", "build_plan"),
+    "plan.build": ("build_plan",),
+    "plan.plan": ("Plan",),
     "predict": ("Predictor",),
     "processors": ("count_usable_processors",),
     "publish.export": ("export_run",),
@@ -121,7 +121,7 @@ _NAMES_BY_MODULE = {
     "run.fit": ("FitResult", "fit", "load_checkpoint"),
     "serve.recommend": ("Recommender",),
     "serve.records": ("build_encoder",),
-    "staleness": ("RowClock",),
+    "staleness": ("RowClock", "TableCache"),
     "table": ("Feature", "Table", "Uniform"),
     "topology.sharding": (
         "HotRows", "Sharding", "column_wise", "grid", "host_wise", "replicated", "row_wise", "table_wise",

@@ -31,7 +31,8 @@ from colonnade.pipeline.lookahead import Lookahead
 from colonnade.pipeline.open_rows import open_rows
 from colonnade.pipeline.pipeline import Pipeline, StepCounter
 from colonnade.pipeline.prepared_batches import PrefetchedBatch, PreparedBatch
-from colonnade.plan.plan import Plan, build_plan
+from colonnade.plan.build import build_plan
+from colonnade.plan.plan import Plan
 from colonnade.row_state import StatefulRows
 from colonnade.store.contract import Backing, Rows
 from colonnade.store.mapped import MappedRows
@@ -342,3 +343,14 @@ class EmbeddingCollection(StatefulRows):
             )
         if not self._opened:
             self.open()
+
+
+def find_collection(model: nn.Module) -> EmbeddingCollection:
+    """Return the one EmbeddingCollection in a model. Raises ConfigError unless there is exactly one."""
+    collections = [module for module in model.modules() if isinstance(module, EmbeddingCollection)]
+    if len(collections) != 1:
+        raise ConfigError(
+            f"{type(model).__name__} has {len(collections)} EmbeddingCollections among its modules, wanted one; "
+            "declare all tables in one collection"
+        )
+    return collections[0]

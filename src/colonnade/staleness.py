@@ -150,3 +150,14 @@ def row_clock(
             "bounds that add up to staleness; leave one of the three out"
         )
     return RowClock(read_bound, write_bound)
+
+
+@dataclass(frozen=True, slots=True)
+class TableCache:
+    """Cache settings of one table on one rank."""
+
+    rows: int
+    clock: RowClock
+    policy: str = "lru"
+    window: int = 0
+    """Number of coming batches that policy lookahead knows the ids of."""

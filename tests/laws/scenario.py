@@ -38,7 +38,7 @@ from colonnade import (
     Uniform,
     build_plan,
 )
-from colonnade.config.plan import CacheTier
+from colonnade.plan.names import CacheTier
 from colonnade.row_state import dense_state_dict
 from colonnade.store.dram import RowSources
 from colonnade.store.log import open_log

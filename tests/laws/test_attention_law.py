@@ -38,6 +38,7 @@ from colonnade.errors import ConfigError
 from colonnade.lookup.layout import declare
 from colonnade.plan.cost.consumers import build_model_load
 from colonnade.plan.measure.profile import build_table_loads, profile_batches
+from colonnade.plan.plan import EXACT, Codecs
 from colonnade.plan.search import choose
 from colonnade.plan.search.candidates import Constraint
 from colonnade.store.checksums import compute_checksums
@@ -50,7 +51,6 @@ from colonnade.topology.sharding import (
     row_wise,
     table_wise,
 )
-from colonnade.wire.codec import EXACT, Codecs
 
 LR, SIZES = 0.3, [13, 0, 1, 24]
 TABLES = [

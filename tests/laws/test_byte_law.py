@@ -24,12 +24,12 @@ from colonnade import (
 )
 from colonnade.comm.traffic import Traffic
 from colonnade.hops.kinds import CHANNELS
-from colonnade.plan.hot import find_most_popular_ids, profile_hot_and_cold
 from colonnade.plan.measure.profile import build_table_loads, profile_batches
+from colonnade.plan.plan import EXACT, Codecs
 from colonnade.plan.search import choose
 from colonnade.plan.search.candidates import Constraint
+from colonnade.planning.choices import find_most_popular_ids, profile_hot_and_cold
 from colonnade.topology.sharding import column_wise, replicated, row_wise, table_wise
-from colonnade.wire.codec import EXACT, Codecs
 
 SIZE, STEPS, RANKS = 900, 10, 3
 TABLES = [

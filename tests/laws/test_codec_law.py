@@ -21,8 +21,9 @@ from colonnade import (
     Table,
     build_plan,
 )
+from colonnade.plan.plan import Codecs
 from colonnade.topology.sharding import replicated, row_wise, table_wise
-from colonnade.wire.codec import CODECS, Codecs
+from colonnade.wire.codec import CODECS
 
 NUM_RANKS, SIZE, STEPS, DIM, ROWS = 3, 40, 2, 12, 60
 NAMES = ("bf16", "fp16", "int8")

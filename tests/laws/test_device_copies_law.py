@@ -30,9 +30,8 @@ from colonnade import (
 )
 from colonnade.cache.cached_rows import DeviceCachedRows
 from colonnade.exchange import cached_state
-from colonnade.exchange.cached import TableCache
 from colonnade.exchange.cached_state import apply_planned_bounds
-from colonnade.staleness import RowClock, row_clock
+from colonnade.staleness import RowClock, TableCache, row_clock
 
 BOUNDS = [row_clock(6), RowClock(0, 3), row_clock(0), RowClock(2, 0)]
 """Optimizers, assigned to tables in turns."""

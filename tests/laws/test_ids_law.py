@@ -28,9 +28,8 @@ from colonnade import (
     build_plan,
 )
 from colonnade.errors import ConfigError, DataError
-from colonnade.exchange.cached import TableCache
 from colonnade.lookup.layout import declare
-from colonnade.staleness import RowClock
+from colonnade.staleness import RowClock, TableCache
 from colonnade.topology.sharding import Sharding, column_wise, replicated, row_wise, table_wise
 
 DIM, LR = 5, 0.1

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
 import sys
 from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "docs"))
+import pytest  # noqa: E402
 import tree  # noqa: E402
 
 import colonnade  # noqa: E402
@@ -25,6 +27,8 @@ LEVELS = [
     {"formats", "machine", "retention", "staleness", "batch", "optimizers", "ops"},
     {"topology"},
     {"hops"},
+    {"plan.names", "plan.comparison"},
+    {"plan.plan"},
     {"config"},
     {"table", "interaction"},
     {"store", "comm"},
@@ -45,6 +49,7 @@ LEVELS = [
     {"checkpoint"},
     {"publish"},
     {"train"},
+    {"planning"},
     {"run"},
     {"report", "predict"},
     {"serve", "export"},
@@ -171,6 +176,41 @@ def test_folders_do_one_job():
     }  # fmt: skip
     assert single - SINGLE == set(), "merge these into their users"
     assert SINGLE - single == set(), "take these off the list"
+
+
+def _is_in(module: str, excluded: tuple[str, ...]) -> bool:
+    return any(module == name or module.startswith(f"{name}.") for name in excluded)
+
+
+def list_closure(module: str) -> set[str]:
+    """Return the modules that importing a module in a fresh process loads."""
+    program = f"import sys, colonnade.{module}; print(*sys.modules)"
+    loaded = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    names = [name for name in loaded.stdout.split() if name.startswith("colonnade.")]
+    return {name.removeprefix("colonnade.") for name in names} & set(MODULES)
+
+
+@pytest.mark.parametrize(
+    ("module", "max_modules", "excluded"),
+    [
+        # Values: reading a plan.json loads no planner.
+        ("plan.plan", 16, ("config", "store", "plan", "planning", "exchange", "embedding")),
+        ("embedding", 140, ("plan.search", "plan.measure.device", "planning", "train", "run")),
+        (
+            "predict",
+            195,
+            ("plan.search", "plan.measure.device", "planning", "train.trainer", "run"),
+        ),
+    ],
+)
+def test_a_value_loads_nothing_of_its_users(module, max_modules, excluded):
+    loaded = list_closure(module)
+    own = {"plan", "plan.plan", "plan.names", "plan.comparison"} if module == "plan.plan" else set()
+    assert module in loaded  # the comparison can fail
+    assert len(loaded) <= max_modules
+    assert [name for name in sorted(loaded - own) if _is_in(name, excluded)] == []
 
 
 def test_one_call_points_up():

@@ -31,7 +31,7 @@ from colonnade import (
     load_rows,
     trained_ids,
 )
-from colonnade.exchange.cached import TableCache
+from colonnade.staleness import TableCache
 
 OPTIMIZERS = {
     "adam": Adam(lr=0.1),

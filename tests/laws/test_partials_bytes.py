@@ -36,10 +36,11 @@ from colonnade.lookup.layout import declare
 from colonnade.lookup.views import is_merged_at_samples
 from colonnade.plan.cost.consumers import build_model_load, find_remote_consumers
 from colonnade.plan.cost.partials import Partials
-from colonnade.plan.hot import profile_hot_and_cold
 from colonnade.plan.measure.profile import build_table_loads, profile_batches
+from colonnade.plan.plan import EXACT, Codecs
 from colonnade.plan.search import choose
 from colonnade.plan.search.candidates import Constraint
+from colonnade.planning.choices import profile_hot_and_cold
 from colonnade.topology.sharding import (
     Sharding,
     column_wise,
@@ -47,7 +48,6 @@ from colonnade.topology.sharding import (
     row_wise,
     table_wise,
 )
-from colonnade.wire.codec import EXACT, Codecs
 
 SIZE, STEPS = 450, 6  # of a rank's batch
 NAMES = tuple("abcdefg")

@@ -28,11 +28,12 @@ from colonnade import (
 from colonnade.comm.process_groups import assign_server_ranks
 from colonnade.config.run import build_config, override_settings
 from colonnade.errors import ConfigError
-from colonnade.run.build import build_model
+from colonnade.models.build import build_model
+from colonnade.plan.plan import EXACT, Codecs
 from colonnade.run.run import load_run_config, open_run, prepare_run
 from colonnade.topology.sharding import table_wise
 from colonnade.train.objective import get_objective
-from colonnade.wire.codec import EXACT, Codecs
+from colonnade.train.setup import RunSetup
 
 SIZES = [23, 0, 1, 24, 23, 22]
 FIELDS = ("user.deep", "item", "seen", "tags")
@@ -264,15 +265,15 @@ def refusals(mesh):
         data = replace(data, train=Bags(data.train), test=Bags(data.test))
         model = build_model(data.train.schema, config)
         try:
-            prepare_run(
-                model,
-                data,
-                config,
-                mesh,
-                None,
+            setup = RunSetup(
+                model=model,
+                data=data,
+                config=config,
+                mesh=mesh,
                 objective=get_objective(model),
                 console=console_of(mesh),
             )
+            prepare_run(setup)
             lines.append("")
         except ConfigError as error:
             lines.append(str(error))

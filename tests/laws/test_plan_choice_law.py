@@ -15,8 +15,8 @@ from ranks import console_of, run_ranks
 from colonnade import EmbeddingCollection, Plan, dense_state_dict
 from colonnade.config.run import build_config, override_settings
 from colonnade.errors import PeerLost
-from colonnade.plan.measure.device import measure_device
-from colonnade.run import plan_timing, planner, planning
+from colonnade.planning import choices, planner, timing
+from colonnade.planning.measure import measure_device
 from colonnade.run.run import open_run
 
 STEPS = 20
@@ -59,10 +59,10 @@ def refuse_timing(*_, **__):
 def quick_planning():
     """Time short turns in short runs, and neither links nor disks for long."""
     with (
-        patch.object(plan_timing, "MAX_SECONDS", 0.3),
-        patch.object(plan_timing, "MIN_RUN_STEPS", 0),
-        patch.object(planning, "measure_links", lambda mesh: mesh.world),
-        patch.object(planning, "measure_device", partial(measure_device, **QUICK)),
+        patch.object(timing, "MAX_SECONDS", 0.3),
+        patch.object(timing, "MIN_RUN_STEPS", 0),
+        patch.object(planner, "measure_links", lambda mesh: mesh.world),
+        patch.object(planner, "measure_device", partial(measure_device, **QUICK)),
     ):
         yield
 
@@ -75,9 +75,9 @@ def train(mesh, folder, settings, *, slow=False, timed=True):
         quick_planning(),
         patch.object(EmbeddingCollection, "forward", slow_forward if slow else forward),
         patch.object(
-            plan_timing,
+            timing,
             "keep_fastest_plan",
-            plan_timing.keep_fastest_plan if timed else refuse_timing,
+            timing.keep_fastest_plan if timed else refuse_timing,
         ),
     ):
         run = open_run(config, mesh, Path(folder), console=console_of(mesh))
@@ -138,7 +138,7 @@ def test_a_run_has_the_bits_of_the_plan_that_stays(num_ranks, tmp_path):
         assert comparison.chosen != 0 and comparison.plans[0].measured_seconds > SLOW_SECONDS
     written = Plan.from_json((tmp_path / "chosen" / "plan.json").read_text())
     assert written == Plan.from_json(everyone[0][0][1])
-    assert not list(tmp_path.rglob(".rehearsal*"))
+    assert not list(tmp_path.rglob(".timing*"))
 
 
 OTHER_SETTINGS = {
@@ -149,7 +149,7 @@ OTHER_SETTINGS = {
 
 
 def train_other(mesh, folder, name):
-    with patch.object(planner, "NUM_RUNNERS_UP", 2):
+    with patch.object(choices, "NUM_RUNNERS_UP", 2):
         settings = {**OTHER_SETTINGS[name], "train.checkpoint_steps": 0}
         return train(mesh, f"{folder}/run", settings, slow=True)[1]
 
@@ -160,7 +160,7 @@ def test_files_servers_and_hot_rows_are_timed_alike(name, tmp_path):
     assert everyone[0] == everyone[1] == everyone[2]
     comparison = Plan.from_json(everyone[0]).comparison
     assert comparison.chosen != 0 and comparison.plans[0].measured_seconds > SLOW_SECONDS
-    assert not list(tmp_path.rglob(".rehearsal*"))
+    assert not list(tmp_path.rglob(".timing*"))
 
 
 def fail_alone(mesh, folder):

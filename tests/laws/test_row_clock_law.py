@@ -42,11 +42,10 @@ from colonnade.cache.cached_rows import DeviceCachedRows
 from colonnade.config.run import build_config, override_settings
 from colonnade.errors import ConfigError
 from colonnade.exchange import exchange
-from colonnade.exchange.cached import TableCache
 from colonnade.exchange.cached_state import apply_planned_bounds
 from colonnade.run import run as runs
 from colonnade.run.run import open_run
-from colonnade.staleness import RowClock, row_clock
+from colonnade.staleness import RowClock, TableCache, row_clock
 from colonnade.topology.sharding import build_hot_rows, column_wise, row_wise
 
 SIZES = [23, 23, 1, 0, 24, 2, 23, 23]

@@ -33,7 +33,7 @@ from colonnade.data.counter import GAMMA, MASK
 from colonnade.data.tabular.hashing import _mix
 from colonnade.errors import CheckpointError, ConfigError, DataError
 from colonnade.interaction import TargetAttention
-from colonnade.run.build import build_tables
+from colonnade.models.build import build_tables
 from colonnade.run.run import open_run
 
 ROWS, DIM, HASHES, STEPS, SIZE = 7, 3, 3, 4, 6

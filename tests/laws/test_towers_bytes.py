@@ -17,10 +17,10 @@ from colonnade.comm.traffic import Traffic
 from colonnade.plan.constraints import shard_in_towers
 from colonnade.plan.cost.consumers import build_model_load
 from colonnade.plan.measure.profile import build_table_loads, profile_batches
+from colonnade.plan.plan import EXACT, Codecs
 from colonnade.plan.search import choose
 from colonnade.plan.search.candidates import Constraint
 from colonnade.topology.sharding import Sharding, row_wise, table_wise
-from colonnade.wire.codec import EXACT, Codecs
 
 WORLD = World(num_hosts=2, ranks_per_host=2)
 NUM_RANKS = WORLD.num_ranks

@@ -31,8 +31,9 @@ from colonnade.errors import ConfigError
 from colonnade.exchange.operator_cut import choose_consumers_in_towers, explain_not_in_towers
 from colonnade.interaction import TowerModule
 from colonnade.lookup.layout import declare
+from colonnade.plan.plan import Codecs
 from colonnade.topology.sharding import Sharding, column_wise, row_wise, table_wise
-from colonnade.wire.codec import CODECS, Codecs
+from colonnade.wire.codec import CODECS
 
 SIZES = [13, 0, 1, 24]
 HOSTS, LOCAL = 2, 2

@@ -11,10 +11,10 @@ from colonnade.config.run import ModelConfig, build_config, override_settings
 from colonnade.data import open_source
 from colonnade.data.contract import Column, Schema
 from colonnade.errors import ConfigError
+from colonnade.models.build import MODEL_SPECS, build_model, build_tables
 from colonnade.models.dcnv2 import DCNv2
 from colonnade.models.split import Scorer
 from colonnade.models.two_tower import TwoTower
-from colonnade.run.build import MODEL_SPECS, build_model, build_tables
 from colonnade.run.defaults import MODEL_PRESETS, PRESETS, get_preset
 from colonnade.train.objective import weighted_loss
 

@@ -14,7 +14,6 @@ from colonnade.cache.cached_rows import DeviceCachedRows, NativeCachedRows
 from colonnade.cache.directory import Directory, VersionLog
 from colonnade.config.run import build_config, override_settings
 from colonnade.errors import BudgetExceeded, ConfigError
-from colonnade.exchange.cached import TableCache
 from colonnade.exchange.cached_state import can_load_cache
 from colonnade.plan.caching import (
     BOOKKEEPING,
@@ -23,7 +22,7 @@ from colonnade.plan.caching import (
     cached_row_bytes,
 )
 from colonnade.plan.plan import Plan
-from colonnade.staleness import RowClock, row_clock
+from colonnade.staleness import RowClock, TableCache, row_clock
 from colonnade.topology.sharding import column_wise
 
 TABLES = [Table("item", 8, rows=1000), Table("user", 4)]

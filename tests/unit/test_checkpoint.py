@@ -17,8 +17,7 @@ from colonnade import Mesh, PlanConfig, RowOptimizer, build_plan
 from colonnade.checkpoint.checkpoints import list_checkpoints
 from colonnade.checkpoint.completeness import verify_checkpoint
 from colonnade.errors import CheckpointError, ColonnadeError, ConfigError, CorruptionError
-from colonnade.exchange.cached import TableCache
-from colonnade.staleness import row_clock
+from colonnade.staleness import TableCache, row_clock
 
 
 def loaded(folder, dense, step=None, stays=None, plan=None):

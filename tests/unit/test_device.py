@@ -8,15 +8,9 @@ import os
 import pytest
 
 from colonnade.errors import StorageError
-from colonnade.plan.measure import device
-from colonnade.plan.measure.device import (
-    PAGE,
-    SIZES,
-    Device,
-    DirectoryRate,
-    ReadRate,
-    measure_device,
-)
+from colonnade.plan.measure.device import PAGE, Device, DirectoryRate, ReadRate
+from colonnade.planning import measure
+from colonnade.planning.measure import SIZES, measure_device
 
 
 def test_rates_are_measured_printed_and_kept(tmp_path):
@@ -41,7 +35,7 @@ def test_rates_are_measured_printed_and_kept(tmp_path):
 
 def test_a_directory_that_is_there_stays(tmp_path):
     (tmp_path / "mine").write_text("x")
-    device.measure_directory_speed(tmp_path, scratch_bytes=8 << 20, seconds=0.005)
+    measure.measure_directory_speed(tmp_path, scratch_bytes=8 << 20, seconds=0.005)
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
@@ -65,7 +59,7 @@ def test_a_disk_that_fills_up_is_measured_as_far_as_it_goes(tmp_path, monkeypatc
         return real(fd, data, offset)
 
     monkeypatch.setattr(os, "pwrite", full)
-    rates = device.measure_directory_speed(tmp_path, scratch_bytes=64 << 20, seconds=0.005)
+    rates = measure.measure_directory_speed(tmp_path, scratch_bytes=64 << 20, seconds=0.005)
     assert rates.written > 0 and max(calls) == 5 << 20
 
 
@@ -76,7 +70,7 @@ def test_what_cannot_be_measured_is_said(number, tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "pwrite", fail)
     with pytest.raises(StorageError, match=r"place: could not measure") as caught:
-        device.measure_directory_speed(tmp_path / "place", seconds=0.005)
+        measure.measure_directory_speed(tmp_path / "place", seconds=0.005)
     assert caught.value.errno == number
     assert not list(tmp_path.iterdir())
 
@@ -85,13 +79,13 @@ def test_a_failing_read_is_raised_from_the_thread_that_met_it(tmp_path, monkeypa
     def fail(*_):
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(device, "_measure_sequential_reads", lambda *_: 1.0)
+    monkeypatch.setattr(measure, "_measure_sequential_reads", lambda *_: 1.0)
     monkeypatch.setattr(os, "preadv", fail)
     with pytest.raises(StorageError, match="Input/output error"):
-        device.measure_directory_speed(tmp_path, scratch_bytes=8 << 20, seconds=0.005)
+        measure.measure_directory_speed(tmp_path, scratch_bytes=8 << 20, seconds=0.005)
 
 
 def test_a_file_in_the_way(tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(StorageError, match="file"):
-        device.measure_directory_speed(tmp_path / "file", seconds=0.005)
+        measure.measure_directory_speed(tmp_path / "file", seconds=0.005)

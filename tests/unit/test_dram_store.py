@@ -7,14 +7,13 @@ import threading
 import pytest
 import torch
 
-from colonnade import Table, Uniform, _native
+from colonnade import PlanConfig, Table, Uniform, _native, build_plan
 from colonnade.errors import CorruptionError, StorageError
-from colonnade.store.budget import slot_bytes, split_memory_budget
+from colonnade.store.budget import slot_bytes
 from colonnade.store.dram import open_dram_store
 from colonnade.store.log import open_log
 from colonnade.store.tier_counts import collect_tier_counts
 from colonnade.store.writer import LogWriter
-from colonnade.topology.sharding import Shard
 
 TABLES = [
     Table("open", 4, initializer=Uniform(scale=1.0)),
@@ -375,7 +374,8 @@ def test_rows_take_no_more_than_the_budget_says(tmp_path, dtype, dim, rows):
     """While a commit is under way, and after evictions."""
     table = Table("item", dim, rows=rows, dtype=dtype, master=dtype == "bfloat16")
     budget = 20_000 * slot_bytes(table)
-    (capacity,) = split_memory_budget([table], budget, [Shard()])
+    (planned,) = build_plan([table], 1, PlanConfig(memory={"dram": budget})).tables
+    capacity = planned.capacity_rows
     log = open_log(
         tmp_path,
         table_name="item",

@@ -21,7 +21,7 @@ from colonnade.checkpoint.header import list_checkpoints
 from colonnade.config.run import build_config
 from colonnade.data import Splits, open_source
 from colonnade.errors import CheckpointError, ConfigError, DataError, WorldError
-from colonnade.run.build import build_model
+from colonnade.models.build import build_model
 from colonnade.run.run import open_run
 
 

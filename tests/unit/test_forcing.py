@@ -22,8 +22,9 @@ from colonnade import (
 from colonnade.config.plan import PlanConfig
 from colonnade.config.run import build_config, dump_config, override_settings
 from colonnade.errors import ConfigError
+from colonnade.plan.build import build_plan, describe_planned_tables
 from colonnade.plan.constraints import is_settled, read_table_constraints, resolve_plan_config
-from colonnade.plan.plan import Plan, build_plan, describe_planned_tables
+from colonnade.plan.plan import Plan
 from colonnade.plan.search.candidates import Constraint
 from colonnade.topology.sharding import Sharding, build_hot_rows, column_wise, grid, table_wise
 

@@ -12,7 +12,7 @@ from in_process import publish, score_step
 
 from colonnade import ConfigError, Predictor
 from colonnade.checkpoint.header import list_checkpoints
-from colonnade.run.validation import find_collection
+from colonnade.embedding import find_collection
 
 
 @pytest.fixture(scope="module")

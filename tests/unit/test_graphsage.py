@@ -17,10 +17,9 @@ from colonnade.data import open_source
 from colonnade.data.interactions import HeldOutItems
 from colonnade.data.sets.power_law import build_edge_distribution
 from colonnade.errors import ConfigError, DataError
-from colonnade.exchange.cached import TableCache
 from colonnade.models.graphsage import GraphSAGE
 from colonnade.models.retriever import RetrievalObjective, mask_items, recall_and_ndcg, top_items
-from colonnade.staleness import row_clock
+from colonnade.staleness import TableCache, row_clock
 from colonnade.train.dense import DenseGradients
 from colonnade.train.objective import get_objective
 

@@ -99,7 +99,7 @@ def test_budgets_too_small_or_too_large_are_refused():
 
 
 def opened_tables():
-    from colonnade.run.build import build_model
+    from colonnade.models.build import build_model
 
     config = build_config(CONFIG)
     return build_model(opened(config).train.schema, config).embeddings.tables

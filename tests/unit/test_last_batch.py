@@ -13,7 +13,7 @@ from colonnade import Mesh
 from colonnade.config.run import RunConfig, override_settings
 from colonnade.data import Splits, open_batches
 from colonnade.errors import CheckpointError, ConfigError
-from colonnade.run.placement import count_epoch_steps
+from colonnade.planning.placement import count_epoch_steps, count_run_steps, predict_last_step
 
 FAST = {"batch_size": 20, "quiet": True, "threads": 1}
 
@@ -108,3 +108,23 @@ def test_steps_are_counted_in_advance(accumulate, last_batch, num_samples):
         {"train.batch_size": 20, "train.accumulate": accumulate, "data.last_batch": last_batch},
     )
     assert count_epoch_steps(config, num_samples) == result.outcome.steps
+
+
+@pytest.mark.parametrize(("epochs", "max_steps"), [(0, None), (2, None), (2, 3)])
+def test_the_planner_counts_the_steps_that_a_run_trains(epochs, max_steps):
+    """Also with 0 epochs, which the placement of rows once counted as one."""
+    data = Splits(train=source(63))
+    settings = {"epochs": epochs, "max_steps": max_steps}
+    result = colonnade.fit(Net(), data, **FAST, **settings)
+    config = override_settings(
+        RunConfig(),
+        {"train.batch_size": 20, "train.epochs": epochs, "train.max_steps": max_steps},
+    )
+    assert count_run_steps(config, data) == result.outcome.steps
+    assert predict_last_step(config, data, 0, 1) == max(result.outcome.steps, 1)
+
+
+def test_the_steps_of_days_are_counted_day_by_day():
+    data = Splits(train=source(63), days=(source(30), source(33)))
+    config = override_settings(RunConfig(), {"train.batch_size": 20, "train.progressive": True})
+    assert count_run_steps(config, data) == 4

@@ -11,7 +11,12 @@ from ranks import run_ranks
 from colonnade import World
 from colonnade.comm.process_groups import open_mesh
 from colonnade.errors import ConfigError
-from colonnade.plan.measure.links import SIZES, build_planned_world, fit_message_cost, measure_links
+from colonnade.planning.measure import (
+    MESSAGE_SIZES,
+    build_planned_world,
+    fit_message_cost,
+    measure_links,
+)
 from colonnade.sizes import parse_byte_rate
 
 
@@ -22,16 +27,16 @@ def measured(mesh):
 
 @pytest.mark.parametrize("rate", [1e7, 1.25e8, 4e9])
 def test_a_link_that_keeps_to_its_law_is_found(rate):
-    seconds = [3e-4 + size / rate for size in SIZES]
-    fixed, result = fit_message_cost(SIZES, seconds)
+    seconds = [3e-4 + size / rate for size in MESSAGE_SIZES]
+    fixed, result = fit_message_cost(MESSAGE_SIZES, seconds)
     assert result == pytest.approx(rate, rel=1e-6)
-    assert fixed == pytest.approx(3e-4, abs=SIZES[0] / rate * 1.01)
+    assert fixed == pytest.approx(3e-4, abs=MESSAGE_SIZES[0] / rate * 1.01)
 
 
 def test_one_slow_exchange_of_a_small_size_does_not_move_the_rate():
-    seconds = [3e-4 + size / 1e8 for size in SIZES]
+    seconds = [3e-4 + size / 1e8 for size in MESSAGE_SIZES]
     seconds[1] *= 3
-    assert fit_message_cost(SIZES, seconds)[1] == pytest.approx(1e8, rel=0.02)
+    assert fit_message_cost(MESSAGE_SIZES, seconds)[1] == pytest.approx(1e8, rel=0.02)
 
 
 def test_ranks_agree_on_their_links():

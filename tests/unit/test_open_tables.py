@@ -662,7 +662,7 @@ def test_one_who_decides():
 def test_tables_of_a_model_built_by_name():
     from colonnade.config.run import build_config
     from colonnade.data.contract import Column, Schema
-    from colonnade.run.build import build_tables
+    from colonnade.models.build import build_tables
 
     columns = [Column("a"), Column("b"), Column("c", cardinality=9), Column("d")]
     schema = Schema(dense=(), categorical=tuple(columns), labels=("y",))

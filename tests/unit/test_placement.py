@@ -13,14 +13,17 @@ from hypothesis import strategies as st
 
 from colonnade import Table
 from colonnade.errors import BudgetExceeded
+from colonnade.plan.cost import demands
+from colonnade.plan.cost.demands import RunBatches
 from colonnade.plan.cost.memory import (
+    Budgets,
     MemoryDemand,
     average_over_ranks,
-    divide_memory,
-    divide_memory_on_ranks,
-    fits_batches_in_flight,
+    check_batches_fit,
+    count_window_bytes,
+    divide,
+    list_rank_demands,
     lower_convex_hull,
-    predict_demands,
 )
 from colonnade.plan.measure.profile import Profile, profile_ids
 from colonnade.topology.sharding import Sharding, replicated, row_wise, table_wise
@@ -36,6 +39,21 @@ def demand(name, savings, *, slot=1, least=0, **more) -> MemoryDemand:
 
 
 SAVINGS = st.lists(st.integers(0, 20), min_size=1, max_size=6)
+
+
+def divide_memory(wanted, main, mapped=0):
+    return divide(wanted, Budgets(main, mapped))
+
+
+def divide_memory_on_ranks(wanted, shardings, num_ranks, main, mapped=0):
+    return divide(wanted, Budgets(main, mapped), list_rank_demands(shardings, num_ranks))
+
+
+def predict_demands(tables, result, num_ranks=1, fixed_bytes=None, shardings=None, **batches):
+    batches = RunBatches(**batches)
+    return demands.predict_demands(
+        tables, result, batches, num_ranks=num_ranks, fixed_bytes=fixed_bytes, shardings=shardings
+    )
 
 
 def total(placed) -> float:
@@ -119,6 +137,11 @@ def test_a_window_that_does_not_fit_is_refused_and_names_the_table():
         match=r"plan.memory.dram: got 79 bytes, .*'big' needs 5 rows \(50 bytes\) .*80",
     ):
         divide_memory(wanted, 79)
+    check_batches_fit(wanted, Budgets(80))
+    check_batches_fit(wanted, Budgets(79, mapped=90))  # where the large table moves
+    check_batches_fit(wanted, Budgets(None))
+    with pytest.raises(BudgetExceeded, match="'big' needs 5 rows"):
+        check_batches_fit(wanted, Budgets(79))
 
 
 def test_the_window_comes_first_as_far_as_it_fits():
@@ -126,11 +149,7 @@ def test_the_window_comes_first_as_far_as_it_fits():
         demand("cold", [0] * 20, least=2, window_rows=10),
         demand("hot", [9] * 20, least=4, window_rows=8),
     ]
-    assert (
-        not fits_batches_in_flight(wanted, 17)
-        and fits_batches_in_flight(wanted, 18)
-        and fits_batches_in_flight(wanted, None)
-    )
+    assert count_window_bytes(wanted) == 18
     assert [item.rows for item in divide_memory(wanted, 6)] == [2, 4]
     assert [item.rows for item in divide_memory(wanted, 12)] == [6, 6]  # half of each window
     assert [item.rows for item in divide_memory(wanted, 18)] == [10, 8]
@@ -291,3 +310,15 @@ def test_a_table_with_bytes_of_its_own_gets_these():
         predict_demands(
             tables, result, batch_size=64, window=2, last_batch=9, fixed_bytes={"t1": 84}
         )
+
+
+def test_a_table_with_bytes_of_its_own_reads_files_also_without_a_limit_on_the_others():
+    """It was predicted to read nothing, because memory without a limit holds all rows."""
+    tables, result = sample(2, 5000)
+    own = {"t1": 400 * (tables[1].record_bytes + 16)}
+    wanted = predict_demands(
+        tables, result, batch_size=64, window=2, last_batch=200, fixed_bytes=own
+    )
+    placed = divide_memory(wanted, None)
+    assert placed[0].reads == 0 and placed[1].rows == 400
+    assert placed[1].reads == wanted[1].reads_at(400) > 0

@@ -13,13 +13,14 @@ from colonnade import EmbeddingCollection, Feature, Mesh, Plan, PlanConfig, Tabl
 from colonnade.errors import ConfigError, CorruptionError
 from colonnade.exchange import open_exchange
 from colonnade.lookup.layout import declare
-from colonnade.plan.plan import describe_planned_tables
-from colonnade.run.planning import read_recorded_plan
+from colonnade.plan.build import describe_planned_tables, find_row_files
+from colonnade.plan.cost.memory import Budgets, demand_even_share, divide
+from colonnade.plan.plan import Codecs
+from colonnade.planning.planner import read_recorded_plan
 from colonnade.sizes import StorageLocation
-from colonnade.store.budget import cached_row_bytes, slot_bytes, split_memory_budget
-from colonnade.topology.sharding import Shard, replicated, row_wise, table_wise
+from colonnade.store.budget import cached_row_bytes, slot_bytes
+from colonnade.topology.sharding import replicated, row_wise, table_wise
 from colonnade.topology.world import World
-from colonnade.wire.codec import Codecs
 
 TABLES = st.lists(
     st.builds(
@@ -36,7 +37,16 @@ SIZES = st.integers(20_000, 10**12)
 
 @given(TABLES, st.integers(1, 10**9), st.integers(1, 9))
 def test_budget_is_shared_and_kept(tables, budget, num_ranks):
-    rows = split_memory_budget(tables, budget, [Shard(num_ranks)] * len(tables))
+    shares = [
+        demand_even_share(
+            str(t),
+            slot_bytes(table),
+            2**27 if table.rows is None else -(-table.rows // num_ranks),
+            is_open=table.rows is None,
+        )
+        for t, table in enumerate(tables)
+    ]
+    rows = [memory.rows for memory in divide(shares, Budgets(budget))]
     assert all(n >= 1 for n in rows)
     # At least one row each; beyond that the budget holds.
     spent = sum(n * slot_bytes(t) for n, t in zip(rows, tables, strict=True) if n > 1)
@@ -77,7 +87,7 @@ def test_plans_round_trip(tables, budget, mapped, num_ranks, staleness):
     spent = {"dram": 0, "mapped": 0}
     for table, planned in zip(tables, plan.tables, strict=True):
         spent[planned.tier] += planned.capacity_rows * slot_bytes(table)
-        assert planned.rest == ("-" if planned.fits else "ssd")
+        assert find_row_files(plan, planned) == ("-" if planned.fits else "ssd")
         if planned.tier == "mapped":
             assert planned.fits
     if budget is not None:
@@ -109,7 +119,9 @@ def test_single_tables_have_memory_of_their_own():
     assert [t.capacity_rows for t in plan.tables] == [100, 400, 100]
     plan = plan_with(tables={"b": 400 * row})
     assert [t.fits for t in plan.tables] == [True, False, True]
-    assert plan.tables[1].capacity_rows == 400 and plan.tables[1].rest == "run folder"
+    assert (
+        plan.tables[1].capacity_rows == 400 and find_row_files(plan, plan.tables[1]) == "run folder"
+    )
 
 
 def test_what_memory_does_not_hold_lies_in_mapped_and_leaves_its_share_to_the_rest():

@@ -17,9 +17,9 @@ from colonnade.plan.comparison import (
     order_plans_to_time,
 )
 from colonnade.plan.plan import Plan
-from colonnade.run import plan_timing
-from colonnade.run.plan_timing import choose_plan, count_plans_to_time, time_in_turns
-from colonnade.run.planning import fix_choices, read_recorded_plan
+from colonnade.planning import timing
+from colonnade.planning.planner import fix_choices, read_recorded_plan
+from colonnade.planning.timing import choose_plan, count_plans_to_time, time_in_turns
 from colonnade.topology.world import World
 
 WORLD = World(ranks_per_host=2)
@@ -37,8 +37,8 @@ COMPARED = PlanComparison(
         ([0.01, 0.012, 0.021], None, 2),  # further off than predictions are wrong
         ([0.01, 0.03], None, 0),  # one candidate
         ([0.01], None, 0),
-        ([0.01, 0.012], plan_timing.MIN_RUN_STEPS - 1, 0),
-        ([0.01, 0.012], plan_timing.MIN_RUN_STEPS, 2),
+        ([0.01, 0.012], timing.MIN_RUN_STEPS - 1, 0),
+        ([0.01, 0.012], timing.MIN_RUN_STEPS, 2),
         ([0.3, 0.35, 0.4], None, 2),  # slow steps: two take 8 s
         ([2.0, 2.0], None, 0),
         ([2.0, 2.0], 10_000, 2),  # of hours, half a minute
@@ -87,8 +87,8 @@ class Clock:
 def test_candidates_take_turns_and_hopeless_ones_get_no_third():
     clock = Clock(0.030, 0.028, 0.2)
     assert time_in_turns(clock.candidates(), Mesh()) == pytest.approx([0.030, 0.028, 0.2])
-    assert clock.turns == [0, 1, 2, 0, 1, 2, *[0, 1] * plan_timing.NUM_TURNS]
-    assert clock.total < 2 * plan_timing.MAX_SECONDS
+    assert clock.turns == [0, 1, 2, 0, 1, 2, *[0, 1] * timing.NUM_TURNS]
+    assert clock.total < 2 * timing.MAX_SECONDS
 
 
 def test_an_excluded_candidate_stays_behind_on_a_machine_that_slows_down():
@@ -112,10 +112,10 @@ def test_plans_with_mapped_memory_are_not_timed():
 def test_time_and_steps_are_bounded(seconds):
     clock = Clock(seconds, 1.1 * seconds)
     time_in_turns(clock.candidates(), Mesh())
-    fewest = plan_timing.FEWEST_STEPS * 2.1 * seconds
-    assert clock.total <= plan_timing.MAX_SECONDS * 1.2 + 3 * fewest
-    longest = plan_timing.MAX_TURN_STEPS + plan_timing.WARM_UP_STEPS
-    assert max(clock.steps) <= (plan_timing.NUM_TURNS + 2) * longest
+    fewest = timing.FEWEST_STEPS * 2.1 * seconds
+    assert clock.total <= timing.MAX_SECONDS * 1.2 + 3 * fewest
+    longest = timing.MAX_TURN_STEPS + timing.WARM_UP_STEPS
+    assert max(clock.steps) <= (timing.NUM_TURNS + 2) * longest
 
 
 def test_one_hopeful_candidate_needs_no_third_turn():

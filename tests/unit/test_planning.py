@@ -19,16 +19,15 @@ from colonnade.cli.plan import _default_to_automatic
 from colonnade.comm.mesh import Mesh
 from colonnade.config.run import build_config, override_settings
 from colonnade.data import open_source, open_tensors
+from colonnade.embedding import find_collection
 from colonnade.errors import BudgetExceeded, DataError
+from colonnade.models.build import build_model
 from colonnade.plan.caching import cached_row_bytes
 from colonnade.plan.cost.prediction import StepCosts
 from colonnade.plan.measure.device import Device
-from colonnade.run import micro_benchmark as rehearsal
-from colonnade.run import planning
-from colonnade.run.build import build_model
-from colonnade.run.micro_benchmark import choose_resident_rows
+from colonnade.planning import planner, timing
+from colonnade.planning.timing import choose_resident_rows
 from colonnade.run.run import open_run, plan_run
-from colonnade.run.validation import find_collection
 from colonnade.store.budget import slot_bytes
 from colonnade.store.log import LogBacking
 from colonnade.topology.world import World
@@ -67,7 +66,7 @@ MEASURED: list[Device] = []
 @pytest.fixture
 def quick(monkeypatch):
     """Small scratch files, timed once for all tests: any folder is as fast as the first one."""
-    real = planning.measure_device
+    real = planner.measure_device
 
     def measure(places):
         if not MEASURED:
@@ -76,7 +75,7 @@ def quick(monkeypatch):
         directories = (replace(device.directories[0], path=str(place)) for place in places)
         return replace(device, directories=tuple(directories))
 
-    monkeypatch.setattr(planning, "measure_device", measure)
+    monkeypatch.setattr(planner, "measure_device", measure)
 
 
 def test_a_profiled_run_gives_the_bits_of_an_even_one_and_checks_its_prediction(tmp_path, quick):
@@ -94,12 +93,12 @@ def test_a_profiled_run_gives_the_bits_of_an_even_one_and_checks_its_prediction(
     written = Plan.from_json((tmp_path / "profiled" / "plan.json").read_text())
     assert written.prediction["samples_per_second"] == foretold
     assert Device.from_json((tmp_path / "profiled" / "device.json").read_text()).directories
-    assert not list(tmp_path.rglob(".rehearsal*"))
+    assert not list(tmp_path.rglob(".timing*"))
 
 
 def test_going_on_plans_anew_without_measuring_the_disk_again(tmp_path, quick, monkeypatch):
     trained(PREDICTED, tmp_path / "run")
-    monkeypatch.setattr(planning, "measure_device", lambda places: pytest.fail("measured again"))
+    monkeypatch.setattr(planner, "measure_device", lambda places: pytest.fail("measured again"))
     summary, plan, _ = trained(override_settings(PREDICTED, {"train.epochs": 2}), tmp_path / "run")
     assert summary["steps"] == 40 and plan.prediction is not None
     (tmp_path / "run" / "device.json").write_text("{torn")
@@ -109,13 +108,13 @@ def test_going_on_plans_anew_without_measuring_the_disk_again(tmp_path, quick, m
 
 def test_reads_and_first_touches_are_foretold(tmp_path, quick, monkeypatch):
     costs = StepCosts(step_seconds=1e-3)
-    monkeypatch.setattr(planning, "run_micro_benchmark", lambda *_, **__: costs)
+    monkeypatch.setattr(planner, "run_micro_benchmark", lambda *_, **__: costs)
     config = override_settings(
         CONFIG, {"data.options.num_train": 10_000, "plan.memory.dram": "300KiB"}
     )
     summary, _, _ = trained(config, tmp_path / "run")
     # 1M lookups would be the whole data: from a tenth of it.
-    monkeypatch.setattr(planning, "SAMPLE_LOOKUPS", 2)
+    monkeypatch.setattr(planner, "SAMPLE_LOOKUPS", 2)
     result, _ = plan_run(config, tmp_path, World(), lookups=10_000 // 10 * 26)
     sources, samples = summary["row_sources"], 10_000
     assert result.prediction.births_per_sample * samples == pytest.approx(sources["born"], rel=0.1)
@@ -125,7 +124,7 @@ def test_reads_and_first_touches_are_foretold(tmp_path, quick, monkeypatch):
 
 
 def test_a_batch_that_does_not_fit_is_said_before_the_disk_is_touched(tmp_path, monkeypatch):
-    monkeypatch.setattr(planning, "measure_device", lambda places: pytest.fail("measured"))
+    monkeypatch.setattr(planner, "measure_device", lambda places: pytest.fail("measured"))
     config = override_settings(CONFIG, {"plan.memory.dram": "20KiB"})
     with pytest.raises(BudgetExceeded, match=r"plan.memory.dram: got 20,480 bytes"):
         open_run(config, Mesh(), tmp_path / "run")
@@ -174,7 +173,7 @@ def test_what_one_batch_needs_is_enough_and_no_byte_less(batch_size, tmp_path, q
         plan_run(override_settings(config, {"plan.memory.dram": least - 1}), tmp_path, World())
 
 
-def test_rehearsals_change_no_random_bits(tmp_path, quick):
+def test_micro_benchmarks_change_no_random_bits(tmp_path, quick):
     data = open_source("synthetic", None, **CONFIG.data.options)
     build_model(data.train.schema, CONFIG)
     before = torch.get_rng_state()
@@ -183,19 +182,21 @@ def test_rehearsals_change_no_random_bits(tmp_path, quick):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_rehearsal_that_fails_leaves_nothing(tmp_path, quick, monkeypatch):
+def test_a_micro_benchmark_that_fails_leaves_nothing(tmp_path, quick, monkeypatch):
     def fail(*_, **__):
         raise OSError("gone")
 
-    monkeypatch.setattr(rehearsal, "open_stores", fail)
+    monkeypatch.setattr(timing, "open_stores", fail)
     with pytest.raises(OSError, match="gone"):
         plan_run(CONFIG, tmp_path / "runs", World())
     assert not list(tmp_path.iterdir())
 
 
-def test_a_rehearsal_that_fails_after_it_opened_stores_closes_them(tmp_path, quick, monkeypatch):
+def test_a_micro_benchmark_that_fails_after_it_opened_stores_closes_them(
+    tmp_path, quick, monkeypatch
+):
     opened, closed, real_close = [], [], LogBacking.close
-    real_open, real_trainer = rehearsal.open_stores, rehearsal.Trainer
+    real_open, real_trainer = timing.open_stores, timing.open_timed_trainer
 
     def open_stores(*arguments):
         opened.extend(real_open(*arguments))
@@ -210,8 +211,8 @@ def test_a_rehearsal_that_fails_after_it_opened_stores_closes_them(tmp_path, qui
         closed.append(store)
         real_close(store)
 
-    monkeypatch.setattr(rehearsal, "open_stores", open_stores)
-    monkeypatch.setattr(rehearsal, "Trainer", build_trainer)
+    monkeypatch.setattr(timing, "open_stores", open_stores)
+    monkeypatch.setattr(timing, "open_timed_trainer", build_trainer)
     monkeypatch.setattr(LogBacking, "close", close)
     with pytest.raises(OSError, match="gone"):
         plan_run(CONFIG, tmp_path / "runs", World())
@@ -291,7 +292,7 @@ def test_plan_prints_a_table_and_json(capsys, tmp_path, monkeypatch, quick):
 @pytest.mark.parametrize(
     ("reads", "rows"), [(math.inf, 6), (1e9, 6), (2.0, 6), (1.5, 8), (1.0, 10), (0.0, 10)]
 )
-def test_a_rehearsal_has_the_memory_that_reads_as_much_as_the_run(reads, rows):
+def test_a_micro_benchmark_has_the_memory_that_reads_as_much_as_the_run(reads, rows):
     """Ids 0 and 1 come in each of four batches, two more in one each: any two batches have six rows; keeping two of the
     others leaves six uses that are reads, and two more for the batches that hold none of those kept."""
     batches = [np.array([0, 1, 2 + 2 * step, 3 + 2 * step]) for step in range(4)]

@@ -8,6 +8,9 @@ from colonnade import Table
 from colonnade.plan.cost.memory import MemoryDemand, TableMemory
 from colonnade.plan.cost.prediction import (
     AMPLIFICATION,
+    LinkCosts,
+    MeasuredCosts,
+    PredictedRun,
     StepCosts,
     choose_lookahead_depth,
     predict_speed,
@@ -26,8 +29,10 @@ def device(pages: float, latency: float = 1e-4) -> Device:
 def foretell(rows=500, *, step=1e-3, moved=1e-6, pages=1e6, **settings):
     placed = [TableMemory("t", rows, DEMAND.reads_at(rows))]
     costs = StepCosts(step_seconds=step, first_use_seconds=2e-6, moved_seconds=moved)
-    settings = {"batch_size": 200, "num_batches": 100, **settings}
-    return predict_speed([TABLE], [DEMAND], placed, [2.0], costs, device(pages), **settings)
+    links = settings.pop("links", None) or LinkCosts()
+    run = PredictedRun(**{"batch_size": 200, "num_batches": 100, **settings})
+    measured = MeasuredCosts(costs, device(pages), links)
+    return predict_speed([TABLE], [DEMAND], placed, [2.0], measured, run)
 
 
 def test_all_in_memory_takes_the_steps_own_time():

@@ -17,7 +17,7 @@ from colonnade.comm.collectives import (
     sum_blocks_in_order,
 )
 from colonnade.errors import ConfigError
-from colonnade.run.planner import estimate_reduction_seconds
+from colonnade.planning.choices import estimate_reduction_seconds
 
 WAYS = ("whole", "scattered", "by host")
 

@@ -19,11 +19,11 @@ from colonnade.checkpoint.header import list_checkpoints, read_header
 from colonnade.checkpoint.stores import list_store_folders
 from colonnade.config.plan import PlanConfig
 from colonnade.config.run import build_config, override_settings
+from colonnade.models.build import build_model
 from colonnade.plan.plan import Plan
+from colonnade.planning import planner
 from colonnade.publish.export import export_run
-from colonnade.run import planning
 from colonnade.run import run as runs
-from colonnade.run.build import build_model
 from colonnade.store.log import LogBacking
 from colonnade.topology.sharding import (
     Sharding,
@@ -314,12 +314,12 @@ def configured(mesh, folder):
 @contextmanager
 def quickly_measured():
     """Plans time small files for a moment."""
-    before = planning.measure_device
-    planning.measure_device = partial(before, scratch_bytes=8 << 20, seconds=0.003, widths=(16,))
+    before = planner.measure_device
+    planner.measure_device = partial(before, scratch_bytes=8 << 20, seconds=0.003, widths=(16,))
     try:
         yield
     finally:
-        planning.measure_device = before
+        planner.measure_device = before
 
 
 def plans_of_hot_rows(mesh, folder, names, wanted, auto):

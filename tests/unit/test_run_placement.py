@@ -19,11 +19,11 @@ from colonnade.config.plan import MemoryConfig
 from colonnade.config.run import build_config, override_settings
 from colonnade.data import open_batches, open_tensors
 from colonnade.errors import BudgetExceeded, ConfigError
-from colonnade.plan.cost.memory import predict_demands
+from colonnade.plan.cost.demands import RunBatches, predict_demands
 from colonnade.plan.measure.profile import Profile, profile_ids
-from colonnade.plan.placement import is_memory_limited, place_rows
-from colonnade.run import placement, planning
-from colonnade.run.placement import PROFILE_FILE, broadcast_plan_message, read_profile
+from colonnade.plan.placement import forecast_batches, is_memory_limited, place_rows
+from colonnade.planning import placement, planner
+from colonnade.planning.placement import PROFILE_FILE, broadcast_plan_message, read_profile
 from colonnade.run.run import open_run
 from colonnade.store.budget import slot_bytes
 from colonnade.topology.sharding import column_wise
@@ -54,7 +54,7 @@ def train(config, folder, console=None):
 def unmeasured(monkeypatch):
     """Placement times neither the disk nor the model."""
     for name in ("measure_device", "run_micro_benchmark", "plan_on_rank_0"):
-        monkeypatch.setattr(planning, name, lambda *_, **__: pytest.fail("measured"))
+        monkeypatch.setattr(planner, name, lambda *_, **__: pytest.fail("measured"))
 
 
 def test_the_default_is_placed_by_a_profile_and_gives_the_bits_of_an_even_division(
@@ -207,10 +207,9 @@ def hot_and_cold() -> tuple[list[Table], Profile]:
 
 
 def place(tables, profile, memory, plan=None):
-    return place_rows(
-        plan or build_plan(tables, 1, PlanConfig(memory=memory)), tables, profile, MemoryConfig(**memory),
-        batch_size=100, num_samples=None, first_batch=0, last_batch=100_000,
-    )  # fmt: skip
+    plan = plan or build_plan(tables, 1, PlanConfig(memory=memory))
+    batches = forecast_batches(plan, batch_size=100, num_samples=None, last_batch=100_000)
+    return place_rows(plan, tables, profile, MemoryConfig(**memory), batches)
 
 
 def test_memory_goes_to_the_hot_table_in_main_and_device_memory():
@@ -265,7 +264,9 @@ def test_all_batches_in_flight_have_room_first(late):
     """Batches that are prefetched, the one that is trained, and one for each step that reads are late."""
     tables, profile = hot_and_cold()
     demands = predict_demands(
-        tables, profile, batch_size=100, window=3 + 1 + late, at_once=1 + late, last_batch=100_000
+        tables,
+        profile,
+        RunBatches(batch_size=100, window=3 + 1 + late, at_once=1 + late, last_batch=100_000),
     )
     rows = [demand.window_rows for demand in demands]
     dram = sum(count * slot_bytes(table) for count, table in zip(rows, tables, strict=True))

@@ -16,13 +16,13 @@ from colonnade.data.contract import Column, Schema
 from colonnade.errors import CheckpointError, ConfigError
 from colonnade.exchange.operator_cut import explain_not_remote
 from colonnade.interaction import TowerModule
+from colonnade.models.build import build_model, resolve_tower_settings
 from colonnade.models.dcnv2 import DCNv2
 from colonnade.models.dense_cost import cross_layers_cost, dlrm_cost, dlrm_tower_cost, mlp_cost
 from colonnade.models.dlrm import DLRM
 from colonnade.models.tower_modules import describe_tower_modules
 from colonnade.publish.export import export_run
 from colonnade.row_state import dense_state_dict
-from colonnade.run.build import build_model, resolve_tower_settings
 from colonnade.run.run import load_run_config, open_run
 from colonnade.topology.towers import Partition, build_round_robin_partition
 

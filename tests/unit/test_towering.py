@@ -12,9 +12,9 @@ from colonnade.hops.links import (
     predict_saved_processor_seconds,
     tower_call_seconds,
 )
+from colonnade.plan.build import build_plan
 from colonnade.plan.constraints import apply_towers, is_settled, shard_in_towers
-from colonnade.plan.plan import build_plan
-from colonnade.run.planner import apply_tower_partition
+from colonnade.planning.choices import apply_tower_partition
 from colonnade.topology.towers import Partition
 
 WORLD = World(num_hosts=2, ranks_per_host=2)

@@ -34,7 +34,7 @@ from colonnade.errors import (
     IdRangeError,
     StorageError,
 )
-from colonnade.plan.plan import build_plan
+from colonnade.plan.build import build_plan
 from colonnade.store.log import open_log
 
 FAST = {"batch_size": 50, "quiet": True, "threads": 1}

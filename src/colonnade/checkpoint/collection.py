@@ -35,7 +35,8 @@ from colonnade.checkpoint.states import load_state
 from colonnade.comm.mesh import Mesh
 from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import CheckpointError, ConfigError
-from colonnade.plan.plan import Plan, build_plan
+from colonnade.plan.build import build_plan
+from colonnade.plan.plan import Plan
 from colonnade.row_optimizer import RowOptimizer
 from colonnade.row_state import CHUNK_BYTES
 from colonnade.store.dram import DramStore

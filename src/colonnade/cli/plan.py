@@ -14,7 +14,7 @@ from colonnade.errors import ConfigError
 
 if TYPE_CHECKING:
     from colonnade.config.run import RunConfig
-    from colonnade.run.planning import PlanningResult
+    from colonnade.planning.planner import PlanningResult
     from colonnade.table import Table
     from colonnade.topology.world import World
 
@@ -202,7 +202,7 @@ def _print_simulation(
         print_simulation,
         simulate_world,
     )
-    from colonnade.plan.measure.links import build_planned_world
+    from colonnade.planning.measure import build_planned_world
     from colonnade.run.run import plan_run
 
     room = parse_host_sizes(host, parameters)  # raises before anything is measured
@@ -221,7 +221,7 @@ def _build_plan_world(
     """Return the world of the plan: as the options declare it or, under torchrun, the running one with measured links,
     on rank 0; None on its other ranks."""
     from colonnade.comm.process_groups import close_mesh, open_mesh
-    from colonnade.plan.measure.links import build_planned_world, measure_links
+    from colonnade.planning.measure import build_planned_world, measure_links
 
     options = {"--world": shape, "--ranks": ranks, "--uplink": uplink, "--local": local}
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:

@@ -11,8 +11,8 @@ from colonnade.cli.plan_tables import print_nodes_as_json, print_nodes_as_text
 from colonnade.config.run import RunConfig
 from colonnade.errors import ConfigError
 from colonnade.plan.cost.nodes import PUBLISHED, ModelShape, Node, NodeRates, count_nodes
+from colonnade.planning.planner import PlanningResult
 from colonnade.report.formatting import format_bytes
-from colonnade.run.planning import PlanningResult
 from colonnade.sizes import parse_positive_bytes
 from colonnade.table import Table
 
@@ -98,9 +98,9 @@ def build_model_shape(tables: Sequence[Table]) -> ModelShape:
 
 def _list_tables(config: RunConfig) -> tuple[Table, ...]:
     from colonnade.config.run import OWN
-    from colonnade.run.build import build_model
+    from colonnade.embedding import find_collection
+    from colonnade.models.build import build_model
     from colonnade.run.defaults import open_data
-    from colonnade.run.validation import find_collection
 
     if config.data.name == OWN:
         raise ConfigError(
@@ -125,7 +125,7 @@ def _check_budget(config: RunConfig, shape: ModelShape) -> None:
 def _measure_rates(config: RunConfig, run: Path, ranks: int, sample: int) -> tuple[NodeRates, str]:
     """Predict a node's rates from a sample that is measured on one rank of this machine. Raises ConfigError if the run
     reads nothing from disks: too short a run would count as a fast tier."""
-    from colonnade.plan.measure.links import build_planned_world
+    from colonnade.planning.measure import build_planned_world
     from colonnade.run.run import plan_run
 
     planned, tables = plan_run(config, run, build_planned_world("1"), lookups=sample)

@@ -12,6 +12,12 @@ from rich.console import Console
 from rich.table import Table as Grid
 
 from colonnade.errors import ConfigError
+from colonnade.plan.build import (
+    find_row_files,
+    mapped_cache_bytes,
+    memory_bytes,
+    resident_row_bytes,
+)
 from colonnade.plan.caching import full_cache_bytes
 from colonnade.plan.cost.nodes import (
     MTRAINS,
@@ -22,11 +28,10 @@ from colonnade.plan.cost.nodes import (
     compute_ratio_needs,
 )
 from colonnade.plan.cost.prediction import PERSIA, Machine, SampleCost, Simulated, simulate_training
-from colonnade.plan.plan import mapped_cache_bytes, memory_bytes, resident_row_bytes
 from colonnade.plan.search.candidates import PlanDecision, TableChoice, TableCost
+from colonnade.planning.planner import PlanningResult
+from colonnade.planning.timing import count_plans_to_time
 from colonnade.report.formatting import format_bytes, format_count, format_seconds
-from colonnade.run.plan_timing import count_plans_to_time
-from colonnade.run.planning import PlanningResult
 from colonnade.sizes import parse_positive_bytes
 from colonnade.store.budget import slot_bytes
 from colonnade.table import Table
@@ -190,7 +195,9 @@ def _print_memory(
     ):
         rows = None if table.rows is None else -(-table.rows // table_plan.sharding.num_owners)
         backing = "+mapped" if table_plan.mapped_rows else ""
-        backing += {"run folder": "+files", "ssd": "+ssd"}.get(table_plan.rest, "")
+        backing += {"run folder": "+files", "ssd": "+ssd"}.get(
+            find_row_files(planned.plan, table_plan), ""
+        )
         size = resident_row_bytes(table, table_plan.sharding)
         lines.append(
             (

@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table as Grid
 
-from colonnade.plan.plan import Plan, describe_planned_tables
+from colonnade.plan.build import describe_planned_tables
+from colonnade.plan.plan import Plan
 from colonnade.report.formatting import format_bytes
 from colonnade.report.tiers import TIER_LINES, format_tier_counts
 from colonnade.report.traffic import COLUMNS, build_traffic_lines, flatten_counts

@@ -12,6 +12,7 @@ from pydantic_core import PydanticKnownError
 
 from colonnade.config.section import Section
 from colonnade.hops.kinds import EXCHANGE_CHOICES
+from colonnade.plan.names import CacheTier, CodecName
 from colonnade.sizes import (
     SettingWords,
     StorageLocation,
@@ -72,7 +73,6 @@ Rate = Annotated[int, BeforeValidator(_validate_rate), SettingWords("bytes")]
 PlaceText = Annotated[
     str, AfterValidator(make_location_absolute), SettingWords("directory[:bytes]")
 ]
-CodecChoice = Literal["exact", "bf16", "fp16", "int8"]
 
 
 class MemoryConfig(Section):
@@ -122,12 +122,12 @@ class MemoryConfig(Section):
 class CodecConfig(Section):
     """Encoding of values in messages between ranks. All but exact trade accuracy for bytes; one rank sends nothing."""
 
-    values: CodecChoice = "exact"
+    values: CodecName = "exact"
     """Encoding of row values sent to the samples' ranks: exact, bf16, fp16 or int8 (with a scale for each part of a
     row), rounded to nearest."""
-    gradients: CodecChoice = "exact"
+    gradients: CodecName = "exact"
     """Encoding of row gradients sent to the owner ranks, rounded stochastically so that sums are unbiased."""
-    dense: CodecChoice = "exact"
+    dense: CodecName = "exact"
     """Encoding of the dense network's gradients between hosts (on one host: between ranks); the rounding error is added
     to the next step's gradients (error feedback)."""
 
@@ -286,7 +286,6 @@ SizeOfCache = Annotated[
     SettingWords("part, bytes or rows"),
 ]
 CachePolicy = Literal["lru", "lfu", "lookahead"]
-CacheTier = Literal["dram", "hbm"]
 
 
 class TableCacheConfig(Section):

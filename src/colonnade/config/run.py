@@ -16,12 +16,7 @@ import yaml
 from pydantic import Field, PlainValidator, ValidationError, model_validator
 
 from colonnade.config.model import ModelConfig
-from colonnade.config.plan import (
-    CacheConfig,
-    PlanConfig,
-    TableCacheConfig,
-    TablePlanConfig,
-)
+from colonnade.config.plan import CacheConfig, PlanConfig, TableCacheConfig, TablePlanConfig
 from colonnade.config.problems import explain_errors, explain_unknown_setting
 from colonnade.config.retention import AdmissionConfig, EvictionConfig, OpenTableConfig
 from colonnade.config.section import FIXED, Section, iterate_fixed_settings

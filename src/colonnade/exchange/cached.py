@@ -70,7 +70,7 @@ from colonnade.lookup.kernels import Kernels
 from colonnade.lookup.layout import EmbeddingDeclaration
 from colonnade.lookup.row_layout import RowLayout, build_row_layout
 from colonnade.lookup.views import Slices
-from colonnade.staleness import RowClock
+from colonnade.staleness import RowClock, TableCache
 from colonnade.store.contract import RowView
 from colonnade.topology.sharding import Sharding
 from colonnade.wire.packing import unpack_id_requests
@@ -118,17 +118,6 @@ def count_rows_by_age(decisions: Sequence[Decision]) -> np.ndarray:
     the request: at most `write_bound`."""
     ages = [np.where(decision.outcomes == HIT, decision.ages, 0) for decision in decisions]
     return np.bincount(np.frexp(np.concatenate(ages))[1], minlength=AGES)
-
-
-@dataclass(frozen=True, slots=True)
-class TableCache:
-    """Cache settings of one table on one rank."""
-
-    rows: int
-    clock: RowClock
-    policy: str = "lru"
-    window: int = 0
-    """Number of coming batches that policy lookahead knows the ids of."""
 
 
 @dataclass(slots=True)

@@ -21,7 +21,7 @@ from colonnade.exchange.bag_layout import (
     find_evaluated_fields,
 )
 from colonnade.exchange.bags import BagsExchange
-from colonnade.exchange.cached import CachedExchange, TableCache
+from colonnade.exchange.cached import CachedExchange
 from colonnade.exchange.exchange import Exchange
 from colonnade.exchange.operator_cut import (
     choose_consumers_in_towers,
@@ -48,9 +48,10 @@ from colonnade.hops.links import Links
 from colonnade.interaction import TargetAttention
 from colonnade.lookup.contract import ExchangePart, TowerConsumers
 from colonnade.lookup.layout import EmbeddingDeclaration
+from colonnade.plan.plan import EXACT, Codecs
+from colonnade.staleness import TableCache
 from colonnade.topology.sharding import Sharding, row_wise_over_owners, table_wise
 from colonnade.topology.towers import list_tower_ranks, tower_of
-from colonnade.wire.codec import EXACT, Codecs
 from colonnade.wire.coding import Coding
 from colonnade.wire.owner_map import build_owner_map
 from colonnade.wire.tower_transport import PeerTransport, TowerTransport, order_peers

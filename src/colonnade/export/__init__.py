@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from colonnade.batch import Batch
 from colonnade.data.contract import Schema
+from colonnade.embedding import find_collection
 from colonnade.errors import ConfigError
 from colonnade.export import hub as hub_files
 from colonnade.export import triton as triton_files
@@ -23,7 +24,6 @@ from colonnade.export.torch_files import load_program, write_programs
 from colonnade.predict.predictor import Predictor
 from colonnade.publish.export import export_run, stage_folder
 from colonnade.publish.exported import read_export
-from colonnade.run.validation import find_collection
 
 __all__ = [
     "ProgramInput",

@@ -26,7 +26,7 @@ from torch.export import Dim, ExportedProgram
 
 from colonnade.batch import Batch, Ids
 from colonnade.data.contract import Schema
-from colonnade.embedding import EmbeddingCollection
+from colonnade.embedding import EmbeddingCollection, find_collection
 from colonnade.errors import ConfigError, CorruptionError
 from colonnade.export.lookup import format_layout
 from colonnade.export.tensors import (
@@ -45,7 +45,6 @@ from colonnade.ops.interaction import plain_cross, plain_fm, plain_pairwise_dot
 from colonnade.ops.linear import plain_linear
 from colonnade.predict.predictor import Predictor
 from colonnade.publish.exported import REMEDY, Export, read_export
-from colonnade.run.validation import find_collection
 from colonnade.store.checksums import open_checked
 from colonnade.table import Feature
 from colonnade.topology.sharding import row_wise

@@ -20,6 +20,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from colonnade.embedding import find_collection
 from colonnade.errors import ConfigError
 from colonnade.export.program import (
     decompose,
@@ -30,7 +31,6 @@ from colonnade.export.program import (
 from colonnade.export.tensors import ProgramInput, list_dense_inputs, list_inputs
 from colonnade.predict.predictor import Predictor
 from colonnade.publish.exported import read_export
-from colonnade.run.validation import find_collection
 from colonnade.store.checksums import FileChecksums, compute_checksums, open_checked
 from colonnade.store.untrusted import STRICT, FileName, check_file_name, parse_json, read_regular
 from colonnade.store.verification import VerifiedFile, verify_file

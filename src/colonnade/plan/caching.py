@@ -7,18 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from colonnade.config.plan import (
-    CacheConfig,
-    CacheSize,
-    PlanConfig,
-    TableCacheConfig,
-)
+from colonnade.config.plan import CacheConfig, CacheSize, PlanConfig, TableCacheConfig
 from colonnade.errors import ConfigError
-from colonnade.exchange.cached import TableCache
-from colonnade.staleness import row_clock
+from colonnade.plan.plan import EXACT
+from colonnade.staleness import TableCache, row_clock
 from colonnade.table import ITEM_BYTES, Table
 from colonnade.topology.sharding import Sharding
-from colonnade.wire.codec import EXACT
 
 BOOKKEEPING = 42
 """Bytes of a cached row in addition to its record and the sum of its gradients: 30 in the directory, 12 in `Copies`."""

@@ -8,15 +8,15 @@ A table belongs to the tower of the features that read it. Its rows are sharded 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from colonnade.config.plan import PlanConfig, TablePlanConfig
 from colonnade.errors import ConfigError
 from colonnade.hops.kinds import BY_TOWERS
-from colonnade.plan.search.candidates import Constraint, PlanDecision
-from colonnade.plan.search.cutting import COLUMN_KINDS, shard_columns_everywhere
+from colonnade.plan.names import Constraint
 from colonnade.table import Feature, Table
 from colonnade.topology.sharding import (
+    COLUMN_KINDS,
     Kind,
     Sharding,
     column_wise,
@@ -25,6 +25,7 @@ from colonnade.topology.sharding import (
     replicated,
     row_wise,
     row_wise_over_owners,
+    shard_columns_everywhere,
     sharding_on_ranks,
     table_wise,
 )
@@ -35,6 +36,9 @@ from colonnade.topology.towers import (
     tower_of,
 )
 from colonnade.topology.world import World
+
+if TYPE_CHECKING:  # who builds a plan needs no planner
+    from colonnade.plan.search.candidates import PlanDecision
 
 
 def read_table_constraints(

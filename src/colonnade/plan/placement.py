@@ -12,15 +12,18 @@ import numpy as np
 
 from colonnade.config.plan import MemoryConfig
 from colonnade.errors import BudgetExceeded
+from colonnade.plan.build import apply_placement, get_record_bytes
+from colonnade.plan.cost.demands import RunBatches, predict_demands
 from colonnade.plan.cost.memory import (
+    Budgets,
     MemoryDemand,
-    divide_memory,
-    divide_memory_on_ranks,
-    predict_demands,
+    TableMemory,
+    divide,
+    list_rank_demands,
 )
 from colonnade.plan.hot import subtract_hot_row_bytes
 from colonnade.plan.measure.profile import Profile, profile_ids
-from colonnade.plan.plan import Plan, apply_placement
+from colonnade.plan.plan import Plan
 from colonnade.store.budget import slot_bytes
 from colonnade.store.table_shards import shard_tables
 from colonnade.store.traffic import MIN_BATCHES, TrafficSample
@@ -51,52 +54,66 @@ def place_rows(
     tables: Sequence[Table],
     profile: Profile,
     memory: MemoryConfig,
-    *,
-    batch_size: int,
-    num_samples: int | None,
-    first_batch: int,
-    last_batch: int,
+    batches: RunBatches,
 ) -> Plan:
-    """Return `plan` with the rows in memory that save most reads over batches first_batch .. last_batch of the run.
+    """Return `plan` with the rows in memory that save most reads over the batches of the run.
 
     profile: of these tables. Raises BudgetExceeded if a batch of the profile's size does not fit.
     """
-    late = plan.max_staleness_steps
-    shardings = plan.shardings
-    shards = shard_tables(tables, shardings)
     owners = len(plan.servers) or plan.num_ranks
-    depth = 2 if plan.lookahead == "auto" else plan.lookahead
 
     def predict(fixed_bytes: dict[str, int]) -> list[MemoryDemand]:
         return predict_demands(
             tables,
             profile,
-            batch_size=batch_size,
-            window=depth + 1 + late,
-            at_once=1 + late,
+            batches,
             num_ranks=owners,
-            num_samples=num_samples,
-            first_batch=first_batch,
-            last_batch=max(last_batch, first_batch + 1),
             fixed_bytes=fixed_bytes,
-            shardings=shardings,
+            shardings=plan.shardings,
         )
 
-    mapped_bytes = 0 if plan.mapped is None else plan.mapped.bytes
-    dram_bytes = subtract_hot_row_bytes(shards, memory.dram, "plan.memory.dram", slot_bytes)
-    placed = divide_memory_on_ranks(
-        predict(memory.tables),
-        shardings,
-        plan.num_ranks,
-        dram_bytes,
-        mapped_bytes,
-        at_once=1 + late,
-    )
-    rows = {table.name: (table.rows, table.tier) for table in placed}
-    plan = apply_placement(plan, tables, rows, lookahead=plan.lookahead)
+    placed = divide_planned_memory(plan, tables, predict(memory.tables), memory.dram)
+    placed_plan = apply_placement(plan, tables, placed, lookahead=plan.lookahead)
     if memory.hbm is None:
-        return plan
-    return place_rows_on_device(plan, tables, predict({}), memory.hbm)
+        return placed_plan
+    return place_rows_on_device(placed_plan, tables, predict({}), memory.hbm)
+
+
+def forecast_batches(
+    plan: Plan,
+    *,
+    batch_size: int,
+    num_samples: int | None,
+    first_batch: int = 0,
+    last_batch: int,
+    depth: int | None = None,
+) -> RunBatches:
+    """Return the batches of a run under a plan. depth: lookahead in batches; None: the plan's, or 2 if it is "auto"."""
+    if depth is None:
+        depth = 2 if plan.lookahead == "auto" else plan.lookahead
+    at_once = 1 + plan.max_staleness_steps
+    return RunBatches(
+        batch_size=batch_size,
+        window=depth + at_once,
+        at_once=at_once,
+        num_samples=num_samples,
+        first_batch=first_batch,
+        last_batch=last_batch,
+    )
+
+
+def divide_planned_memory(
+    plan: Plan, tables: Sequence[Table], demands: Sequence[MemoryDemand], main_bytes: int | None
+) -> list[TableMemory]:
+    """Divide a plan's main and mapped memory by the reads that it saves. main_bytes: with those of hot rows."""
+    budgets = Budgets(
+        subtract_hot_row_bytes(
+            shard_tables(tables, plan.shardings), main_bytes, "plan.memory.dram", slot_bytes
+        ),
+        0 if plan.mapped is None else plan.mapped.bytes,
+        at_once=1 + plan.max_staleness_steps,
+    )
+    return divide(demands, budgets, list_rank_demands(plan.shardings, plan.num_ranks))
 
 
 def place_rows_on_device(
@@ -106,22 +123,18 @@ def place_rows_on_device(
 
     demands: without budgets of single tables, which are of main memory. Raises as `place_rows`.
     """
-    shardings = plan.shardings
-    at_once = 1 + plan.max_staleness_steps
-    free = subtract_hot_row_bytes(
-        shard_tables(tables, shardings),
-        hbm_bytes,
-        "plan.memory.hbm",
-        lambda table: table.record_bytes,
+    budgets = Budgets(
+        subtract_hot_row_bytes(
+            shard_tables(tables, plan.shardings), hbm_bytes, "plan.memory.hbm", get_record_bytes
+        ),
+        setting="plan.memory.hbm",
+        at_once=1 + plan.max_staleness_steps,
     )
     on_device = [
-        replace(demand, slot_bytes=table.record_bytes)
+        replace(demand, slot_bytes=get_record_bytes(table))
         for demand, table in zip(demands, tables, strict=True)
     ]
-    try:
-        placed = divide_memory_on_ranks(on_device, shardings, plan.num_ranks, free, at_once=at_once)
-    except BudgetExceeded as error:  # which names the setting of main memory
-        raise BudgetExceeded(str(error).replace("plan.memory.dram", "plan.memory.hbm")) from None
+    placed = divide(on_device, budgets, list_rank_demands(plan.shardings, plan.num_ranks))
     planned = []
     for table, before, own in zip(tables, plan.tables, placed, strict=True):
         rows = own.rows * before.sharding.slices  # a slice of a row takes a part of its bytes
@@ -200,7 +213,7 @@ class MemoryBalancer:
             for t, demand in demands.items()
         ]
         try:
-            placed = divide_memory(limited, budget, at_once=self.at_once)
+            placed = divide(limited, Budgets(budget, at_once=self.at_once))
         except BudgetExceeded:  # batches share rows, so that less than predicted is enough so far
             return {}
         chosen = {t: memory.rows for t, memory in zip(demands, placed, strict=True)}
@@ -240,11 +253,13 @@ def predict_traffic_demands(
     demands = predict_demands(
         list(tables.values()),
         profile,
-        batch_size=1,
-        window=window,
-        at_once=at_once,
-        first_batch=step,
-        last_batch=step + traffic.num_batches,
+        RunBatches(
+            batch_size=1,
+            window=window,
+            at_once=at_once,
+            first_batch=step,
+            last_batch=step + traffic.num_batches,
+        ),
     )
     return dict(zip(tables, demands, strict=True))
 

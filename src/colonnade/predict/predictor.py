@@ -24,8 +24,9 @@ from colonnade.batch import Batch, share_samples
 from colonnade.checkpoint.fingerprint import dense_weights, load_dense
 from colonnade.config.run import OWN, RunConfig, build_config
 from colonnade.data.contract import Schema
-from colonnade.embedding import EmbeddingCollection
+from colonnade.embedding import EmbeddingCollection, find_collection
 from colonnade.errors import CheckpointError, ConfigError, CorruptionError, StorageError
+from colonnade.models.build import build_model
 from colonnade.ops.memory import keep_freed_memory
 from colonnade.predict.refresh_thread import RefreshThread
 from colonnade.publish.delivery import (
@@ -41,8 +42,6 @@ from colonnade.publish.delivery import (
 from colonnade.publish.deltas import CURRENT, BaseExport, CurrentPointer
 from colonnade.publish.export import export_if_missing
 from colonnade.publish.exported import Export, check_file_lengths, read_dense, read_export
-from colonnade.run.build import build_model
-from colonnade.run.validation import find_collection
 from colonnade.sizes import parse_positive_bytes
 from colonnade.store.mapped import MappedRows, open_mapped
 from colonnade.store.untrusted import folder_inside

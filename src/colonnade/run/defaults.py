@@ -22,8 +22,10 @@ from colonnade.checkpoint.header import list_checkpoints
 from colonnade.config.run import RunConfig, build_config, load_config, override_settings
 from colonnade.data import SOURCES, Source, Splits, load_file_schema, open_source
 from colonnade.errors import ConfigError
+from colonnade.models.build import MODEL_SPECS
 from colonnade.models.split import Scorer
-from colonnade.run.build import MODEL_SPECS
+from colonnade.publish.mirror import open_url
+from colonnade.train.best import check_monitor_metric
 from colonnade.train.objective import Objective
 
 DEFAULT_SECTIONS = {
@@ -338,3 +340,33 @@ def _open_data_source(config: RunConfig) -> Splits:
 
 def _count_samples(source: Source | None) -> int:
     return 0 if source is None else source.num_samples or 0
+
+
+def check_data_for_settings(data: Splits, config: RunConfig, objective: Objective) -> None:
+    """Raise ConfigError if the settings need a part or a metric that the data does not have."""
+    for url in (config.train.mirror, config.train.publish):
+        if url is not None:
+            open_url(url)
+    if config.train.progressive and not data.days:
+        raise ConfigError(
+            "train.progressive needs data with days (Splits.days); this data set has none"
+        )
+    check_source = getattr(objective, "check_source", None)
+    for part, source in (("validation", data.validation), ("test", data.test)):
+        try:
+            if check_source is not None and source is not None:
+                check_source(source)
+        except ConfigError as error:
+            raise ConfigError(f"the {part} part: {error}") from None
+    monitor = config.train.monitor or objective.monitor
+    known = getattr(objective, "metrics", None)
+    if known is not None and monitor != objective.monitor:
+        tasks = data.train.schema.labels[1:]
+        check_monitor_metric(
+            monitor, [*known, *(f"{metric}_{task}" for task in tasks for metric in known)]
+        )
+    if config.train.patience and data.validation is None:
+        raise ConfigError(
+            f"train.patience={config.train.patience} waits for a better {monitor} on the validation part, "
+            "and this data set has none; give it one, or set patience to 0"
+        )

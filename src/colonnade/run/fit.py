@@ -30,16 +30,16 @@ from colonnade.config.run import (
 )
 from colonnade.data.batches import read_rank_batches
 from colonnade.data.contract import Source, Splits
+from colonnade.embedding import find_collection
 from colonnade.errors import ConfigError, DataError
 from colonnade.models.ranking import evaluation_mode
-from colonnade.plan.plan import build_plan
+from colonnade.plan.build import build_plan
 from colonnade.run.cross_rank_check import check_config_on_all_ranks
 from colonnade.run.run import prepare_run, set_num_threads
-from colonnade.run.trainers import OptimizerFactory, ScheduleFactory
-from colonnade.run.validation import find_collection
 from colonnade.terminal import Terminal
 from colonnade.train.interrupt import stop_on_signals
 from colonnade.train.objective import Objective, get_objective
+from colonnade.train.setup import OptimizerFactory, RunSetup, ScheduleFactory
 from colonnade.train.trainer import Outcome
 
 SampleLoss = Callable[[Any, Batch], Tensor]
@@ -110,12 +110,8 @@ def fit(
     if isinstance(dense_optimizer, str):
         overrides["dense.optimizer"] = dense_optimizer
         dense_optimizer = None
-    if isinstance(dense_schedule, Mapping):
-        overrides["dense.schedule"] = dict(dense_schedule)
-        dense_schedule = None
-    if isinstance(row_schedule, Mapping):
-        overrides["embedding.schedule"] = dict(row_schedule)
-        row_schedule = None
+    dense_schedule = _select_factory(dense_schedule, "dense.schedule", overrides)
+    row_schedule = _select_factory(row_schedule, "embedding.schedule", overrides)
     full_config = override_settings(config or RunConfig(), overrides)
     mesh = mesh or open_mesh(timeout=timedelta(seconds=full_config.train.timeout))
     check_config_on_all_ranks(full_config, mesh)
@@ -125,16 +121,18 @@ def fit(
     splits = data if isinstance(data, Splits) else Splits(train=data)
     _check_parts_are_sources(splits)
     opened_run = prepare_run(
-        model,
-        splits,
-        full_config,
-        mesh,
-        None if run is None else Path(run),
-        objective=MeanLoss(loss) if loss is not None else objective or get_objective(model),
-        dense_optimizer=dense_optimizer,
-        dense_schedule=dense_schedule,
-        row_schedule=row_schedule,
-        console=None if quiet or mesh.rank > 0 else Terminal(),
+        RunSetup(
+            model=model,
+            data=splits,
+            config=full_config,
+            mesh=mesh,
+            folder=None if run is None else Path(run),
+            objective=MeanLoss(loss) if loss is not None else objective or get_objective(model),
+            dense_optimizer=dense_optimizer,
+            dense_schedule=dense_schedule,
+            row_schedule=row_schedule,
+            console=None if quiet or mesh.rank > 0 else Terminal(),
+        )
     )
     try:
         model.train()
@@ -218,6 +216,16 @@ class MeanLoss:
         if batch.sample_weight is not None:
             losses = losses * batch.sample_weight.to(losses)
         return losses.sum()
+
+
+def _select_factory(
+    schedule: ScheduleFactory | Mapping[str, Any] | None, setting: str, overrides: dict[str, Any]
+) -> ScheduleFactory | None:
+    """Return a schedule's factory; None for settings of a schedule, which are added to `overrides`."""
+    if isinstance(schedule, Mapping):
+        overrides[setting] = dict(schedule)
+        return None
+    return schedule
 
 
 def _check_parts_are_sources(data: Splits) -> None:

@@ -17,6 +17,7 @@ import torch
 from rich.console import Console
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from colonnade import _native
 from colonnade.cache.next_use import add_next_use_to_splits
@@ -48,31 +49,33 @@ from colonnade.config.run import (
 from colonnade.data import Splits
 from colonnade.data.processes import read_in_processes
 from colonnade.data.tabular.tables import build_portable_options
-from colonnade.embedding import EmbeddingCollection
+from colonnade.embedding import find_collection
 from colonnade.errors import CheckpointError, ConfigError
 from colonnade.formats import make_format_stamp
 from colonnade.machine import check_worker_count, collect_machine_facts
+from colonnade.models.build import build_model, resolve_tower_settings
+from colonnade.plan.build import build_plan
 from colonnade.plan.constraints import resolve_plan_config
-from colonnade.plan.plan import Plan, build_plan
+from colonnade.plan.plan import Plan
+from colonnade.planning.choices import apply_tower_partition, check_exchanges_of_features
+from colonnade.planning.placement import PROFILE_FILE, SAMPLE_LOOKUPS, Placement, count_run_steps
+from colonnade.planning.planner import PlanningResult, complete_plan, plan_from_sample
+from colonnade.planning.timing import choose_plan
 from colonnade.processors import count_usable_processors
 from colonnade.publish.delivery import open_destinations
 from colonnade.row_optimizer import RowOptimizer
-from colonnade.run.build import build_model, resolve_tower_settings
 from colonnade.run.cross_rank_check import (
     check_config_on_all_ranks,
     check_model_on_all_ranks,
     check_plan_on_all_ranks,
 )
 from colonnade.run.defaults import (
+    check_data_for_settings,
     describe_settings,
     open_data,
     resolve_settings,
     warn_of_few_steps,
 )
-from colonnade.run.placement import PROFILE_FILE, SAMPLE_LOOKUPS, Placement, count_epoch_steps
-from colonnade.run.plan_timing import choose_plan
-from colonnade.run.planner import apply_tower_partition
-from colonnade.run.planning import PlanningResult, complete_plan, plan_from_sample
 from colonnade.run.start import (
     WarmStart,
     apply_warm_start,
@@ -82,30 +85,22 @@ from colonnade.run.start import (
     plan_warm_start,
     read_final_summary,
 )
-from colonnade.run.trainers import (
-    OptimizerFactory,
-    RunSetup,
-    ScheduleFactory,
-    build_dense_optimizer,
-    build_trainer,
-)
-from colonnade.run.validation import (
-    check_data_for_settings,
-    check_exchanges_of_features,
-    find_collection,
-)
 from colonnade.store.disk import Disk
 from colonnade.store.durable import write_durably
 from colonnade.store.storage_locations import check_tier_directories
 from colonnade.table import Table
 from colonnade.topology.world import World
-from colonnade.train.objective import Objective, get_objective
+from colonnade.train.objective import get_objective
 from colonnade.train.record import (
     average_sent_bytes,
     compare_with_prediction,
     gather_row_summary,
 )
 from colonnade.train.schedules import build_schedule
+from colonnade.train.setup import (
+    RunSetup,
+    build_trainer,
+)
 from colonnade.train.trainer import Outcome, Trainer
 
 
@@ -267,148 +262,133 @@ def open_run(
     data = read_in_processes(data, config.data.readers)
     model = build_model(data.train.schema, config)
     return prepare_run(
-        model,
-        data,
-        config,
-        mesh,
-        folder,
-        objective=get_objective(model),
-        console=console,
-        disk=disk,
-        read_only=read_only,
-        at=at,
+        RunSetup(
+            model=model,
+            data=data,
+            config=config,
+            mesh=mesh,
+            folder=folder,
+            objective=get_objective(model),
+            console=console,
+            disk=disk or Disk(),
+            read_only=read_only,
+            at=at,
+        )
     )
 
 
-def prepare_run(
-    model: nn.Module,
-    data: Splits,
-    config: RunConfig,
-    mesh: Mesh,
-    folder: Path | None,
-    *,
-    objective: Objective,
-    dense_optimizer: OptimizerFactory | None = None,
-    dense_schedule: ScheduleFactory | None = None,
-    row_schedule: ScheduleFactory | None = None,
-    console: Console | None = None,
-    disk: Disk | None = None,
-    read_only: bool = False,
-    at: int | str | None = None,
-) -> TrainingRun:
-    """Open a run of a given model and data, for `open_run` and `fit`. Collective."""
-    config = resolve_settings(config, objective)
-    collection = find_collection(model)
-    full_mesh = mesh
-    mesh = _select_mesh(collection, mesh, config, read_only)
+def prepare_run(requested: RunSetup) -> TrainingRun:
+    """Open a run of a model and data, for `open_run` and `fit`. Collective.
+
+    A finished run is opened for reading only.
+    """
+    config = resolve_settings(requested.config, requested.objective)
+    requested = replace(requested, config=config)
+    setup = replace(requested, mesh=_select_mesh(requested))
     check_model_on_all_ranks(
-        model,
-        collection,
-        data,
-        mesh,
-        objective=type(objective).__name__,
+        setup.model,
+        setup.collection,
+        setup.data,
+        setup.mesh,
+        objective=type(setup.objective).__name__,
         monitor=config.train.monitor,
-        at=at,
-        has_folder=folder is not None,
+        at=setup.at,
+        has_folder=setup.folder is not None,
     )
-    final_summary = None
-    if folder is not None and not read_only:
-        _check_can_resume(folder, config)
-        if at is None:
-            final_summary = _read_final_summary(folder, config, data, mesh)
-        if final_summary is not None:  # open it for reading
-            read_only = True
-            mesh = full_mesh
-    if not read_only:
-        _prepare_training(model, data, config, mesh, objective)
-    setup = RunSetup(
-        model,
-        collection,
-        data,
-        config,
-        mesh,
-        folder,
-        objective,
-        read_only,
-        dense_optimizer or partial(build_dense_optimizer, config=config),
-        console,
-        disk or Disk(),
-    )
-    rows = RowOptimizer(collection, clip_value=config.embedding.clip_value)
+    final_summary = _read_final_summary(setup)
+    if final_summary is not None:
+        setup = requested.for_reading()
+    if not setup.read_only:
+        _prepare_training(setup)
+    rows = RowOptimizer(setup.collection, clip_value=config.embedding.clip_value)
     optimizer = setup.make_optimizer(setup.parameters or [nn.Parameter(torch.empty(0))])
-    run_steps = count_total_steps(config, data)
-    if console is not None and not read_only:
+    run_steps = count_run_steps(config, setup.data)
+    if setup.console is not None and not setup.read_only:
         if config.data.name != OWN:
-            console.print(describe_settings(config), highlight=False)
-        warn_of_few_steps(config, run_steps, console)
-    schedules = [
-        row_schedule(rows)
-        if row_schedule
-        else build_schedule(rows, config.embedding.schedule, run_steps),
-        dense_schedule(optimizer)
-        if dense_schedule
-        else build_schedule(optimizer, config.dense.schedule, run_steps),
-    ]
+            setup.console.print(describe_settings(config), highlight=False)
+        warn_of_few_steps(config, run_steps, setup.console)
+    schedules = _build_schedules(setup, rows, optimizer, run_steps)
     placed = _plan_rows(setup, optimizer)
-    plan = None if placed is None else placed.plan
     start_plan = _plan_warm_start(setup)
-    checkpoints, step = _open_checkpoints_and_rows(setup, plan, at)
+    checkpoints, step = _open_checkpoints_and_rows(setup, None if placed is None else placed.plan)
     trainer = build_trainer(setup, rows, optimizer, schedules, run_steps, checkpoints)
-    if folder is not None and step is not None:
+    if setup.folder is not None and step is not None:
         with _close_checkpoints_on_error(checkpoints):
-            restore_trainer(trainer, folder, step)
+            restore_trainer(trainer, setup.folder, step)
     elif start_plan is not None:
         apply_warm_start(trainer, start_plan)
-        if console is not None:
-            console.print(str(start_plan), highlight=False)
-    frozen = [p for p in model.parameters() if not p.requires_grad]
-    trainer.dense.broadcast_parameters([*frozen, *model.buffers()])
+        if setup.console is not None:
+            setup.console.print(str(start_plan), highlight=False)
+    frozen = [p for p in setup.model.parameters() if not p.requires_grad]
+    trainer.dense.broadcast_parameters([*frozen, *setup.model.buffers()])
     trainer.dense.build_buckets()
-    if folder is not None and not read_only:
-        if mesh.rank == 0:
-            _write_run_files(setup, folder, placed)
+    if setup.trained_folder is not None:
+        if setup.mesh.rank == 0:
+            _write_run_files(setup, setup.trained_folder, placed)
         if checkpoints is not None:
             checkpoints.destinations = open_destinations(
-                config.train, folder, checkpoints, step, setup.disk
+                config.train, setup.trained_folder, checkpoints, step, setup.disk
             )
     return TrainingRun(
         config,
-        mesh,
+        setup.mesh,
         trainer,
-        folder,
+        setup.folder,
         checkpoints,
         step,
         final_summary=final_summary,
-        full_mesh=full_mesh,
+        full_mesh=requested.mesh,
     )
 
 
-def _select_mesh(
-    collection: EmbeddingCollection, mesh: Mesh, config: RunConfig, read_only: bool
-) -> Mesh:
+def _select_mesh(setup: RunSetup) -> Mesh:
     """Return the mesh with the servers of the plan. A run opened for reading needs no servers."""
+    collection = setup.collection
     if collection.is_open and collection.mesh.world.has_servers:
         return collection.mesh
-    return mesh if read_only else assign_server_ranks(mesh, config.plan.servers)
+    if setup.read_only:
+        return setup.mesh
+    return assign_server_ranks(setup.mesh, setup.config.plan.servers)
 
 
-def _read_final_summary(
-    folder: Path, config: RunConfig, data: Splits, mesh: Mesh
-) -> dict[str, Any] | None:
-    """Return the summary of a finished run; None if there is something to train."""
-    num_epochs = len(data.days) if config.train.progressive else config.train.num_epochs
-    return read_final_summary(folder, config.train, num_epochs, mesh)
+def _read_final_summary(setup: RunSetup) -> dict[str, Any] | None:
+    """Return the summary of a finished run; None if there is something to train.
+
+    Raises CheckpointError for a folder whose run cannot resume with these settings."""
+    folder = setup.trained_folder
+    if folder is None:
+        return None
+    _check_can_resume(folder, setup.config)
+    if setup.at is not None:
+        return None
+    train = setup.config.train
+    num_epochs = len(setup.data.days) if train.progressive else train.num_epochs
+    return read_final_summary(folder, train, num_epochs, setup.mesh)
 
 
-def _prepare_training(
-    model: nn.Module, data: Splits, config: RunConfig, mesh: Mesh, objective: Objective
-) -> None:
+def _prepare_training(setup: RunSetup) -> None:
     """Check the data; move the network to its device, which servers do not need. Raises before anything is opened."""
-    check_data_for_settings(data, config, objective)
+    config = setup.config
+    check_data_for_settings(setup.data, config, setup.objective)
     if config.data.next_use_hints:
-        add_next_use_to_splits(data, config.train.num_epochs)
-    if not mesh.is_server:
-        move_dense_network(model, config.train.device, mesh)
+        add_next_use_to_splits(setup.data, config.train.num_epochs)
+    if not setup.mesh.is_server:
+        move_dense_network(setup.model, config.train.device, setup.mesh)
+
+
+def _build_schedules(
+    setup: RunSetup, rows: RowOptimizer, optimizer: Optimizer, run_steps: int | None
+) -> list[LRScheduler | ReduceLROnPlateau | None]:
+    """Build the learning rate schedules of the rows and of the dense network: the caller's, or the configured ones."""
+    config = setup.config
+    return [
+        setup.row_schedule(rows)
+        if setup.row_schedule
+        else build_schedule(rows, config.embedding.schedule, run_steps),
+        setup.dense_schedule(optimizer)
+        if setup.dense_schedule
+        else build_schedule(optimizer, config.dense.schedule, run_steps),
+    ]
 
 
 def _plan_rows(setup: RunSetup, optimizer: Optimizer) -> Placement | None:
@@ -443,22 +423,12 @@ def _plan_rows(setup: RunSetup, optimizer: Optimizer) -> Placement | None:
         fetch_from_mirror_if_empty(folder, config, mesh, setup.console)
     if plan is None or setup.read_only:
         return Placement(plan) if plan else None
-    placed = complete_plan(
-        plan,
-        setup.model,
-        collection,
-        setup.data,
-        placed_config,
-        mesh,
-        folder,
-        objective=setup.objective,
-        make_optimizer=setup.make_optimizer,
-    )
+    placed = complete_plan(replace(setup, config=placed_config), plan)
     check_exchanges_of_features(placed.plan, collection, setup.data)
     if placed.note and setup.console is not None:
         setup.console.print(placed.note, style="yellow", highlight=False)
     plans = [placed.plan, *placed.runners_up]
-    return replace(placed, plan=choose_plan(setup, plans, count_total_steps(config, setup.data)))
+    return replace(placed, plan=choose_plan(setup, plans, count_run_steps(config, setup.data)))
 
 
 def _plan_warm_start(setup: RunSetup) -> WarmStart | None:
@@ -475,7 +445,7 @@ def _plan_warm_start(setup: RunSetup) -> WarmStart | None:
 
 
 def _open_checkpoints_and_rows(
-    setup: RunSetup, plan: Plan | None, at: int | str | None
+    setup: RunSetup, plan: Plan | None
 ) -> tuple[Checkpoints | None, int | None]:
     """Open the run folder's checkpoints, and the rows of a collection that is not open yet. Collective.
 
@@ -493,7 +463,7 @@ def _open_checkpoints_and_rows(
             keep=setup.config.train.keep_checkpoints,
             disk=setup.disk,
             read_only=setup.read_only,
-            at=None if at is None else resolve_step(folder, at),
+            at=None if setup.at is None else resolve_step(folder, setup.at),
             shardings=None if plan is None else plan.shardings,
             directories=() if plan is None else plan.ssd,
             write_budget=None if plan is None else plan.write_budget,
@@ -577,17 +547,10 @@ def plan_run(
     )
     check_tier_directories(default_plan.ssd, default_plan.mapped)
     move_dense_network(model, config.train.device, Mesh())
-    planned = plan_from_sample(
-        model,
-        collection,
-        data,
-        config,
-        objective=get_objective(model),
-        make_optimizer=partial(build_dense_optimizer, config=config),
-        world=world,
-        rows_folder=run_folder,
-        lookups=lookups,
+    setup = RunSetup(
+        model=model, data=data, config=config, mesh=Mesh(), objective=get_objective(model)
     )
+    planned = plan_from_sample(setup, world, rows_folder=run_folder, lookups=lookups)
     return planned, collection.tables
 
 
@@ -645,15 +608,3 @@ def _check_can_resume(folder: Path, config: RunConfig) -> None:
                 f"{settings.get(name)!r}; "
                 f"give it another folder (--run), or the same settings to go on with it{tower_note or ''}"
             )
-
-
-def count_total_steps(config: RunConfig, data: Splits) -> int | None:
-    """Count the steps of the whole run; None if the length of the data is unknown."""
-    max_steps = config.train.max_steps
-    train = config.train
-    parts = data.days if train.progressive else (data.train,) * train.num_epochs
-    counts = [part.num_samples for part in parts]
-    steps = sum(count_epoch_steps(config, count) for count in counts if count is not None)
-    if any(count is None for count in counts):
-        return max_steps
-    return steps if max_steps is None else min(steps, max_steps)

@@ -81,6 +81,10 @@ KINDS: tuple[Kind, ...] = (
 )
 
 
+COLUMN_KINDS = ("column_wise", "grid")
+"""Kinds that cut rows by columns."""
+
+
 @dataclass(frozen=True, slots=True)
 class Shard:
     """Rows of a table on one rank: those of owner `owner_index` out of `num_owners`."""
@@ -145,7 +149,7 @@ class Sharding:
             raise ConfigError(
                 f"sharding {self.kind}: got {len(self.ranks)} ranks for {self.slices} slices, wanted as many for each"
             )
-        if self.slices > 1 and self.kind not in ("column_wise", "grid"):
+        if self.slices > 1 and self.kind not in COLUMN_KINDS:
             raise ConfigError(
                 f"sharding {self.kind}: got {self.slices} slices, wanted column_wise or grid, which cut rows"
             )
@@ -153,7 +157,7 @@ class Sharding:
             raise ConfigError(
                 f"sharding column_wise: got {len(self.ranks)} ranks for {self.slices} slices, wanted one for each"
             )
-        if self.has_hot and (self.is_replicated or self.kind in ("column_wise", "grid")):
+        if self.has_hot and (self.is_replicated or self.kind in COLUMN_KINDS):
             raise ConfigError(
                 f"sharding {self.kind}: got hot rows, wanted row_wise, host_wise or table_wise: the other rows must be "
                 "whole and have one owner each"
@@ -287,6 +291,15 @@ def grid(world: World, hosts: Sequence[int]) -> Sharding:
         )
     ranks = [rank for host in sorted(hosts) for rank in host_wise(world, host).ranks]
     return Sharding("grid", tuple(ranks), len(hosts))
+
+
+def shard_columns_everywhere(kind: Kind, world: World) -> Sharding:
+    """Return the sharding with a slice on every rank, or every host for `grid`: the default without named ranks.
+
+    Raises ConfigError for a grid on one host."""
+    if kind == "grid":
+        return grid(world, range(world.num_hosts))
+    return column_wise(world.owners)
 
 
 def sharding_on_ranks(kind: Kind, ranks: tuple[int, ...], world: World) -> Sharding:

@@ -36,7 +36,7 @@ class World:
     crowding: float = 1.0
     """Compute threads on a host per processor, at least 1: above 1, each thread is slowed down by this factor."""
     origin: Origin = "assumed"
-    """Source of the link speeds: defaults, numbers set by the user, or measured by `plan.measure.links`."""
+    """Source of the link speeds: defaults, numbers set by the user, or measured by `planning.measure`."""
 
     def __post_init__(self) -> None:
         if self.num_hosts < 1 or self.ranks_per_host < 1:

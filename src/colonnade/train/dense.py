@@ -38,8 +38,9 @@ from colonnade.comm.mesh import Mesh
 from colonnade.comm.process_groups import open_tower_mesh
 from colonnade.comm.traffic import count_waiting_time
 from colonnade.errors import ConfigError
+from colonnade.plan.names import CodecName
 from colonnade.train.tower_weights import TowerWeights
-from colonnade.wire.codec import CODECS, CodecName
+from colonnade.wire.codec import CODECS
 from colonnade.wire.coded_sums import (
     CODED_DTYPES,
     CodedAllReduce,

@@ -28,14 +28,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from colonnade import _native
-
-CodecName = Literal["exact", "bf16", "fp16", "int8"]
+from colonnade.plan.names import CodecName
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,23 +60,6 @@ CODECS: dict[str, Codec] = {
     "fp16": Codec("fp16", 2**-11, 2**-10, 2, 2),
     "int8": Codec("int8", 0.5005 / 127, 1.001 / 127, 1, 4),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Codecs:
-    """Names of the codecs of row values, of row gradients, and of the dense network's gradients."""
-
-    values: CodecName = "exact"
-    gradients: CodecName = "exact"
-    dense: CodecName = "exact"
-
-    @property
-    def is_exact(self) -> bool:
-        """True if values and gradients of rows are exact, whatever the dense gradients."""
-        return self.values == self.gradients == "exact"
-
-
-EXACT = Codecs()
 
 
 @dataclass(frozen=True, slots=True)

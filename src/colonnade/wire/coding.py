@@ -14,12 +14,11 @@ from colonnade.lookup.contract import Exactness
 from colonnade.lookup.layout import EmbeddingDeclaration
 from colonnade.lookup.row_layout import RowLayout
 from colonnade.ops.memory import empty
+from colonnade.plan.plan import EXACT, Codecs
 from colonnade.store.dram import table_seed
 from colonnade.wire.codec import (
     CODECS,
-    EXACT,
     Codec,
-    Codecs,
     RoundingKey,
     RowBlock,
     decode_elements,

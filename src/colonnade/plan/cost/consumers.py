@@ -22,9 +22,10 @@ from colonnade.hops.load import ColumnLoad, TableLoad
 from colonnade.interaction import Concat, FieldSubset
 from colonnade.lookup.layout import EmbeddingDeclaration, LookupField, query_fields
 from colonnade.lookup.views import is_merged_at_samples, slices_of
+from colonnade.plan.plan import EXACT, Codecs
 from colonnade.topology.sharding import Sharding
 from colonnade.topology.world import World
-from colonnade.wire.codec import CODECS, EXACT, Codecs
+from colonnade.wire.codec import CODECS
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,9 @@
-"""Division of memory among tables: from each table's reads at any size to a number of rows, within the budgets.
+"""Division of memory among tables: the rows of each table in each memory, within the budgets of every rank.
 
 A cache of n rows of a table converges to the n most used rows. So the reads of a table fall with its rows, ever more
 slowly along the lower convex hull of the curve. Each next byte goes to the table where it saves most reads: optimal for
-convex curves, except for the last rounding.
+convex curves, except for the last rounding. A table without a prediction has a flat curve: no byte saves reads, and
+tables share memory evenly.
 
 Pure functions. Rows are those of one rank; reads and births those of one batch of one rank.
 """
@@ -12,39 +13,23 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from colonnade.errors import BudgetExceeded
-from colonnade.plan.measure.popularity import (
-    OPEN_ROOM,
-    Popularity,
-    expected_used_rows,
-    predict_counting_cache_reads,
-)
-from colonnade.plan.measure.profile import Profile
-from colonnade.store.budget import slot_bytes
-from colonnade.table import Table
-from colonnade.topology.sharding import Sharding, list_distinct_shards, max_rows_per_owner
+from colonnade.plan.names import Tier
+from colonnade.topology.sharding import Sharding, list_distinct_shards
 
 Floats = NDArray[np.float64]
-
-Tier = Literal["dram", "mapped"]
-"""Memory of a table's rows: main memory, or mapped files on byte-addressable memory."""
-MOMENTS = 6
-"""Number of points in a run at which reads are predicted; the run's reads are their mean."""
-CURVE_POINTS = 256
-SPREAD = 4.0
-"""Number of standard deviations above the mean that the rows of a batch may reach."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryDemand:
-    """Memory demand of one table on one rank."""
+    """Memory demand of one table, or of one slice of it, on one rank."""
 
     name: str
+    """Name of the table; slices of one table share it."""
     slot_bytes: int
     least_rows: int
     """Number of rows of the batches that must be in memory at once: one batch without staleness."""
@@ -54,9 +39,9 @@ class MemoryDemand:
     """Numbers of rows in memory, the points of the read curve."""
     reads: tuple[float, ...]
     """Rows of a batch that are read from files with rows[i] rows in memory; linear between the points."""
-    unique: float
+    unique: float = 0.0
     """Number of distinct rows of a batch."""
-    births: float
+    births: float = 0.0
     """Number of rows of a batch that were never used before."""
     is_open: bool = False
     """True for an open table."""
@@ -64,15 +49,27 @@ class MemoryDemand:
     """Number of rows of all batches in flight; a window that does not fit becomes shorter."""
     limit_rows: int | None = None
     """Number of rows that the table may never exceed in memory; None: an open table may grow beyond `max_rows`."""
+    min_share: int = 0
+    """Number of rows that the table gets even where its even share of the memory is smaller."""
 
     def reads_at(self, rows: float) -> float:
         """Return the rows read from files per batch with `rows` rows in memory."""
         return float(np.interp(rows, self.rows, self.reads))
 
     @property
+    def is_flat(self) -> bool:
+        """True if memory saves no predicted reads: the table has bytes of its own, or there is no prediction."""
+        return len(self.rows) == 1
+
+    @property
     def max_bytes(self) -> int:
         """Bytes of memory of `max_rows`."""
         return self.max_rows * self.slot_bytes
+
+    @property
+    def main_rows(self) -> int:
+        """Number of rows that the table can use in main memory."""
+        return self.max_rows if self.limit_rows is None else min(self.max_rows, self.limit_rows)
 
     def limit_to(self, rows: int) -> MemoryDemand:
         """Return the demand of the table if it may have at most `rows` rows in memory."""
@@ -82,6 +79,43 @@ class MemoryDemand:
             least_rows=min(self.least_rows, rows),
             limit_rows=rows,
         )
+
+
+def demand_even_share(
+    name: str,
+    slot_bytes: int,
+    max_rows: int,
+    *,
+    own_rows: int | None = None,
+    is_open: bool = False,
+    min_share: int = 1,
+) -> MemoryDemand:
+    """Return the demand of a table without a prediction. own_rows: rows of the bytes that are set for it alone."""
+    fixed = 0 if own_rows is None else max(1, min(max_rows, own_rows))
+    return MemoryDemand(
+        name,
+        slot_bytes,
+        fixed,
+        max_rows,
+        rows=(0.0,),
+        reads=(1.0,),
+        is_open=is_open,
+        limit_rows=fixed or None,
+        min_share=min_share,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Budgets:
+    """Bytes of memory for rows on each rank; None: no limit."""
+
+    main: int | None
+    mapped: int | None = 0
+    """Bytes of byte-addressable memory, for whole tables."""
+    setting: str = "plan.memory.dram"
+    """Setting of the main memory, for error messages."""
+    at_once: int = 1
+    """Number of batches that must be in memory at once, for error messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,231 +128,231 @@ class TableMemory:
     tier: Tier = "dram"
 
 
-def predict_demands(
-    tables: Sequence[Table],
-    profile: Profile,
-    *,
-    batch_size: int,
-    window: int,
-    at_once: int = 1,
-    num_ranks: int = 1,
-    num_samples: int | None = None,
-    first_batch: int = 0,
-    last_batch: int,
-    fixed_bytes: Mapping[str, int] | None = None,
-    shardings: Sequence[Sharding] | None = None,
-) -> list[MemoryDemand]:
-    """Predict each table's mean memory demand over batches first_batch .. last_batch of a run.
-
-    window: batches in flight. at_once: batches that must be in memory at once. num_samples: size of the data set, if
-    known; no batch has more distinct rows than the data set. fixed_bytes: budgets of single tables, by name.
-    shardings: by table, each demand is that of an owner rank; without, all ranks own rows.
-    """
-    span = max(last_batch - first_batch, 1)
-    epoch = math.inf if num_samples is None else max(num_samples / batch_size, 1.0)
-    moments = [first_batch + span * (i + 0.5) / MOMENTS for i in range(MOMENTS)]
-    results = []
-    for t, table in enumerate(tables):
-        owners = num_ranks if shardings is None else shardings[t].num_owners
-        popularity = profile.tables[t].popularity(table.rows)
-        lookups = profile.lookups_per_sample(t) * batch_size
-        unique = popularity.unique(lookups) / owners
-        possible = _count_possible_rows(profile, t, table, num_samples)
-        in_flight = min(popularity.unique(lookups * window), possible) / owners
-        at_once_rows = min(
-            _predict_rows_in_flight(profile, t, popularity, batch_size, at_once), possible
-        )
-        if table.rows is None:
-            used_rows = expected_used_rows(popularity, lookups, min(last_batch, epoch))
-            whole = max(used_rows * OPEN_ROOM, at_once_rows) / owners
-        else:
-            whole = max_rows_per_owner(table.rows, owners)
-        max_rows = max(1, math.ceil(whole))
-        least_mean = _upper_bound(at_once_rows / owners, at_once_rows, owners > 1)
-        least = min(max_rows, max(1, math.ceil(least_mean)))
-        window_rows = min(max_rows, math.ceil(_upper_bound(in_flight, possible / owners)))
-        first, last = (
-            expected_used_rows(popularity, lookups, min(n, epoch))
-            for n in (first_batch, last_batch)
-        )
-        births = (last - first) / span / owners
-        rows, reads = _average_read_curves(popularity, lookups, moments, epoch)
-        rows = rows / owners
-        reads = reads / owners
-        # Rows in transit take slots in addition to those of cached rows.
-        rows = rows + np.minimum(window * (reads + births), in_flight)
-        order = np.argsort(rows, kind="stable")
-        rows = np.append(np.minimum(rows[order], max_rows), max_rows)
-        reads = np.append(np.minimum.accumulate(reads[order]), 0.0)
-        demand = MemoryDemand(
-            table.name,
-            slot_bytes(table),
-            least,
-            max_rows,
-            tuple(rows.tolist()),
-            tuple(reads.tolist()),
-            unique,
-            births,
-            table.rows is None,
-            max(least, window_rows),
-        )
-        if fixed_bytes and table.name in fixed_bytes:
-            fixed = min(max_rows, max(1, fixed_bytes[table.name] // slot_bytes(table)))
-            if fixed < least:
-                raise _build_budget_error(
-                    demand, fixed_bytes[table.name], f"plan.memory.tables.{table.name}", at_once
-                )
-            demand = replace(
-                demand,
-                least_rows=fixed,
-                window_rows=fixed,
-                max_rows=fixed,
-                rows=(0.0,),
-                reads=(demand.reads_at(fixed),),
-            )
-        results.append(demand)
-    return results
+def list_rank_demands(shardings: Sequence[Sharding], num_ranks: int) -> list[list[int]]:
+    """List the demands with rows on a rank, by index, once for all ranks with the same ones. shardings: by demand."""
+    rank_demands = [
+        [t for t, shard in enumerate(shards) if shard.owner_index is not None]
+        for shards in list_distinct_shards(shardings, num_ranks)
+    ]
+    return [indices for indices in rank_demands if indices]
 
 
-def divide_memory(
-    table_demands: Sequence[MemoryDemand],
-    dram_bytes: int | None,
-    mapped_bytes: int | None = 0,
-    *,
-    at_once: int = 1,
+def divide(
+    demands: Sequence[MemoryDemand],
+    budgets: Budgets,
+    rank_demands: Sequence[Sequence[int]] | None = None,
 ) -> list[TableMemory]:
-    """Divide a rank's memory among its tables; budgets of None have no limit.
+    """Divide the memory of each rank among its tables. Returns the memory of each table on its fullest rank.
 
-    Batches in flight come first. Whole tables move to `mapped_bytes` of byte-addressable memory, those with the most
-    reads for their size first; mapped rows are never read from files. Where the `at_once` batches that must be in
-    memory do not fit, tables with the most bytes of these batches move before all others. Raises BudgetExceeded with
-    the table and the numbers if the batches do not fit even so.
+    Batches in flight come first. Whole tables move to mapped memory, those with the most reads for their size first;
+    mapped rows are never read from files. Where the batches that must be in memory at once do not fit, tables with the
+    most bytes of these batches move before all others. A table has one tier on all ranks and for all slices: it is
+    mapped if every rank with rows of it has the room.
+    rank_demands: demands of each rank, by index (`list_rank_demands`); None: one rank has all. Raises BudgetExceeded
+    with the table and the numbers if the batches do not fit even so.
     """
-    if dram_bytes is None:
-        return [TableMemory(demand.name, demand.max_rows, 0.0) for demand in table_demands]
-    mapped = _map_tables_of_large_batches(table_demands, dram_bytes, mapped_bytes)
-    rows = _divide_memory_of_unmapped(table_demands, mapped, dram_bytes, at_once)
+    if rank_demands is None:
+        rank_demands = [range(len(demands))]
+    unmapped = {
+        demands[t].name
+        for own in rank_demands
+        for t in set(own) - _choose_mapped_tables(demands, own, budgets)
+    }
+    mapped = {t for t, demand in enumerate(demands) if demand.name not in unmapped}
+    result: dict[str, TableMemory] = {}
+    for own in rank_demands:
+        for t, rows in _divide_main_memory(demands, own, mapped, budgets).items():
+            name = demands[t].name
+            if name not in result or rows < result[name].rows:
+                reads = 0.0 if t in mapped else demands[t].reads_at(rows)
+                tier: Tier = "mapped" if t in mapped else "dram"
+                result[name] = TableMemory(name, rows, reads, tier)
+    return [result[name] for name in dict.fromkeys(demand.name for demand in demands)]
+
+
+def check_batches_fit(demands: Sequence[MemoryDemand], budgets: Budgets) -> None:
+    """Raise BudgetExceeded if batches that must be in memory at once do not fit, whatever else memory is given to."""
+    if budgets.main is not None:
+        mapped = _map_tables_of_large_batches(demands, range(len(demands)), budgets)
+        unmapped = {t: demand for t, demand in enumerate(demands) if t not in mapped}
+        _share_window_rows(unmapped, budgets.main, budgets)
+
+
+def _choose_mapped_tables(
+    demands: Sequence[MemoryDemand], own: Sequence[int], budgets: Budgets
+) -> set[int]:
+    """Choose the demands of one rank to store in mapped memory."""
+    if budgets.mapped == 0:
+        return set()
+    mapped = _map_tables_of_large_batches(demands, own, budgets)
+    rows = _divide_main_memory(demands, own, mapped, budgets)
     while True:
-        free = (
-            None
-            if mapped_bytes is None
-            else mapped_bytes - sum(table_demands[t].max_bytes for t in mapped)
-        )
+        free = _count_free_mapped_bytes(demands, mapped, budgets)
         gains = {
-            t: demand.reads_at(rows[t]) / demand.max_bytes
-            for t, demand in enumerate(table_demands)
+            t: demands[t].reads_at(rows[t]) / demands[t].max_bytes
+            for t in own
             if t not in mapped
-            and not demand.is_open
-            and rows[t] < demand.max_rows
-            and (free is None or demand.max_bytes <= free)
+            and not demands[t].is_open
+            and rows[t] < demands[t].max_rows
+            and demands[t].max_bytes <= free
         }
         best = max(gains, key=lambda t: gains[t], default=None)
         if best is None or gains[best] <= 0:
-            return _assign_rows(table_demands, rows, mapped)
+            return mapped
         mapped.add(best)
-        rows = _divide_memory_of_unmapped(table_demands, mapped, dram_bytes, at_once)
+        # Without predictions, all tables that an even split leaves short move, as far as there is room.
+        if not demands[best].is_flat:
+            rows = _divide_main_memory(demands, own, mapped, budgets)
 
 
 def _map_tables_of_large_batches(
-    table_demands: Sequence[MemoryDemand], dram_bytes: int, mapped_bytes: int | None
+    demands: Sequence[MemoryDemand], own: Sequence[int], budgets: Budgets
 ) -> set[int]:
     """Return the tables to map whole so that the batches of all others fit in main memory, largest batches first.
 
     Returns no table if the batches fit anyway, or if they do not fit even so.
     """
-    least_bytes = [demand.least_rows * demand.slot_bytes for demand in table_demands]
-    excess = sum(least_bytes) - dram_bytes
-    free = mapped_bytes
+    if budgets.main is None:
+        return set()
+    least_bytes = {t: demands[t].least_rows * demands[t].slot_bytes for t in own}
+    excess = sum(least_bytes.values()) - budgets.main
     mapped: set[int] = set()
-    for t in sorted(range(len(table_demands)), key=lambda t: -least_bytes[t]):
-        demand = table_demands[t]
+    for t in sorted(own, key=lambda t: -least_bytes[t]):
         # Mapped memory stores whole tables only: none that may grow, or that has a budget of its own.
-        if demand.is_open or len(demand.rows) == 1:
+        if demands[t].is_open or demands[t].is_flat:
             continue
         if excess <= 0:
             break
-        if free is None or demand.max_bytes <= free:
+        if demands[t].max_bytes <= _count_free_mapped_bytes(demands, mapped, budgets):
             mapped.add(t)
             excess -= least_bytes[t]
-            free = None if free is None else free - demand.max_bytes
     return mapped if excess <= 0 else set()
 
 
-def _divide_memory_of_unmapped(
-    table_demands: Sequence[MemoryDemand],
-    mapped: Collection[int],
-    dram_bytes: int,
-    at_once: int,
-) -> list[int]:
-    """Divide main memory among the tables that are not mapped. Returns rows by table; all rows of mapped ones."""
-    others = [demand for t, demand in enumerate(table_demands) if t not in mapped]
-    shares = iter(_divide_memory_budget(others, dram_bytes, at_once))
-    return [
-        demand.max_rows if t in mapped else next(shares) for t, demand in enumerate(table_demands)
-    ]
+def _count_free_mapped_bytes(
+    demands: Sequence[MemoryDemand], mapped: Collection[int], budgets: Budgets
+) -> float:
+    if budgets.mapped is None:
+        return math.inf
+    return budgets.mapped - sum(demands[t].max_bytes for t in mapped)
 
 
-def divide_memory_on_ranks(
-    table_demands: Sequence[MemoryDemand],
-    shardings: Sequence[Sharding],
-    num_ranks: int,
-    dram_bytes: int | None,
-    mapped_bytes: int | None = 0,
-    *,
-    at_once: int = 1,
-) -> list[TableMemory]:
-    """Divide memory as `divide_memory` does if ranks own rows of different tables.
+def _divide_main_memory(
+    demands: Sequence[MemoryDemand], own: Sequence[int], mapped: Collection[int], budgets: Budgets
+) -> dict[int, int]:
+    """Divide one rank's main memory among its demands that are not mapped: windows first, then what saves most reads
+    per byte. Returns rows by demand; all rows of mapped ones."""
+    own_demands = {t: demands[t] for t in own if t not in mapped}
+    if budgets.main is None:
+        rows = {t: demand.main_rows for t, demand in own_demands.items()}
+    else:
+        rows = _share_window_rows(own_demands, budgets.main, budgets)
+        _add_rows_that_save_reads(own_demands, rows, budgets.main)
+        _share_unused_memory(own_demands, rows, budgets.main)
+    return rows | {t: demands[t].max_rows for t in own if t in mapped}
 
-    Each rank divides its memory among its own tables; a table gets the smallest number of rows of its ranks.
-    table_demands: under these shardings. Raises as `divide_memory`."""
-    rank_tables = [
-        [t for t, shard in enumerate(shards) if shard.owner_index is not None]
-        for shards in list_distinct_shards(shardings, num_ranks)
-    ]
-    rank_tables = [tables for tables in rank_tables if tables]
-    by_rank = [
-        _divide_rank_memory(table_demands, tables, dram_bytes, mapped_bytes, at_once)
-        for tables in rank_tables
-    ]
-    tiers = {
-        t: {placed[t].tier for placed in by_rank if t in placed} for t in range(len(table_demands))
+
+def _share_window_rows(
+    demands: Mapping[int, MemoryDemand], budget: int, budgets: Budgets
+) -> dict[int, int]:
+    """Return the rows that each table gets first: those of its window, or the same part of every table's window."""
+    least = sum(demand.least_rows * demand.slot_bytes for demand in demands.values())
+    if least > budget:
+        largest = max(demands.values(), key=lambda demand: demand.least_rows * demand.slot_bytes)
+        raise build_budget_error(largest, budget, budgets.setting, budgets.at_once, least)
+    more = count_window_bytes(demands.values()) - least
+    part = 1.0 if more <= budget - least else (budget - least) / more
+    return {
+        t: demand.least_rows + math.floor(part * (_window_rows(demand) - demand.least_rows))
+        for t, demand in demands.items()
     }
-    if any(len(kinds) > 1 for kinds in tiers.values()):
-        # A rank has no mapped room for some table: that table stays in main memory on all ranks.
-        mapped = {t for t, kinds in tiers.items() if kinds == {"mapped"}}
-        by_rank = [
-            {
-                t: TableMemory(table_demands[t].name, table_demands[t].max_rows, 0.0, "mapped")
-                for t in tables
-                if t in mapped
-            }
-            | _divide_rank_memory(
-                table_demands, [t for t in tables if t not in mapped], dram_bytes, 0, at_once
-            )
-            for tables in rank_tables
+
+
+def _add_rows_that_save_reads(
+    demands: Mapping[int, MemoryDemand], rows: dict[int, int], budget: int
+) -> None:
+    """Add to `rows` those that save most reads per byte, as far as the budget goes."""
+    pieces: list[tuple[float, int, int, float]] = []
+    for t, demand in demands.items():
+        if demand.is_flat or demand.max_rows <= rows[t]:
+            continue
+        inner = [x for x in demand.rows if rows[t] < x < demand.max_rows]
+        points = [float(rows[t]), *inner, float(demand.max_rows)]
+        hull_rows, reads = lower_convex_hull(points, [demand.reads_at(x) for x in points])
+        saved = -np.diff(reads)
+        sizes = np.diff(hull_rows)
+        # Earlier pieces of a table's hull save more per byte than later ones, so sorting keeps their order.
+        pieces += [
+            (-float(saved[i] / (sizes[i] * demand.slot_bytes)), t, i, float(sizes[i]))
+            for i in range(len(sizes))
+            if saved[i] > 0
         ]
-    return [
-        min((placed[t] for placed in by_rank if t in placed), key=lambda memory: memory.rows)
-        for t in range(len(table_demands))
-    ]
+    free = float(budget - _count_bytes(demands, rows))
+    exact_rows = {t: float(count) for t, count in rows.items()}
+    for _, t, _, size in sorted(pieces):
+        more = min(size, free / demands[t].slot_bytes)
+        exact_rows[t] += more
+        free -= more * demands[t].slot_bytes
+        if free <= 0:
+            break
+    for t, demand in demands.items():
+        rows[t] = min(demand.max_rows, math.floor(exact_rows[t] + 1e-6))
 
 
-def _divide_rank_memory(
-    table_demands: Sequence[MemoryDemand],
-    tables: Sequence[int],
-    dram_bytes: int | None,
-    mapped_bytes: int | None,
-    at_once: int,
-) -> dict[int, TableMemory]:
-    """Divide the memory of a rank with rows of these tables. Returns the memory by table."""
-    placed = divide_memory(
-        [table_demands[t] for t in tables], dram_bytes, mapped_bytes, at_once=at_once
-    )
-    return dict(zip(tables, placed, strict=True))
+def _share_unused_memory(
+    demands: Mapping[int, MemoryDemand], rows: dict[int, int], budget: int
+) -> None:
+    """Add to `rows` the memory that saves no predicted reads, in case these are wrong: complete small tables, then
+    evenly.
+
+    Open tables share the rest evenly, up to their limits: they may grow beyond `max_rows`, which is estimated.
+    """
+    lacking = {t: demand.main_rows - rows[t] for t, demand in demands.items()}
+    _share_evenly(demands, rows, lacking, budget)
+    growth = {
+        t: math.inf if demand.limit_rows is None else demand.limit_rows - rows[t]
+        for t, demand in demands.items()
+        if demand.is_open and not demand.is_flat
+    }
+    _share_evenly(demands, rows, growth, budget)
+
+
+def _share_evenly(
+    demands: Mapping[int, MemoryDemand],
+    rows: dict[int, int],
+    wanted_rows: Mapping[int, float],
+    budget: int,
+) -> None:
+    """Add to `rows` an even share of the unused bytes for each table that wants more rows.
+
+    Smallest first: a table that wants less than its share leaves the rest to the others.
+    """
+    free = budget - _count_bytes(demands, rows)
+    wanting = [t for t, count in wanted_rows.items() if count > 0]
+    wanting.sort(key=lambda t: wanted_rows[t] * demands[t].slot_bytes)
+    for i, t in enumerate(wanting):
+        slot_bytes = demands[t].slot_bytes
+        share = free // (len(wanting) - i) // slot_bytes
+        more = max(int(min(wanted_rows[t], share)), demands[t].min_share - rows[t])
+        rows[t] += more
+        free = max(0, free - more * slot_bytes)
+
+
+def _window_rows(demand: MemoryDemand) -> int:
+    return min(demand.max_rows, max(demand.least_rows, demand.window_rows))
+
+
+def count_window_bytes(demands: Collection[MemoryDemand]) -> int:
+    """Count the bytes of all batches in flight."""
+    return sum(_window_rows(demand) * demand.slot_bytes for demand in demands)
+
+
+def _count_bytes(demands: Mapping[int, MemoryDemand], rows: Mapping[int, int]) -> int:
+    return sum(rows[t] * demand.slot_bytes for t, demand in demands.items())
 
 
 def average_over_ranks(
-    table_demands: Sequence[MemoryDemand],
+    demands: Sequence[MemoryDemand],
     placed: Sequence[TableMemory],
     shardings: Sequence[Sharding],
     num_ranks: int,
@@ -333,22 +367,12 @@ def average_over_ranks(
                 unique=part * demand.unique,
                 births=part * demand.births,
             )
-            for demand, part in zip(table_demands, parts, strict=True)
+            for demand, part in zip(demands, parts, strict=True)
         ],
         [
             replace(memory, reads=part * memory.reads)
             for memory, part in zip(placed, parts, strict=True)
         ],
-    )
-
-
-def fits_batches_in_flight(table_demands: Sequence[MemoryDemand], dram_bytes: int | None) -> bool:
-    """Return whether all batches in flight fit in memory at once, so that none waits for another to finish."""
-    if dram_bytes is None:
-        return True
-    return (
-        _total_bytes(table_demands, [_window_rows(demand) for demand in table_demands])
-        <= dram_bytes
     )
 
 
@@ -367,158 +391,10 @@ def lower_convex_hull(rows: Sequence[float], reads: Sequence[float]) -> tuple[Fl
     return curve[:, 0], curve[:, 1]
 
 
-def _average_read_curves(
-    popularity: Popularity,
-    lookups: float,
-    moments: Sequence[float],
-    epoch: float,
-) -> tuple[Floats, Floats]:
-    """Return the mean of the read curves at several moments, at the rows of all their points."""
-    curves = [
-        predict_counting_cache_reads(popularity, lookups, moment, epoch) for moment in moments
-    ]
-    rows = np.unique(np.concatenate([curve[0] for curve in curves]))
-    if len(rows) > CURVE_POINTS:
-        rows = rows[np.unique(np.linspace(0, len(rows) - 1, CURVE_POINTS).round().astype(np.int64))]
-    return rows, np.mean([np.interp(rows, *curve) for curve in curves], axis=0)
-
-
-def _count_possible_rows(
-    profile: Profile, table_index: int, table: Table, num_samples: int | None
-) -> float:
-    """Return the largest number of distinct rows that any number of batches can have, over all ranks."""
-    possible = math.inf if table.rows is None else float(table.rows)
-    if num_samples is None:
-        return possible
-    stats = profile.tables[table_index]
-    if profile.samples >= num_samples:  # The sample is the whole data set.
-        return min(possible, stats.rows)
-    more_samples = num_samples - profile.samples
-    return min(possible, stats.rows + more_samples * profile.lookups_per_sample(table_index))
-
-
-def _predict_rows_in_flight(
-    profile: Profile, table_index: int, popularity: Popularity, batch_size: int, at_once: int
-) -> float:
-    """Return the distinct rows of `at_once` full batches; from counts, if the sample has batches of this size."""
-    counted = profile.tables[table_index].most_unique if batch_size == profile.largest_batch else 0
-    lookups = profile.lookups_per_sample(table_index) * batch_size
-    if not counted:
-        return popularity.unique(lookups * at_once)
-    return min(counted * at_once, max(counted, popularity.unique(lookups * at_once)))
-
-
-def _upper_bound(mean: float, max_rows: float, is_random: bool = True) -> float:
-    """Return a number of rows that batches hardly ever exceed, at most `max_rows`."""
-    return min(max_rows, mean + SPREAD * math.sqrt(mean)) if is_random else min(max_rows, mean)
-
-
-def _window_rows(demand: MemoryDemand) -> int:
-    return min(demand.max_rows, max(demand.least_rows, demand.window_rows))
-
-
-def _total_bytes(table_demands: Sequence[MemoryDemand], rows: Sequence[int]) -> int:
-    return sum(n * demand.slot_bytes for n, demand in zip(rows, table_demands, strict=True))
-
-
-def _share_window_rows(
-    table_demands: Sequence[MemoryDemand], budget: int, at_once: int
-) -> list[int]:
-    """Return the rows that each table gets first: those of its window, or the same part of every table's window."""
-    least = _total_bytes(table_demands, [demand.least_rows for demand in table_demands])
-    if least > budget:
-        largest = max(table_demands, key=lambda demand: demand.least_rows * demand.slot_bytes)
-        raise _build_budget_error(largest, budget, "plan.memory.dram", at_once, least)
-    more = _total_bytes(table_demands, [_window_rows(demand) for demand in table_demands]) - least
-    part = 1.0 if more <= budget - least else (budget - least) / more
-    return [
-        demand.least_rows + math.floor(part * (_window_rows(demand) - demand.least_rows))
-        for demand in table_demands
-    ]
-
-
-def _divide_memory_budget(
-    table_demands: Sequence[MemoryDemand], budget: int, at_once: int
-) -> list[int]:
-    """Return the rows of each table in memory: its window first, then the rows that save most reads per byte."""
-    first = _share_window_rows(table_demands, budget, at_once)
-    steps: list[tuple[float, int, int, float]] = []
-    for t, demand in enumerate(table_demands):
-        if demand.max_rows <= first[t]:
-            continue
-        inner = [x for x in demand.rows if first[t] < x < demand.max_rows]
-        points = [float(first[t]), *inner, float(demand.max_rows)]
-        rows, reads = lower_convex_hull(points, [demand.reads_at(x) for x in points])
-        saved = -np.diff(reads)
-        sizes = np.diff(rows)
-        # Earlier pieces of a table's hull save more per byte than later ones, so sorting keeps their order.
-        steps += [
-            (-float(saved[i] / (sizes[i] * demand.slot_bytes)), t, i, float(sizes[i]))
-            for i in range(len(sizes))
-            if saved[i] > 0
-        ]
-    table_rows = [float(n) for n in first]
-    free = float(budget - _total_bytes(table_demands, first))
-    for _, t, _, size in sorted(steps):
-        more = min(size, free / table_demands[t].slot_bytes)
-        table_rows[t] += more
-        free -= more * table_demands[t].slot_bytes
-        if free <= 0:
-            break
-    floored = [
-        min(demand.max_rows, math.floor(table_rows[t] + 1e-6))
-        for t, demand in enumerate(table_demands)
-    ]
-    return _divide_unused_memory(table_demands, floored, budget)
-
-
-def _divide_unused_memory(
-    table_demands: Sequence[MemoryDemand], rows: list[int], budget: int
-) -> list[int]:
-    """Divide memory that saves no predicted reads, in case these are wrong: complete small tables, then evenly.
-
-    Open tables share the rest evenly, up to their limits: they may grow beyond `max_rows`, which is estimated.
-    """
-    free = budget - _total_bytes(table_demands, rows)
-    lacking = [t for t, demand in enumerate(table_demands) if rows[t] < demand.max_rows]
-    lacking.sort(key=lambda t: (table_demands[t].max_rows - rows[t]) * table_demands[t].slot_bytes)
-    for i, t in enumerate(lacking):
-        demand = table_demands[t]
-        more = min(demand.max_rows - rows[t], free // (len(lacking) - i) // demand.slot_bytes)
-        rows[t] += more
-        free -= more * demand.slot_bytes
-    room = {
-        t: math.inf
-        if demand.limit_rows is None
-        else (demand.limit_rows - rows[t]) * demand.slot_bytes
-        for t, demand in enumerate(table_demands)
-        if demand.is_open and len(demand.rows) > 1
-    }
-    for i, t in enumerate(sorted(room, key=lambda t: room[t])):
-        slot = table_demands[t].slot_bytes
-        more = int(min(room[t], free // (len(room) - i)) // slot)
-        rows[t] += more
-        free -= more * slot
-    return rows
-
-
-def _assign_rows(
-    table_demands: Sequence[MemoryDemand], rows: Sequence[int], mapped: set[int]
-) -> list[TableMemory]:
-    return [
-        TableMemory(
-            demand.name,
-            rows[t],
-            0.0 if t in mapped else demand.reads_at(rows[t]),
-            "mapped" if t in mapped else "dram",
-        )
-        for t, demand in enumerate(table_demands)
-    ]
-
-
-def _build_budget_error(
+def build_budget_error(
     table: MemoryDemand, budget: int, setting: str, at_once: int, needed: int | None = None
 ) -> BudgetExceeded:
+    """Build the error of a budget in which the batches that must be in memory do not fit. needed: by all tables."""
     least = table.least_rows * table.slot_bytes
     others = f", and all tables together {needed:,}" if needed is not None else ""
     batches = "a batch" if at_once == 1 else f"the {at_once} batches that are read before an update"

@@ -133,7 +133,7 @@ MIN_LOOKAHEAD = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepCosts:
-    """Costs of a step, measured by a few steps of the model itself (run/planning.py) or assumed."""
+    """Costs of a step, measured by a few steps of the model itself (planning/timing.py) or assumed."""
 
     step_seconds: float
     """Seconds of a step with every row in memory and none of them new."""
@@ -211,25 +211,41 @@ class Prediction:
     """Copy of `LinkCosts.sent`."""
 
 
+@dataclass(frozen=True, slots=True)
+class MeasuredCosts:
+    """Measured costs that a prediction is made from."""
+
+    step: StepCosts
+    device: Device | None = None
+    """Speed of the disks; None: reads only cost processor time."""
+    links: LinkCosts = field(default_factory=LinkCosts)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PredictedRun:
+    """Run that a prediction is of."""
+
+    batch_size: int
+    """Number of samples of a step over all ranks."""
+    num_batches: int
+    num_ranks: int = 1
+    lookahead: int = MIN_LOOKAHEAD
+    write_budget: int | None = None
+
+
 def predict_speed(
     tables: Sequence[Table],
     table_demands: Sequence[MemoryDemand],
     placed: Sequence[TableMemory],
     lookups_per_sample: Sequence[float],
-    costs: StepCosts,
-    device: Device | None,
-    *,
-    batch_size: int,
-    num_batches: int,
-    num_ranks: int = 1,
-    lookahead: int = MIN_LOOKAHEAD,
-    write_budget: int | None = None,
-    links: LinkCosts | None = None,
+    measured: MeasuredCosts,
+    run: PredictedRun,
 ) -> Prediction:
-    """Predict the speed of a run of `num_batches` batches.
-
-    batch_size: samples over all ranks. Without a device, reads only cost processor time."""
-    rank_samples = batch_size / num_ranks
+    """Predict the speed of a run."""
+    costs = measured.step
+    device = measured.device
+    links = measured.links
+    rank_samples = run.batch_size / run.num_ranks
     reads = sum(memory.reads for memory in placed)
     births = sum(demand.births for demand in table_demands)
     unique = sum(demand.unique for demand in table_demands)
@@ -238,17 +254,16 @@ def predict_speed(
         framed = table.record_bytes + FRAME_BYTES
         pages += memory.reads * (1 + (framed - 1) / PAGE)  # Rows may cross page borders.
         # A table that starts empty evicts no row until its slots are full.
-        evicted = max(0.0, memory.reads + demand.births - memory.rows / num_batches)
+        evicted = max(0.0, memory.reads + demand.births - memory.rows / run.num_batches)
         written += evicted * framed * AMPLIFICATION
         moved += memory.reads + evicted
-    links = links or LinkCosts()
     in_memory = costs.step_seconds + births * costs.first_use_seconds + links.processor_seconds
     processor = in_memory + moved * costs.moved_seconds
     disk = 0.0
     if device is not None and device.directories:
         disk = pages / sum(directory.pages for directory in device.directories)
         disk += written / sum(directory.written for directory in device.directories)
-    budget = written / write_budget if write_budget else 0.0
+    budget = written / run.write_budget if run.write_budget else 0.0
     # Messages and computing wait for each other. Ids of later batches and reads run in the background of both.
     combine_seconds = partial(
         step_seconds,
@@ -258,8 +273,8 @@ def predict_speed(
     )
     seconds = max(combine_seconds(processor), disk, budget)
     return Prediction(
-        samples_per_second=batch_size / seconds,
-        all_in_memory=batch_size / combine_seconds(in_memory),
+        samples_per_second=run.batch_size / seconds,
+        all_in_memory=run.batch_size / combine_seconds(in_memory),
         processor_seconds=processor,
         device_seconds=disk,
         write_seconds=budget,
@@ -272,7 +287,7 @@ def predict_speed(
         waited_seconds=links.waited_seconds,
         behind_seconds=links.behind_seconds,
         sent=links.sent,
-        lookahead=lookahead,
+        lookahead=run.lookahead,
         tables=tuple(
             TablePrediction(
                 name=table.name,

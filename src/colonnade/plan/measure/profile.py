@@ -31,10 +31,11 @@ from colonnade.plan.measure.popularity import (
     estimate_from_spectrum,
     expected_used_rows,
 )
+from colonnade.plan.plan import EXACT, Codecs
 from colonnade.store.budget import slot_bytes
 from colonnade.table import Feature, Table, TableSide, describe_whole_row_setting
 from colonnade.topology.world import World
-from colonnade.wire.codec import CODECS, EXACT, Codecs
+from colonnade.wire.codec import CODECS
 from colonnade.wire.packing import measure_packed_bytes
 
 Ids = NDArray[np.int64]

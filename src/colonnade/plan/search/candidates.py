@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from colonnade.hops.kinds import EXCHANGES
 from colonnade.plan.cost.step_time import step_seconds
+from colonnade.plan.names import Constraint as Constraint
 from colonnade.topology.sharding import Kind, Sharding
 
 Option = tuple[str, Kind]
@@ -28,15 +29,6 @@ class Memory:
     """Bytes of memory; None: no limit."""
     seconds_per_byte: float = float("inf")
     """Seconds of file reads per step for each byte of rows that does not fit; inf: rows must fit."""
-
-
-@dataclass(frozen=True, slots=True)
-class Constraint:
-    """Constraint on one table from the configuration; None: the planner chooses."""
-
-    kind: Kind | None = None
-    exchange: str | None = None
-    ranks: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from colonnade.hops.load import TableLoad
+from colonnade.topology.sharding import COLUMN_KINDS as COLUMN_KINDS
 from colonnade.topology.sharding import Kind, Sharding, column_wise, grid, host_wise
+from colonnade.topology.sharding import shard_columns_everywhere as shard_columns_everywhere
 from colonnade.topology.world import World
 
-COLUMN_KINDS = ("column_wise", "grid")
 MIN_SLICE_COLUMNS = 16
 """Smallest width of a slice that the planner chooses itself, because ids are sent once for each slice."""
 
@@ -26,15 +27,6 @@ def count_max_slices(load: TableLoad, kind: Kind, world: World) -> int:
     if kind == "grid":
         owners = world.num_hosts * (has_hosts and not world.has_servers)
     return max(1, min(owners, load.width // MIN_SLICE_COLUMNS))
-
-
-def shard_columns_everywhere(kind: Kind, world: World) -> Sharding:
-    """Return the sharding with a slice on every rank, or every host for `grid`: the default without named ranks.
-
-    Raises ConfigError for a grid on one host."""
-    if kind == "grid":
-        return grid(world, range(world.num_hosts))
-    return column_wise(world.owners)
 
 
 def propose_column_shardings(

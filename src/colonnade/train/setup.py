@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -19,11 +19,10 @@ from colonnade.comm.mesh import Mesh
 from colonnade.config.run import RunConfig
 from colonnade.data import SOURCES, Splits
 from colonnade.data.batches import open_batches
-from colonnade.embedding import EmbeddingCollection
+from colonnade.embedding import EmbeddingCollection, find_collection
 from colonnade.models.tower_modules import describe_tower_modules
 from colonnade.plan.plan import Plan
 from colonnade.row_optimizer import RowOptimizer
-from colonnade.run.validation import find_collection
 from colonnade.store.contract import Backing
 from colonnade.store.disk import Disk
 from colonnade.terminal import Terminal
@@ -47,21 +46,41 @@ DENSE_OPTIMIZERS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RunSetup:
-    """Arguments that all steps of opening a run need."""
+    """Arguments of a run: model, data, settings, ranks and folder. All steps of opening it read this value."""
 
     model: nn.Module
-    collection: EmbeddingCollection
     data: Splits
     config: RunConfig
     mesh: Mesh
-    folder: Path | None
+    folder: Path | None = None
+    """Run folder; None: nothing is written, and every row must fit in memory."""
     objective: Objective
-    read_only: bool
-    make_optimizer: OptimizerFactory
-    console: Console | None
-    disk: Disk
+    dense_optimizer: OptimizerFactory | None = None
+    """Factory of the dense optimizer; None: the configured one. Likewise both schedules."""
+    dense_schedule: ScheduleFactory | None = None
+    row_schedule: ScheduleFactory | None = None
+    console: Console | None = None
+    disk: Disk = field(default_factory=Disk)
+    read_only: bool = False
+    at: int | str | None = None
+    """Checkpoint to resume from: a step, "best" or "last"; None: the newest."""
+
+    @property
+    def collection(self) -> EmbeddingCollection:
+        """Collection of the model. Raises ConfigError unless there is exactly one."""
+        return find_collection(self.model)
+
+    def for_reading(self) -> RunSetup:
+        """Return the setup of a run that is opened for reading only."""
+        return replace(self, read_only=True)
+
+    def make_optimizer(self, parameters: Sequence[nn.Parameter]) -> Optimizer:
+        """Build the optimizer of dense parameters."""
+        if self.dense_optimizer is not None:
+            return self.dense_optimizer(parameters)
+        return build_dense_optimizer(parameters, config=self.config)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -151,7 +170,6 @@ def open_timed_trainer(
     copied = replace(
         setup,
         model=model,
-        collection=collection,
         data=data,
         config=config,
         folder=None,

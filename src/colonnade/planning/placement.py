@@ -14,16 +14,16 @@ from colonnade.batch import Batch
 from colonnade.comm.mesh import Mesh
 from colonnade.config.run import RunConfig
 from colonnade.data.batches import BatchSource
-from colonnade.data.contract import Source, num_steps
+from colonnade.data.contract import Source, Splits, num_steps
 from colonnade.data.processes import ProcessSource
-from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import BudgetExceeded, ColonnadeError, ConfigError
 from colonnade.lookup.stacking import hash_ids
 from colonnade.plan.measure.device import Device
 from colonnade.plan.measure.profile import Profile, profile_batches
-from colonnade.plan.placement import place_rows
+from colonnade.plan.placement import forecast_batches, place_rows
 from colonnade.plan.plan import Plan
 from colonnade.table import Table
+from colonnade.train.setup import RunSetup
 
 PROFILE_FILE = "profile.json"
 """Name of the profile in a run folder."""
@@ -49,27 +49,19 @@ class Placement:
     """Remark for the user: a reason for an even division, or a stored profile that is ignored."""
 
 
-def place_on_rank_0(
-    collection: EmbeddingCollection,
-    source: Source,
-    config: RunConfig,
-    plan: Plan,
-    mesh: Mesh,
-    folder: Path | None,
-    first_step: int,
-) -> Placement:
+def place_on_rank_0(setup: RunSetup, plan: Plan, first_step: int) -> Placement:
     """Place rows by a profile, on rank 0 for all ranks. Collective. Times nothing; reads at most the sample.
 
-    plan: with memory divided evenly. folder: run folder, whose profile is used if it is of these tables. Raises
+    plan: with memory divided evenly. The profile of the run folder is used if it is of these tables. Raises
     BudgetExceeded if a batch of the sample cannot fit.
     """
 
     def make_message() -> dict[str, str]:
-        placed = _place_rows_of_run(collection, source, config, plan, folder, first_step)
+        placed = _place_rows_of_run(setup, plan, first_step)
         profile = "" if placed.profile is None else placed.profile.to_json()
         return {"plan": placed.plan.to_json(), "profile": profile, "note": placed.note}
 
-    received = broadcast_plan_message(mesh, make_message)
+    received = broadcast_plan_message(setup.mesh, make_message)
     return Placement(
         Plan.from_json(received["plan"]),
         Profile.from_json(received["profile"]) if received["profile"] else None,
@@ -99,21 +91,17 @@ def broadcast_plan_message(
     return received["message"]
 
 
-def _place_rows_of_run(
-    collection: EmbeddingCollection,
-    source: Source,
-    config: RunConfig,
-    plan: Plan,
-    folder: Path | None,
-    first_step: int,
-) -> Placement:
+def _place_rows_of_run(setup: RunSetup, plan: Plan, first_step: int) -> Placement:
+    collection = setup.collection
+    config = setup.config
+    source = setup.data.train
     inputs = (
         [(table.name, table.dim, table.rows, table.dtype) for table in collection.tables],
         [(feature.name, feature.table) for feature in collection.declaration.features],
         *(source.schema, source.num_samples, config.data),
     )
     digest = hashlib.blake2b(repr(inputs).encode(), digest_size=8).hexdigest()
-    profile, note = read_profile(folder, collection.tables, digest)
+    profile, note = read_profile(setup.folder, collection.tables, digest)
     if profile is None:
         if not can_read_twice(source):
             return _divide_evenly(
@@ -122,7 +110,7 @@ def _place_rows_of_run(
         sample = read_sample_batches(
             source,
             config.train.samples_per_step,
-            max_batches=min(count_run_steps(config, source, MAX_BATCHES), MAX_BATCHES),
+            max_batches=min(count_run_steps(config, setup.data) or MAX_BATCHES, MAX_BATCHES),
         )
         stacked = [hash_ids(batch, collection.declaration) for batch in sample]
         if not any(batch.size for batch in stacked):
@@ -131,17 +119,19 @@ def _place_rows_of_run(
             collection.tables, collection.declaration.features, stacked, is_brief=True
         )
         profile = replace(profile, digest=digest)
-    unknown_steps = first_step + SAMPLES_OF_UNKNOWN_LENGTH * profile.batches
     try:
         placed = place_rows(
             plan,
             collection.tables,
             profile,
             config.plan.memory,
-            batch_size=min(config.train.samples_per_step, profile.samples),
-            num_samples=source.num_samples,
-            first_batch=first_step,
-            last_batch=count_run_steps(config, source, unknown_steps),
+            forecast_batches(
+                plan,
+                batch_size=min(config.train.samples_per_step, profile.samples),
+                num_samples=source.num_samples,
+                first_batch=first_step,
+                last_batch=predict_last_step(config, setup.data, first_step, profile.batches),
+            ),
         )
     except BudgetExceeded as error:
         # Counts of one rank's batches are exact; those of several ranks or batches are estimates from above.
@@ -221,6 +211,13 @@ def read_sample_batches(
     return sample
 
 
+def list_row_folders(plan: Plan, run_folder: Path) -> list[str]:
+    """Return the directories for rows of this plan; [] if all rows fit in memory."""
+    if not plan.needs_backing:
+        return []
+    return [directory.path for directory in plan.ssd] or [str(run_folder)]
+
+
 def count_epoch_steps(config: RunConfig, num_samples: int) -> int:
     """Count the steps of an epoch. The last batch is one of those that the model gets: a micro-batch."""
     parts = config.train.accumulate
@@ -228,11 +225,23 @@ def count_epoch_steps(config: RunConfig, num_samples: int) -> int:
     return -(-num_steps(num_samples, size, config.data.last_batch) // parts)
 
 
-def count_run_steps(config: RunConfig, source: Source, unknown: int) -> int:
-    """Count the steps of the whole run. unknown: result if the number of samples is unknown."""
+def count_run_steps(config: RunConfig, data: Splits) -> int | None:
+    """Count the steps of the whole run; None if the length of the data is unknown."""
     train = config.train
-    num_samples = source.num_samples
-    if num_samples is None:
-        return unknown if train.max_steps is None else train.max_steps
-    steps = count_epoch_steps(config, num_samples) * max(train.num_epochs, 1)
+    parts = data.days if train.progressive else (data.train,) * train.num_epochs
+    steps = 0
+    for part in parts:
+        if part.num_samples is None:
+            return train.max_steps
+        steps += count_epoch_steps(config, part.num_samples)
     return steps if train.max_steps is None else min(steps, train.max_steps)
+
+
+def predict_last_step(
+    config: RunConfig, data: Splits, first_step: int, sampled_batches: int
+) -> int:
+    """Return the last step of the run: at least one after the first, and a guess if the data's length is unknown."""
+    steps = count_run_steps(config, data)
+    if steps is None:
+        steps = first_step + SAMPLES_OF_UNKNOWN_LENGTH * sampled_batches
+    return max(steps, first_step + 1)

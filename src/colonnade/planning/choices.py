@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from torch import nn
+import numpy as np
+from torch import Tensor, nn
 
 from colonnade.batch import Batch
 from colonnade.comm.collectives import (
@@ -16,27 +17,32 @@ from colonnade.comm.collectives import (
 )
 from colonnade.config.plan import PlanConfig
 from colonnade.config.run import RunConfig
+from colonnade.data.contract import Splits, multi_id_columns
 from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import ConfigError
 from colonnade.formats import read_text_file
 from colonnade.hops.kinds import BY_TOWERS
 from colonnade.hops.load import TableLoad
+from colonnade.lookup.hot import split_hot_rows
 from colonnade.lookup.layout import EmbeddingDeclaration
+from colonnade.lookup.stacking import hashed_tables_by_feature
+from colonnade.lookup.views import slices_of
 from colonnade.plan.constraints import apply_towers, read_table_constraints
-from colonnade.plan.cost.consumers import build_model_load
-from colonnade.plan.cost.memory import MemoryDemand, divide_memory
+from colonnade.plan.cost.consumers import build_model_load, check_whole_bags
+from colonnade.plan.cost.memory import Budgets, MemoryDemand, divide
 from colonnade.plan.cost.prediction import LinkCosts
 from colonnade.plan.cost.step_time import predict_single_rank_seconds
-from colonnade.plan.hot import find_most_popular_ids
+from colonnade.plan.hot import add_hot_rows_to_shardings
 from colonnade.plan.measure.device import Device
-from colonnade.plan.measure.profile import Profile, build_table_loads
-from colonnade.plan.plan import Plan
+from colonnade.plan.measure.profile import Profile, build_table_loads, profile_batches
+from colonnade.plan.names import CodecName
+from colonnade.plan.plan import Codecs, Plan
 from colonnade.plan.search import choose
 from colonnade.plan.search.candidates import Constraint, Memory, PlanDecision
-from colonnade.topology.sharding import Sharding
+from colonnade.topology.sharding import Sharding, row_wise
 from colonnade.topology.towers import Partition
 from colonnade.topology.world import World
-from colonnade.wire.codec import EXACT, CodecName, Codecs
+from colonnade.train.setup import RunSetup
 from colonnade.wire.coded_sums import CODED_DTYPES, SIGNAL_BYTES, coded_buffer_bytes
 
 NUM_RUNNERS_UP = 4
@@ -72,72 +78,86 @@ def choose_hot_ids(
     return hot_ids
 
 
-def estimate_table_loads(
-    declared: EmbeddingDeclaration,
+@dataclass(frozen=True, slots=True)
+class SampledLoads:
+    """Loads of a run's tables, estimated from a sample, with hot and cold rows as separate tables."""
+
+    declared: EmbeddingDeclaration
+    """Declaration of these tables."""
+    loads: Sequence[TableLoad]
+    bags: Collection[str]
+    """Features with several ids per sample."""
+    hot: Collection[str]
+    """Names of tables with hot rows."""
+
+
+def estimate_sampled_loads(
+    setup: RunSetup,
+    hashed_sample: Sequence[Batch],
     profile: Profile,
+    hot_ids: Mapping[str, Sequence[int]],
     world: World,
-    *,
-    last_batch: float,
-    num_samples: int | None,
-    codecs: Codecs = EXACT,
-) -> list[TableLoad]:
+    last_step: int,
+) -> SampledLoads:
     """Estimate the load of each table for full batches like those of the sample."""
-    return build_table_loads(
-        declared.tables,
-        declared.features,
-        profile,
+    declared = setup.collection.declaration
+    sides, side_profile = declared, profile
+    if hot_ids:
+        sides, side_profile = profile_hot_and_cold(declared, hot_ids, hashed_sample)
+    train_data = setup.data.train
+    codec = setup.config.plan.codec
+    loads = build_table_loads(
+        sides.tables,
+        sides.features,
+        side_profile,
         world,
-        batch_size=profile.largest_batch,
-        last_batch=last_batch,
-        num_samples=num_samples,
-        codecs=codecs,
+        batch_size=side_profile.largest_batch,
+        last_batch=last_step,
+        num_samples=train_data.num_samples,
+        codecs=Codecs(codec.values, codec.gradients, codec.dense),
     )
+    bags = multi_id_columns(train_data.schema) | set(hashed_tables_by_feature(declared))
+    return SampledLoads(sides, loads, bags, hot_ids)
 
 
 def choose_shardings_and_exchanges(
-    collection: EmbeddingCollection,
-    sides: EmbeddingDeclaration,
-    loads: Sequence[TableLoad],
-    config: RunConfig,
+    setup: RunSetup,
+    sampled: SampledLoads,
     world: World,
     device: Device,
     memory_demands: Sequence[MemoryDemand] = (),
-    bags: Collection[str] = (),
-    hot: Collection[str] = (),
 ) -> PlanDecision:
-    """Choose the shardings and exchanges that `config` does not fix.
+    """Choose the shardings and exchanges that the settings do not fix.
 
-    sides: the collection's declaration with hot and cold rows as separate tables; `loads` has these tables.
-    memory_demands: memory that tables need, if it is limited.
-    bags: features with several ids per sample.
-    hot: names of tables with hot rows.
-    Raises ConfigError for impossible constraints.
+    memory_demands: memory that tables need, if it is limited. Raises ConfigError for impossible constraints.
     """
-    constraints = read_table_constraints(config.plan, collection.tables, world)
-    for name in hot:
+    config = setup.config.plan
+    collection = setup.collection
+    constraints = read_table_constraints(config, collection.tables, world)
+    for name in sampled.hot:
         constraints[f"{name}[cold]"] = constraints[name]
         constraints[f"{name}[hot]"] = Constraint("replicated")
-    budget = config.plan.memory.dram
+    budget = config.memory.dram
     memory = Memory(budget)
     if budget is not None and memory_demands:
         memory = Memory(budget, estimate_seconds_per_byte(memory_demands, budget, device))
     return choose(
-        loads,
+        sampled.loads,
         world,
         memory=memory,
         rates=device.memory,
         forced=constraints,
-        is_fetched_ahead=config.plan.is_late,
+        is_fetched_ahead=config.is_late,
         model=build_model_load(
-            sides,
-            loads,
-            codecs=Codecs(config.plan.codec.values, config.plan.codec.gradients),
-            bags=bags,
+            sampled.declared,
+            sampled.loads,
+            codecs=Codecs(config.codec.values, config.codec.gradients),
+            bags=sampled.bags,
             world=world,
-            reads_ahead=int(config.plan.is_late),
+            reads_ahead=int(config.is_late),
             declared=collection.declaration,
         ),
-        towers=config.plan.towers if isinstance(config.plan.towers, int) else None,
+        towers=config.towers if isinstance(config.towers, int) else None,
         num_runners_up=NUM_RUNNERS_UP if world.num_ranks > 1 else 0,
     )
 
@@ -182,7 +202,7 @@ def estimate_seconds_per_byte(
     if reduced_bytes >= full_bytes:
         return float("inf")
     reads = [
-        sum(placement.reads for placement in divide_memory(memory_demands, size))
+        sum(placement.reads for placement in divide(memory_demands, Budgets(size)))
         for size in (reduced_bytes, full_bytes)
     ]
     return max(reads[0] - reads[1], 0.0) / pages / (full_bytes - reduced_bytes)
@@ -192,23 +212,22 @@ def estimate_link_costs(
     choice: PlanDecision,
     loads: Sequence[TableLoad],
     device: Device,
-    model: nn.Module,
+    setup: RunSetup,
     world: World,
-    declared: EmbeddingDeclaration,
     plan: Plan,
 ) -> LinkCosts:
     """Estimate the seconds and bytes that communication adds to a step of one rank alone.
 
-    declared: the declaration of the model's tables; plan: has the dense codec and the number of towers.
+    plan: has the dense codec and the number of towers.
     """
     if world.num_ranks == 1:
         return LinkCosts()
-    tower_parameters = find_weights_in_towers(choice, declared)
+    tower_parameters = find_weights_in_towers(choice, setup.collection.declaration)
     num_towers = plan.towers or world.num_hosts
     trainers = world.trainer_world()
     codec = plan.codecs.dense
     reduce_seconds = estimate_reduction_seconds(
-        model, trainers, codec, tower_parameters, num_towers
+        setup.model, trainers, codec, tower_parameters, num_towers
     )
     one_rank_seconds = sum(predict_single_rank_seconds(load, device.memory) for load in loads)
     return LinkCosts(
@@ -283,3 +302,44 @@ def group_by_channel(sent: Mapping[tuple[str, str], float]) -> dict[str, dict[st
     for (channel, link), size in sent.items():
         by_channel.setdefault(channel, {})[link] = size
     return by_channel
+
+
+def check_exchanges_of_features(plan: Plan, collection: EmbeddingCollection, data: Splits) -> None:
+    """Raise ConfigError if a table's exchange does not support features with several ids per sample."""
+    exchanges = [table.exchange for table in plan.tables]
+    check_whole_bags(
+        collection.declaration, plan.shardings, exchanges, multi_id_columns(data.train.schema)
+    )
+
+
+def find_most_popular_ids(
+    batches: Sequence[Batch], features: Iterable[str], count: int
+) -> list[int]:
+    """Return the `count` ids that these features look up most often, ascending; of equally frequent ids the smaller.
+
+    Returns fewer if the batches have fewer ids."""
+    ids = [batch.ids[name].values.numpy() for name in features for batch in batches]
+    values, lookups = np.unique(np.concatenate([*ids, np.zeros(0, np.int64)]), return_counts=True)
+    first = np.lexsort((values, -lookups))[:count]
+    return sorted(values[first].tolist())
+
+
+def profile_hot_and_cold(
+    declared: EmbeddingDeclaration,
+    hot: Mapping[str, Iterable[int] | Tensor],
+    batches: Iterable[Batch],
+) -> tuple[EmbeddingDeclaration, Profile]:
+    """Split each table with hot rows into a hot and a cold table, and profile a sample of the data split likewise.
+
+    Returns the declaration with the split tables and the profile. Consumers of no split table are unchanged."""
+    tables = declared.tables
+    # Any sharding and any exchange that evaluates operators gives the same split.
+    shardings = add_hot_rows_to_shardings(tables, [row_wise(2)] * len(tables), hot, 2)
+    slices = slices_of(declared, shardings, ["partials"] * len(tables))
+    split_batches = (split_hot_rows(batch, declared, slices.hot_ids).batch for batch in batches)
+    sides = slices.declaration
+    declared_consumers = {
+        name: consumer for name, consumer in sides.consumers.items() if name in declared.consumers
+    }
+    sides = replace(sides, consumers=declared_consumers)
+    return sides, profile_batches(sides.tables, sides.features, split_batches)

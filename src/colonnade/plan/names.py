@@ -1,0 +1,26 @@
+"""Choices that settings and plans name: memories, codecs, and what settings fix of a table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:  # it imports torch, which settings do without
+    from colonnade.topology.sharding import Kind
+
+Tier = Literal["dram", "mapped"]
+"""Memory of a table's rows: main memory, or mapped files on byte-addressable memory."""
+CacheTier = Literal["dram", "hbm"]
+"""Memory of row caches: main memory, or that of each rank's device."""
+CodecName = Literal["exact", "bf16", "fp16", "int8"]
+"""Encoding of rows or gradients in messages."""
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """Constraint on one table from the configuration; None: the planner chooses."""
+
+    kind: Kind | None = None
+    exchange: Any = None
+    """Name of the exchange."""
+    ranks: tuple[int, ...] | None = None

@@ -1,0 +1,521 @@
+"""Planning from the data: profile a sample, time the disk and some steps, give memory to the tables it helps most."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from colonnade.batch import Batch
+from colonnade.checkpoint.header import list_checkpoints, read_header
+from colonnade.checkpoint.stores import read_table_shardings
+from colonnade.config.plan import PlanConfig, TablePlanConfig
+from colonnade.data.contract import Source
+from colonnade.errors import ColonnadeError
+from colonnade.hops.load import TableLoad
+from colonnade.lookup.stacking import hash_ids
+from colonnade.plan.build import apply_placement, build_plan
+from colonnade.plan.comparison import ComparedPlan, PlanComparison, order_plans_to_time
+from colonnade.plan.constraints import is_settled, read_table_constraints, resolve_plan_config
+from colonnade.plan.cost.demands import predict_demands
+from colonnade.plan.cost.memory import (
+    Budgets,
+    MemoryDemand,
+    TableMemory,
+    average_over_ranks,
+    check_batches_fit,
+    count_window_bytes,
+)
+from colonnade.plan.cost.prediction import (
+    MeasuredCosts,
+    PredictedRun,
+    Prediction,
+    StepCosts,
+    choose_lookahead_depth,
+    predict_speed,
+)
+from colonnade.plan.hot import subtract_hot_row_bytes
+from colonnade.plan.measure.device import Device
+from colonnade.plan.measure.profile import Profile, profile_batches
+from colonnade.plan.placement import (
+    divide_planned_memory,
+    forecast_batches,
+    is_memory_limited,
+    place_rows_on_device,
+)
+from colonnade.plan.plan import Plan
+from colonnade.plan.search.candidates import PlanDecision
+from colonnade.planning.choices import (
+    check_exchanges_of_features,
+    choose_hot_ids,
+    choose_shardings_and_exchanges,
+    estimate_link_costs,
+    estimate_sampled_loads,
+)
+from colonnade.planning.measure import measure_device, measure_links
+from colonnade.planning.placement import (
+    SAMPLE_LOOKUPS,
+    Placement,
+    broadcast_plan_message,
+    list_row_folders,
+    place_on_rank_0,
+    predict_last_step,
+    read_sample_batches,
+)
+from colonnade.planning.timing import run_micro_benchmark
+from colonnade.store.budget import slot_bytes
+from colonnade.store.table_shards import shard_tables
+from colonnade.table import Table
+from colonnade.topology.sharding import Sharding
+from colonnade.topology.world import World
+from colonnade.train.setup import RunSetup
+
+MAX_TIMED_BATCHES = 12
+"""Maximum number of batches of the sample that the model is timed on."""
+AUTO_DEPTHS = (8, 4, 2)
+"""Candidates for an automatic lookahead, in batches; the first with a window that fits in memory is taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedStep:
+    """Plan with its prediction."""
+
+    plan: Plan
+    prediction: Prediction
+
+
+@dataclass(frozen=True, slots=True)
+class PlanningResult:
+    """Plan, and the measurements and choices that it is made from."""
+
+    plan: Plan
+    profile: Profile
+    device: Device
+    costs: StepCosts
+    prediction: Prediction
+    choice: PlanDecision
+    loads: tuple[TableLoad, ...]
+    world: World
+    runners_up: tuple[PlannedStep, ...] = ()
+    """Plans of other kinds, in the order in which they are timed (`order_plans_to_time`); none on one rank."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _SampledRun:
+    """Sample of a run's data, and what all plans that are made from it share."""
+
+    setup: RunSetup
+    world: World
+    base_plan: Plan
+    """Plan with memory divided evenly and default choices."""
+    sample: list[Batch]
+    hashed_sample: list[Batch]
+    """Sample with the ids of stacked tables."""
+    profile: Profile
+    hot_ids: Mapping[str, Sequence[int]]
+    first_step: int
+    last_step: int
+
+    @property
+    def tables(self) -> tuple[Table, ...]:
+        """Tables of the model."""
+        return self.setup.collection.tables
+
+    @property
+    def window_batches(self) -> int:
+        """Number of batches in flight beside those that are prefetched."""
+        return 1 + self.base_plan.max_staleness_steps
+
+    @property
+    def budgets(self) -> Budgets:
+        """Memory of each rank without its copies of hot rows."""
+        plan = self.base_plan
+        main_bytes = subtract_hot_row_bytes(
+            shard_tables(self.tables, plan.shardings),
+            plan.dram_bytes,
+            "plan.memory.dram",
+            slot_bytes,
+        )
+        mapped_bytes = 0 if plan.mapped is None else plan.mapped.bytes
+        return Budgets(main_bytes, mapped_bytes, at_once=self.window_batches)
+
+    def predict_demands(
+        self,
+        depth: int,
+        shardings: Sequence[Sharding] | None = None,
+        fixed_bytes: Mapping[str, int] | None = None,
+    ) -> list[MemoryDemand]:
+        """Predict the memory that each table needs. depth: lookahead. fixed_bytes: default, those of the settings."""
+        batches = forecast_batches(
+            self.base_plan,
+            batch_size=self.profile.largest_batch,  # all samples, if there are fewer than a batch
+            num_samples=self.setup.data.train.num_samples,
+            first_batch=self.first_step,
+            last_batch=self.last_step,
+            depth=depth,
+        )
+        if fixed_bytes is None:
+            fixed_bytes = self.setup.config.plan.memory.tables
+        return predict_demands(
+            self.tables,
+            self.profile,
+            batches,
+            num_ranks=len(self.world.owners),
+            fixed_bytes=fixed_bytes,
+            shardings=shardings,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _PlacedRows:
+    """Plan without a prediction, and the memory of its tables."""
+
+    plan: Plan
+    demands: list[MemoryDemand]
+    memory: list[TableMemory]
+    """Memory of each table, the mean over ranks."""
+    depth: int
+    """Largest lookahead, in batches."""
+
+
+def plan_from_sample(
+    setup: RunSetup,
+    world: World,
+    *,
+    rows_folder: Path,
+    first_step: int = 0,
+    lookups: int = SAMPLE_LOOKUPS,
+) -> PlanningResult:
+    """Plan from a sample, on one rank for all ranks. Memory is shared between tables by `plan.placement`.
+
+    setup: its folder may have the measured device. world: with measured links. rows_folder: folder for rows without a
+    configured directory. Raises BudgetExceeded if a batch does not fit, ConfigError without a sample or with impossible
+    shardings, StorageError if a directory cannot be measured.
+    """
+    config = setup.config
+    run = _sample_run(setup, world, first_step, lookups)
+    depth, demands = _choose_depth(run)
+    check_batches_fit(demands, run.budgets)  # before anything is measured, which takes seconds
+    device = _measure_device(run, rows_folder)
+    loads = estimate_sampled_loads(
+        setup, run.hashed_sample, run.profile, run.hot_ids, world, run.last_step
+    )
+    choice = choose_shardings_and_exchanges(setup, loads, world, device, demands)
+    placed = _place_rows(run, choice, depth)
+    costs = _time_model(run, placed, rows_folder)
+
+    def predict(decision: PlanDecision, rows: _PlacedRows) -> PlannedStep:
+        links = estimate_link_costs(decision, loads.loads, device, setup, world, rows.plan)
+        return _predict_plan(run, rows, MeasuredCosts(costs, device, links))
+
+    best = predict(choice, placed)
+    runners_up = []
+    for decision in choice.runners_up:
+        with suppress(ColonnadeError):  # its rows do not fit, or a bag would be split
+            rows = _place_rows(run, decision, depth)
+            check_exchanges_of_features(rows.plan, setup.collection, setup.data)
+            runners_up.append(predict(decision, rows))
+    runners_up = _order_runners_up(best, runners_up)
+    plan = best.plan
+    if not is_settled(config.plan, run.tables, world):
+        plan = replace(plan, comparison=compare_predictions([best, *runners_up]))
+    return PlanningResult(
+        plan,
+        run.profile,
+        device,
+        costs,
+        best.prediction,
+        choice,
+        tuple(loads.loads),
+        world,
+        runners_up=tuple(runners_up),
+    )
+
+
+def _sample_run(setup: RunSetup, world: World, first_step: int, lookups: int) -> _SampledRun:
+    """Read a sample, profile it, and find its hot rows."""
+    config = setup.config
+    tables = setup.collection.tables
+    declared = setup.collection.declaration
+    sample = read_sample_batches(setup.data.train, config.train.samples_per_step, lookups)
+    hashed_sample = [hash_ids(batch, declared) for batch in sample]
+    profile = profile_batches(tables, declared.features, hashed_sample)
+    recorded = _read_recorded_shardings(setup.folder)
+    hot_ids = choose_hot_ids(config.plan, declared, hashed_sample, world, recorded)
+    return _SampledRun(
+        setup=setup,
+        world=world,
+        base_plan=build_plan(
+            tables, world, resolve_plan_config(config.plan, tables, world, hot=hot_ids)
+        ),
+        sample=sample,
+        hashed_sample=hashed_sample,
+        profile=profile,
+        hot_ids=hot_ids,
+        first_step=first_step,
+        last_step=predict_last_step(config, setup.data, first_step, len(sample)),
+    )
+
+
+def _choose_depth(run: _SampledRun) -> tuple[int, list[MemoryDemand]]:
+    """Return the first lookahead with a window of batches that fits in memory, else the last; and its memory demands.
+
+    A window that fits waits for no batch to finish."""
+    lookahead = run.setup.config.plan.lookahead
+    main_bytes = run.budgets.main
+    for depth in AUTO_DEPTHS if lookahead == "auto" else (lookahead,):
+        demands = run.predict_demands(depth)
+        if main_bytes is None or count_window_bytes(demands) <= main_bytes:
+            break
+    return depth, demands
+
+
+def _measure_device(run: _SampledRun, rows_folder: Path) -> Device:
+    """Measure the machine, unless the run folder has a measurement of the same directories."""
+    paths = list_row_folders(run.base_plan, rows_folder)
+    return read_measured_device(run.setup.folder, paths) or measure_device(paths)
+
+
+def _place_rows(run: _SampledRun, decision: PlanDecision, depth: int) -> _PlacedRows:
+    """Divide memory among the tables under a decision."""
+    tables = run.tables
+    world = run.world
+    config = run.setup.config.plan
+    plan = build_plan(
+        tables, world, resolve_plan_config(config, tables, world, decision, run.hot_ids)
+    )
+    demands = run.predict_demands(depth, plan.shardings)
+    if config.placement == "even":
+        memory = get_planned_memory(demands, plan)
+    else:
+        memory = divide_planned_memory(plan, tables, demands, config.memory.dram)
+        plan = apply_placement(plan, tables, memory, lookahead=depth)
+        memory = _subtract_mapped_hits(memory, demands, plan)
+    demands, memory = average_over_ranks(demands, memory, plan.shardings, len(world.owners))
+    return _PlacedRows(plan, demands, memory, depth)
+
+
+def _time_model(run: _SampledRun, placed: _PlacedRows, rows_folder: Path) -> StepCosts:
+    """Time steps of the model on one rank, with all rows in memory and with the reads of a plan."""
+    setup = run.setup
+    paths = list_row_folders(run.base_plan, rows_folder)
+    return run_micro_benchmark(
+        setup,
+        _select_timed_batches(
+            run.sample,
+            setup.data.train,
+            setup.config.train.samples_per_step,
+            run.world.num_trainers,
+        ),
+        folder=Path(paths[0]) if paths else None,
+        reads={table.name: table.reads for table in placed.memory},
+    )
+
+
+def _predict_plan(run: _SampledRun, placed: _PlacedRows, measured: MeasuredCosts) -> PlannedStep:
+    """Predict the speed of a plan, and complete it."""
+    plan = placed.plan
+    config = run.setup.config.plan
+    depth = placed.depth
+    if config.placement == "even" and plan.lookahead != "auto":
+        depth = plan.lookahead
+    elif config.lookahead == "auto":
+        depth = choose_lookahead_depth(placed.memory, measured.step, measured.device, depth)
+    prediction = predict_speed(
+        run.tables,
+        placed.demands,
+        placed.memory,
+        [run.profile.lookups_per_sample(t) for t in range(len(run.tables))],
+        measured,
+        PredictedRun(
+            batch_size=run.profile.largest_batch,
+            num_batches=run.last_step - run.first_step,
+            num_ranks=len(run.world.owners),
+            lookahead=depth,
+            write_budget=config.write_budget,
+        ),
+    )
+    plan = replace(plan, prediction=asdict(prediction))
+    if config.placement != "even":
+        plan = replace(plan, lookahead=depth)
+        if config.memory.hbm is not None:
+            # Bytes of single tables are of main memory.
+            demands = run.predict_demands(depth, plan.shardings, fixed_bytes={})
+            plan = place_rows_on_device(plan, run.tables, demands, config.memory.hbm)
+    return PlannedStep(plan, prediction)
+
+
+def read_measured_device(folder: Path | None, paths: Sequence[str]) -> Device | None:
+    """Read the recorded measurement of these paths from a run folder; None if there is none."""
+    if folder is None or not (folder / "device.json").is_file():
+        return None
+    try:
+        device = Device.from_json((folder / "device.json").read_text(encoding="utf-8"))
+    except (ColonnadeError, OSError, ValueError, KeyError, TypeError):
+        return None  # it is measured again
+    return device if [directory.path for directory in device.directories] == list(paths) else None
+
+
+def _order_runners_up(best: PlannedStep, runners_up: Sequence[PlannedStep]) -> list[PlannedStep]:
+    """Return the runners-up in the order in which they are timed after `best`."""
+    candidates = [best, *runners_up]
+    exchanges = [[table.exchange for table in step.plan.tables] for step in candidates]
+    seconds = [step.prediction.step_seconds for step in candidates]
+    return [candidates[i] for i in order_plans_to_time(exchanges, seconds)[1:]]
+
+
+def compare_predictions(planned: Sequence[PlannedStep]) -> PlanComparison:
+    """Return the comparison of plans that are only predicted; the first is chosen. Pure."""
+    return PlanComparison(
+        tuple(
+            ComparedPlan(step.plan.describe_exchanges(), step.prediction.step_seconds)
+            for step in planned
+        )
+    )
+
+
+def _read_recorded_shardings(folder: Path | None) -> dict[str, Sharding]:
+    """Read the shardings of the newest checkpoint of a run by table; {} if there is none."""
+    steps = [] if folder is None else list_checkpoints(folder)
+    if folder is None or not steps:
+        return {}
+    header = read_header(folder, steps[-1])
+    return dict(zip(header["model"]["tables"], read_table_shardings(header), strict=True))
+
+
+def _subtract_mapped_hits(
+    placed: Sequence[TableMemory], memory_demands: Sequence[MemoryDemand], plan: Plan
+) -> list[TableMemory]:
+    """Return the memory with the reads that rows in mapped memory leave to the files."""
+    return [
+        replace(memory, reads=demand.reads_at(memory.rows + table_plan.mapped_rows))
+        if table_plan.mapped_rows
+        else memory
+        for memory, demand, table_plan in zip(placed, memory_demands, plan.tables, strict=True)
+    ]
+
+
+def get_planned_memory(memory_demands: Sequence[MemoryDemand], plan: Plan) -> list[TableMemory]:
+    """Return the memory that a plan gives each table, and the rows that a step then reads."""
+    return [
+        TableMemory(
+            demand.name,
+            min(table_plan.capacity_rows, demand.max_rows),
+            0.0
+            if table_plan.fits or table_plan.tier == "mapped"
+            else demand.reads_at(table_plan.capacity_rows + table_plan.mapped_rows),
+            table_plan.tier,
+        )
+        for demand, table_plan in zip(memory_demands, plan.tables, strict=True)
+    ]
+
+
+def _select_timed_batches(
+    sample: Sequence[Batch], source: Source, batch_size: int, num_trainers: int
+) -> list[Batch]:
+    """Return the batches to time: one rank's share, because communication is predicted separately."""
+    if num_trainers > 1:
+        sample = read_sample_batches(source, batch_size, 1, num_ranks=num_trainers)
+    return [batch for batch in sample if batch.size == sample[0].size][:MAX_TIMED_BATCHES]
+
+
+def complete_plan(setup: RunSetup, plan: Plan) -> Placement:
+    """Return a run's plan with what the data decides: open choices, and memory where not all rows fit. Collective.
+
+    plan: with memory divided evenly; returned as it is if all rows fit and no choice is open, without reading a sample.
+    Only choices and a depth of lookahead=auto need a prediction, for which the disk and the model are timed.
+    """
+    config = setup.config.plan
+    tables = setup.collection.tables
+    folder = setup.folder
+    first_step = 0 if folder is None else max(list_checkpoints(folder), default=0)
+    is_placed = config.placement == "profiled" and is_memory_limited(plan, tables)
+    # Predictions do not cover device memory.
+    is_depth_open = is_placed and config.lookahead == "auto" and config.memory.hbm is None
+    if is_depth_open or not is_settled(config, tables, setup.mesh.world):
+        plans, device = plan_on_rank_0(setup, first_step)
+        return Placement(plans[0], device=device, runners_up=tuple(plans[1:]))
+    if not is_placed:
+        return Placement(plan)
+    return place_on_rank_0(setup, plan, first_step)
+
+
+def plan_on_rank_0(setup: RunSetup, first_step: int) -> tuple[list[Plan], Device]:
+    """Measure links on all ranks, and plan on rank 0 for all. Collective. Nothing stays written.
+
+    Returns the planner's choice, then its runners-up; a run whose folder has a choice that still fits keeps that one,
+    without runners-up."""
+    world = measure_links(setup.mesh)
+    folder = setup.folder
+
+    def make_message() -> dict[str, Any]:
+        config = setup.config
+        recorded = read_recorded_plan(folder, setup.collection.tables, world, config.plan)
+        if recorded is not None:
+            config = config.model_copy(update={"plan": fix_choices(config.plan, recorded)})
+        planned = plan_from_sample(
+            replace(setup, config=config),
+            world,
+            rows_folder=folder or Path(),
+            first_step=first_step,
+        )
+        plans = [planned.plan, *(runner_up.plan for runner_up in planned.runners_up)]
+        if recorded is not None:
+            plans = [replace(planned.plan, comparison=recorded.comparison)]
+        return {"plans": [plan.to_json() for plan in plans], "device": planned.device.to_json()}
+
+    received = broadcast_plan_message(setup.mesh, make_message)
+    plans = [Plan.from_json(text) for text in received["plans"]]
+    return plans, Device.from_json(received["device"])
+
+
+def read_recorded_plan(
+    folder: Path | None, tables: Sequence[Table], world: World, config: PlanConfig
+) -> Plan | None:
+    """Read the plan that a run chose from its folder; None if there is none, or if it does not fit any more.
+
+    It fits the same ranks and tables, settings that leave its choices open, and the shardings of the newest checkpoint,
+    if there is one."""
+    if folder is None or not (folder / "plan.json").is_file():
+        return None
+    try:
+        plan = Plan.from_json((folder / "plan.json").read_text(encoding="utf-8"))
+        plan.check_world(world.num_ranks, world.servers)
+        plan.check_tables([table.name for table in tables])
+    except (ColonnadeError, OSError, ValueError, KeyError, TypeError):
+        return None  # the run is planned anew
+    saved = _read_recorded_shardings(folder)
+    has_other_towers = isinstance(config.towers, int) and config.towers != plan.towers
+    if plan.comparison is None or has_other_towers:
+        return None
+    for planned, constraint in zip(
+        plan.tables, read_table_constraints(config, tables, world).values(), strict=True
+    ):
+        sharding = planned.sharding
+        exchange = None if sharding.is_replicated else planned.exchange
+        if (
+            constraint.kind not in (None, sharding.kind)
+            or constraint.exchange not in (None, exchange)
+            or constraint.ranks not in (None, sharding.ranks)
+            or saved.get(planned.name, sharding) != sharding
+        ):
+            return None
+    return plan
+
+
+def fix_choices(config: PlanConfig, plan: Plan) -> PlanConfig:
+    """Return settings with the shardings and exchanges of a plan; hot rows stay as they are set. Pure."""
+    own_settings = {}
+    for planned in plan.tables:
+        own = config.tables.get(planned.name, TablePlanConfig())
+        is_copied = planned.sharding.is_replicated
+        own_settings[planned.name] = own.model_copy(
+            update={
+                "sharding": replace(planned.sharding, hot=None),
+                "ranks": None,
+                "exchange": None if is_copied else planned.exchange,
+            }
+        )
+    return config.model_copy(update={"tables": own_settings})
