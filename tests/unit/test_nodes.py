@@ -240,7 +240,6 @@ def test_command_prints_the_run_and_published_models(capsys, tmp_path, monkeypat
         ([*nodes, "--host", "1GiB"], "--nodes: got a node with DRAM only"),
         ([*nodes, "--world", "4x2"], "--nodes: got a world of 4 hosts"),
         ([*nodes, "--table", "C1"], "--table: got a table with --nodes"),
-        ([*nodes, "--simulate", "1e9"], "--nodes: got it with --simulate"),
         ([*command, *rates], "--node-rates: got 1:1:1 without --nodes"),
         (["plan", "own.yaml", *nodes[5:]], "--nodes: got a model of your own"),
     ):

@@ -88,7 +88,7 @@ def build_model_shape(tables: Sequence[Table]) -> ModelShape:
     if open_tables := [table.name for table in tables if table.rows is None]:
         raise ConfigError(
             f"--nodes: got open tables, whose number of rows is not known: {', '.join(open_tables)}; give tables with "
-            "a number of rows, or use --simulate with a number of parameters"
+            "a number of rows"
         )
     sizes = [(table.rows or 0, table.record_bytes) for table in tables]
     rows = sum(count for count, _ in sizes)

@@ -1,9 +1,8 @@
-"""Output of `colonnade plan`: memory, sharding and exchange by table, predicted times, simulated worlds, nodes."""
+"""Output of `colonnade plan`: memory, sharding and exchange by table, predicted times, nodes."""
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table as Grid
 
-from colonnade.errors import ConfigError
 from colonnade.plan.caching import full_cache_bytes
 from colonnade.plan.cost.nodes import (
     MTRAINS,
@@ -21,113 +19,15 @@ from colonnade.plan.cost.nodes import (
     NodesNeeded,
     compute_ratio_needs,
 )
-from colonnade.plan.cost.prediction import PERSIA, Machine, SampleCost, Simulated, simulate_training
 from colonnade.plan.plan import mapped_cache_bytes, memory_bytes, resident_row_bytes
 from colonnade.plan.search.candidates import PlanDecision, TableChoice, TableCost
 from colonnade.report.formatting import format_bytes, format_count, format_seconds
 from colonnade.run.plan_timing import count_plans_to_time
 from colonnade.run.planning import PlanningResult
-from colonnade.sizes import parse_positive_bytes
 from colonnade.store.budget import slot_bytes
 from colonnade.table import Table
 from colonnade.terminal import Terminal
 from colonnade.topology.sharding import Sharding
-from colonnade.topology.world import World
-
-
-def parse_host_sizes(host: str, parameters: float) -> tuple[int, int]:
-    """Parse a host's bytes of memory and of disks from MEMORY or MEMORY:SSD. Raises ConfigError for other text, and if
-    `parameters` is not finite."""
-    if not math.isfinite(parameters):
-        raise ConfigError(
-            f"--simulate: got {parameters}, wanted a number of parameters, e.g. 100e12"
-        )
-    memory, _, disk = host.partition(":")
-    try:
-        return parse_positive_bytes(memory), parse_positive_bytes(disk) if disk else 0
-    except ValueError as error:
-        raise ConfigError(f"--host: {error}; give MEMORY or MEMORY:SSD, e.g. 480GiB:8TiB") from None
-
-
-def simulate_world(
-    planned: PlanningResult,
-    tables: Sequence[Table],
-    batch_size: int,
-    parameters: float,
-    room: tuple[int, int],
-    world: World,
-) -> tuple[SampleCost, list[Simulated]]:
-    """Simulate a world for a model with that many parameters. planned: a plan of one rank, for its sample and rates.
-    room: bytes of memory and of disks of each host. Raises ConfigError if hosts have disks and no disk was measured."""
-    work = estimate_work_per_sample(planned, tables, batch_size)
-    pages = sum(directory.pages for directory in planned.device.directories)
-    if room[1] and not pages:
-        raise ConfigError(
-            "--host: got a size of disks, but no disk was measured; give --dram less than the rows need, so that some "
-            "are stored on this machine's disk"
-        )
-    machine = Machine(
-        memory_bytes=room[0],
-        ssd_bytes=room[1],
-        ranks=world.ranks_per_host,
-        uplink=world.remote_bytes_per_second,
-        pages=pages,
-    )
-    return work, simulate_training(parameters, work, machine, batch_size)
-
-
-def print_simulation(
-    parameters: float, batch_size: int, work: SampleCost, cases: Sequence[Simulated]
-) -> None:
-    """Print one line of measurements, one for each storage of the rows, and one of published figures."""
-    console = Terminal(soft_wrap=True)
-    console.print(
-        f"SIMULATION of {parameters:,.0f} parameters, not a run: rates of one rank of this machine "
-        f"({1 / work.seconds:,.0f} samples/s, {work.rows:.1f} rows of {work.row_floats:.0f} floats a sample, "
-        f"{work.record_bytes:.0f} bytes each with state), links and hosts as in the options."
-    )
-    for case in cases:
-        console.print(
-            f"rows in {case.where}: {case.rows:,.0f} rows, {format_bytes(case.total_bytes)}: {case.hosts:,} hosts, "
-            f"{case.ranks:,} ranks. A step of {batch_size:,} samples: processors {1e3 * case.compute_seconds:.3f} ms, "
-            f"uplinks {1e3 * case.link_seconds:.3f} ms each way, disks {1e3 * case.disk_seconds:.3f} ms; "
-            f"{case.samples_per_second:,.0f} samples/s reading ahead, {case.synchronous:,.0f} synchronously"
-        )
-    console.print(PERSIA)
-
-
-def convert_simulation_to_json(
-    parameters: float, work: SampleCost, cases: Sequence[Simulated]
-) -> dict[str, Any]:
-    """Return JSON values of a simulation, under the key `simulation`. Pure."""
-    return {
-        "simulation": {
-            "parameters": parameters,
-            "measured": asdict(work),
-            "cases": [asdict(case) for case in cases],
-        }
-    }
-
-
-def estimate_work_per_sample(
-    planned: PlanningResult, tables: Sequence[Table], batch_size: int
-) -> SampleCost:
-    """Return the work per training sample, from the profiled sample and the benchmarked steps. Pure."""
-    rows = []
-    for t, profile in enumerate(planned.profile.tables):
-        sizes, counted = profile.unique
-        unique_rows = counted[-1] / sizes[-1] if sizes else planned.profile.lookups_per_sample(t)
-        rows.append(max(unique_rows, 1e-9))
-    total = sum(rows)
-    return SampleCost(
-        seconds=planned.costs.step_seconds / batch_size,
-        moved_seconds=planned.costs.moved_seconds,
-        rows=total,
-        row_floats=sum(n * table.width for n, table in zip(rows, tables, strict=True)) / total,
-        record_bytes=sum(n * table.record_bytes for n, table in zip(rows, tables, strict=True))
-        / total,
-    )
-
 
 MAX_LINES = 40
 CACHE_NOT_PREDICTED = (
