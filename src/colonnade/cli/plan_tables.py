@@ -1,24 +1,14 @@
-"""Output of `colonnade plan`: memory, sharding and exchange by table, predicted times, nodes."""
+"""Output of `colonnade plan`: memory, sharding and exchange by table, predicted times."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table as Grid
 
 from colonnade.plan.caching import full_cache_bytes
-from colonnade.plan.cost.nodes import (
-    MTRAINS,
-    Node,
-    NodeCount,
-    NodeRates,
-    NodesNeeded,
-    compute_ratio_needs,
-)
 from colonnade.plan.plan import mapped_cache_bytes, memory_bytes, resident_row_bytes
 from colonnade.plan.search.candidates import PlanDecision, TableChoice, TableCost
 from colonnade.report.formatting import format_bytes, format_count, format_seconds
@@ -321,105 +311,3 @@ def _format_added_seconds(seconds: float) -> str:
 
 def _format_number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-RATIOS = (4, 8)
-"""Ratios of MTrainS's published result."""
-ASSUMED = (
-    "assumed: nodes with the memory of --host and the processors and disks of the rates; rates of nodes add up (links, "
-    "stragglers and uneven shards left out); published models have your model's rates and reads per sample"
-)
-
-
-def print_nodes_as_json(
-    results: Sequence[NodesNeeded], node: Node, rates: NodeRates, rates_source: str
-) -> None:
-    """Print the nodes of each model as JSON, under the key `nodes`."""
-    models: list[dict[str, Any]] = []
-    for needed in results:
-        needs: dict[str, Any] = {}
-        for ratio in RATIOS:
-            need = compute_ratio_needs(needed, node, ratio)
-            needs[str(ratio)] = None if need is None else asdict(need)
-        models.append({**asdict(needed), "needs": needs})
-    values = {
-        "node": asdict(node),
-        "rates": asdict(rates),
-        "rates_from": rates_source,
-        "models": models,
-        "assumed": ASSUMED,
-        "published": MTRAINS,
-    }
-    print(json.dumps({"nodes": values}, indent=2))
-
-
-def print_nodes_as_text(
-    results: Sequence[NodesNeeded], node: Node, rates: NodeRates, rates_source: str
-) -> None:
-    """Print a line of a table for each model, then its inequalities with their numbers."""
-    console = Terminal()
-    mapped = f", {format_bytes(node.mapped_bytes)} mapped" if node.mapped_bytes else ""
-    console.print(
-        f"nodes for {results[0].target:,.0f} samples/s; a node: {format_bytes(node.dram_bytes)} of DRAM, "
-        f"{format_bytes(node.ssd_bytes)} of disks{mapped}"
-    )
-    reads = "disks included"
-    if rates.reads_per_sample is not None:
-        reads = f"{rates.reads_per_sample:.3g} reads a sample, disks {rates.reads_per_second:,.0f} reads/s"
-    mapped = f" and {rates.mapped_share:.1%} in mapped memory" if rates.mapped_share else ""
-    console.print(
-        f"rates of a node, {rates_source}: {rates.in_memory:,.0f} samples/s with all rows in DRAM, "
-        f"{rates.tiered:,.0f} with "
-        f"{rates.dram_share:.1%} of them{mapped}, {reads}"
-    )
-    console.print(ASSUMED)
-    columns = ("model", "rows", "in DRAM", "in files", "all DRAM", "tiered", "fewer", "limit")
-    grid = _create_text_table(columns, ("limit",))
-    for needed in results:
-        model = needed.model
-        grid.add_row(
-            model.name,
-            format_count(model.rows),
-            format_bytes(model.memory_bytes),
-            format_bytes(model.file_bytes),
-            f"{needed.in_memory.nodes:,}",
-            f"{needed.tiered.nodes:,}",
-            f"{needed.ratio:.1f}x",
-            needed.tiered.binding,
-        )
-    console.print(grid)
-    for needed in results:
-        console.print()
-        console.print("\n".join(describe_nodes(needed, node)))
-    console.print()
-    console.print(MTRAINS)
-
-
-def describe_nodes(needed: NodesNeeded, node: Node) -> list[str]:
-    """Describe a model's inequalities with their numbers, the bound of the ratio, and what larger ratios need."""
-    model = needed.model
-    lines = [f"{model.name}: {model.source}" if model.source else model.name]
-    lines.append(f"  all in DRAM: {_describe_count(needed.in_memory)}")
-    lines.append(f"  tiered: {_describe_count(needed.tiered)}")
-    if needed.ratio == 1:
-        reason = "tiers need as many nodes or more"
-        if model.memory_bytes <= node.dram_bytes:
-            reason = "the rows fit in one node's DRAM"
-        lines.append(f"  nothing to save: {reason}")
-    else:
-        lines.append(f"  {needed.ratio:.1f} times fewer nodes; limited by {needed.tiered.binding}")
-    lines.append(f"  with disks of any size: at most {needed.max_ratio:.1f} times fewer")
-    for ratio in RATIOS:
-        needs = compute_ratio_needs(needed, node, ratio)
-        if needed.ratio < ratio and needs is not None:
-            lines.append(
-                f"  {ratio} times fewer needs {needs.nodes:,} node(s), each with {needs.samples_per_second:,.0f} "
-                f"samples/s tiered at {needs.dram_share:.1%} of the rows in DRAM, and "
-                f"{format_bytes(needs.file_bytes)} of files"
-            )
-    return lines
-
-
-def _describe_count(count: NodeCount) -> str:
-    bounds = ", ".join(f"{name} {bound:,.2f}" for name, bound in count.bounds.items())
-    return f"max({bounds}) = {count.nodes:,} node(s)"

@@ -17,10 +17,6 @@ from colonnade.plan.cost.memory import MemoryDemand, TableMemory
 from colonnade.plan.measure.device import PAGE, Device
 from colonnade.table import Table
 
-HEADER_BYTES = 18.2
-"""Bytes of a row in memory in addition to its record: id, pins, index, eviction score."""
-SPARE = 1.5
-"""Bytes of disk per byte of rows: compaction begins when less than two thirds are live (store/compaction.py)."""
 FRAME_BYTES = 12
 """Largest number of bytes of a row in files in addition to its record: a checksum and an id (store/format.md). Up
 to 3 more if the record is not of whole words of 4 bytes."""
