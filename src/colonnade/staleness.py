@@ -32,20 +32,11 @@ class Consistency(Protocol):
         """Steps between the read of a batch's rows and their use; also the length of the delay line, in batches."""
         ...
 
-    def newest_visible(self, step: int) -> int:
-        """Return the step of the newest update that the read for `step` sees; below 0 if it sees none.
-
-        The read sees every older update. With a row clock it may see newer ones."""
-        ...
-
 
 @dataclass(frozen=True, slots=True)
 class Synchronous:
     name = "synchronous"
     reads_ahead = 0
-
-    def newest_visible(self, step: int) -> int:
-        return step - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +49,6 @@ class Bounded:
     def __post_init__(self) -> None:
         if self.reads_ahead < 0:
             raise ConfigError(f"bounded staleness: got {self.reads_ahead} steps, wanted 0 or more")
-
-    def newest_visible(self, step: int) -> int:
-        return step - 1 - self.reads_ahead
-
-
-CONSISTENCIES = {"synchronous": Synchronous, "bounded": Bounded}
 
 
 def consistency(staleness_steps: int) -> Consistency:
@@ -112,10 +97,6 @@ class RowClock:
     def is_late(self) -> bool:
         """True if a read may miss updates."""
         return self.staleness > 0
-
-    def newest_visible(self, step: int) -> int:
-        """Return the newest update by other ranks that every read for `step` sees, as in `Consistency`."""
-        return step - 1 - self.staleness
 
 
 def _check_num_batches(name: str, value: object) -> int:
