@@ -91,9 +91,9 @@ def under_way(mesh: Mesh, staleness: int) -> dict:
         results["seen"].append(round(value.item()))
         (-value).sum().div(mesh.num_ranks).backward()
         rows.step()
-        results["left"].append(len(collection.pipeline.updates))
+        results["left"].append(collection.pipeline.updates.num_pending)
         if len(results["seen"]) == STEPS // 2:
-            assert len(coming.fetched) == staleness and len(collection.pipeline.updates) == 1
+            assert len(coming.fetched) == staleness and collection.pipeline.updates.num_pending == 1
     return results | {
         "last": round(collection.rows("count", zero).item()),
         "missed": collection.pipeline.missed,

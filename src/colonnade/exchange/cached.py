@@ -56,9 +56,16 @@ from colonnade.exchange.row_owner import (
     owned_rows,
     reduce_next_use_codes,
 )
-from colonnade.exchange.rows import FetchedRows, RowsExchange, RowsLookup
+from colonnade.exchange.rows import (
+    FetchedRows,
+    FetchedRowsLookup,
+    FetchedRowsPart,
+    RowsExchange,
+    RowsLookup,
+)
 from colonnade.lookup.contract import (
     BatchInfo,
+    Caller,
     ExchangePart,
     LookupRequest,
     PartLookup,
@@ -156,19 +163,15 @@ class CacheTransfer:
 
 
 @dataclass(slots=True)
-class CachedLookup(PartLookup):
+class CachedLookup(FetchedRowsLookup):
     """Lookup of one training batch whose rows are read from copies."""
 
     transfer: CacheTransfer | None = None
-    reads: FetchedRows | None = None
 
 
-class CachedExchange:
+class CachedExchange(FetchedRowsPart[FetchedRowsLookup]):
     """Exchange of cached rows on one rank, in a world of several. One batch is one step. Evaluation uses the exchange
     of rows that it wraps."""
-
-    operators = None
-    counts_norm = True
 
     def __init__(
         self,
@@ -188,10 +191,6 @@ class CachedExchange:
         self.outputs = self.rows.outputs
         self.widths = self.owner.widths
         self.exactness = self.rows.exactness
-        self.pooled = self.rows.pooled
-        self.has_values = self.rows.has_values
-        self.prefetched = self.rows.prefetched
-        self.restore = self.rows.restore
         self.is_cached = [cache is not None for cache in caches]
         none = TableCache(0, RowClock(0, 0))
         self.caches = [cache or none for cache in caches]
@@ -251,11 +250,11 @@ class CachedExchange:
         """Number of batches after the current one that are read before its ids are sent."""
         return max(self.windows)
 
-    def build_requests(self, batch: Batch, channel: str) -> LookupRequest:
-        if channel == "evaluate":
-            return self.rows.build_requests(batch, channel)
+    def build_requests(self, batch: Batch, caller: Caller) -> LookupRequest:
+        if caller == "evaluation":
+            return self.rows.build_requests(batch, caller)
         preview = None
-        if channel == "route":  # by a lookahead
+        if caller == "lookahead":
             preview = self._preview
             self._preview = None
         lookups, plan, codes = self.rows.plan_batch(batch) if preview is None else preview.planned
@@ -360,7 +359,7 @@ class CachedExchange:
 
     def serve_requests(
         self, request: LookupRequest, received: Sequence[np.ndarray], batch: BatchInfo
-    ) -> PartLookup:
+    ) -> FetchedRowsLookup:
         if batch.is_evaluated:
             return self.rows.serve_requests(request, received, batch)
         plan = request.plan
@@ -398,7 +397,7 @@ class CachedExchange:
         )
         return CachedLookup(batch, request.lookups, plan, owned, owner_plan, transfer=transfer)
 
-    def resolve_slots(self, lookup: PartLookup, views: Sequence[RowView]) -> None:
+    def resolve_slots(self, lookup: FetchedRowsLookup, views: Sequence[RowView]) -> None:
         slots = lookup.slots
         lookup.pinned = PinnedRows(slots, gather_int32(slots, lookup.owner_plan.inverse))
 
@@ -436,7 +435,7 @@ class CachedExchange:
 
     # ---- fetch
 
-    def fetch(self, lookup: PartLookup, source: RowSource) -> None:
+    def fetch(self, lookup: FetchedRowsLookup, source: RowSource) -> None:
         """Implement the contract. Raises RuntimeError for a batch that is fetched out of order."""
         if isinstance(lookup, RowsLookup):
             self.rows.fetch(lookup, source)
@@ -514,7 +513,7 @@ class CachedExchange:
     # ---- push
 
     def begin_push(
-        self, lookup: PartLookup, gradients: list[Tensor] | None, step: int, number: int
+        self, lookup: FetchedRowsLookup, gradients: list[Tensor] | None, step: int, number: int
     ) -> Callable[[], RowGradients]:
         assert isinstance(lookup, CachedLookup) and lookup.transfer is not None
         transfer = lookup.transfer
@@ -625,7 +624,7 @@ class CachedExchange:
                 rows for rows in overwritten if rows is not None
             )
 
-    def drop(self, lookup: PartLookup) -> None:
+    def drop(self, lookup: FetchedRowsLookup) -> None:
         """Drop a batch: undo its decisions, once all later batches are dropped, too."""
         if isinstance(lookup, RowsLookup):
             self.rows.drop(lookup)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -34,6 +34,8 @@ from colonnade.lookup.contract import (
     BITWISE,
     BatchInfo,
     ByPage,
+    Caller,
+    ExchangePart,
     LookupRequest,
     PartLookup,
     PinnedRows,
@@ -90,19 +92,43 @@ class FetchedRows:
 
 
 @dataclass(slots=True)
-class RowsLookup(PartLookup):
-    """Lookup of one batch whose rows are sent to the ranks that look them up."""
+class FetchedRowsLookup(PartLookup):
+    """Lookup of one batch that this rank pools from fetched rows."""
 
-    messages: RowMessages | None = None  # None in a world of one, until something is copied
     reads: FetchedRows | None = None
 
 
-class RowsExchange:
-    """Exchange of unique rows on one rank."""
+@dataclass(slots=True)
+class RowsLookup(FetchedRowsLookup):
+    """Lookup of one batch whose rows are sent to the ranks that look them up."""
 
-    operators = None
-    counts_norm = True
-    cancel = after_update = None
+    messages: RowMessages | None = None  # None in a world of one, until something is copied
+
+
+RowsReader = TypeVar("RowsReader", bound=FetchedRowsLookup)
+
+
+class FetchedRowsPart(ExchangePart[RowsReader]):
+    """Base class of the parts that pool fetched rows on the samples' rank."""
+
+    def pooled(self, lookup: RowsReader, into: Mapping[int, Tensor] = NO_TENSORS) -> list[Tensor]:
+        reads = lookup.reads
+        assert reads is not None
+        if reads.arrival is not None:
+            reads.wait()
+        return reads.kernels.pool(lookup.lookups, reads.locations, into)
+
+    def drop(self, lookup: RowsReader) -> None:
+        if lookup.reads is not None:
+            lookup.reads.wait()
+        lookup.reads = None
+
+    def has_values(self, lookup: RowsReader) -> bool:
+        return lookup.reads is not None
+
+
+class RowsExchange(FetchedRowsPart[RowsLookup]):
+    """Exchange of unique rows on one rank."""
 
     def __init__(
         self,
@@ -124,7 +150,7 @@ class RowsExchange:
         self.codec = RowCodec(declaration, mesh.rank, coding)
         self.exactness = coding.describe_exactness(BITWISE, declaration.dtype, self.num_ranks)
 
-    def build_requests(self, batch: Batch, channel: str) -> LookupRequest:
+    def build_requests(self, batch: Batch, caller: Caller) -> LookupRequest:
         lookups, plan, codes = self.plan_batch(batch)
         messages = self.pack_plan_requests(plan, codes) if self.num_ranks > 1 else []
         return LookupRequest(messages, lookups, plan, codes)
@@ -260,13 +286,6 @@ class RowsExchange:
         locations = native.locate_rows(lookup.lookups, [view] * len(self.owner.widths), by_lookup)
         return FetchedRows(native, locations, values, arrival, index)
 
-    def pooled(self, lookup: RowsLookup, into: Mapping[int, Tensor] = NO_TENSORS) -> list[Tensor]:
-        reads = lookup.reads
-        assert reads is not None
-        if reads.arrival is not None:
-            reads.wait()
-        return reads.kernels.pool(lookup.lookups, reads.locations, into)
-
     def begin_push(
         self, lookup: RowsLookup, gradients: list[Tensor] | None, step: int, number: int
     ) -> Callable[[], RowGradients]:
@@ -333,14 +352,6 @@ class RowsExchange:
             return build_received_gradients(lookup, received, messages, self.owner)
 
         return finish
-
-    def drop(self, lookup: RowsLookup) -> None:
-        if lookup.reads is not None:
-            lookup.reads.wait()
-        lookup.reads = None
-
-    def has_values(self, lookup: RowsLookup) -> bool:
-        return lookup.reads is not None
 
     def prefetched(self, lookup: RowsLookup) -> dict[str, Tensor]:
         """Return ids (U,), table_offsets (T + 1,) and values, table by table, of a fetched batch."""
