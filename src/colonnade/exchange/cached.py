@@ -53,8 +53,6 @@ from colonnade.errors import ConfigError
 from colonnade.exchange.row_owner import (
     build_request_lookups,
     gather_int32,
-    owned_rows,
-    reduce_next_use_codes,
 )
 from colonnade.exchange.rows import (
     FetchedRows,
@@ -80,7 +78,6 @@ from colonnade.lookup.views import Slices
 from colonnade.staleness import RowClock
 from colonnade.store.contract import RowView
 from colonnade.topology.sharding import Sharding
-from colonnade.wire.packing import unpack_id_requests
 
 
 @dataclass
@@ -364,24 +361,12 @@ class CachedExchange(FetchedRowsPart[FetchedRowsLookup]):
             return self.rows.serve_requests(request, received, batch)
         plan = request.plan
         transfer = request.transfer
-        owner = self.owner
         assert plan is not None
         headers, id_messages = split_row_flags(received)
-        owner_indices = torch.from_numpy(self.owner_map.owner_indices[self.mesh.rank].copy())
-        requests = unpack_id_requests(
-            id_messages, owner.table_rows, self.owner_map.num_owners, owner_indices
-        )
+        requests = self.rows.unpack_plan_requests(id_messages)
         served = parse_row_flags(headers, requests.counts)
-        owner_plan = owner.plan_requests(requests.ids, requests.counts)
-        written = build_request_lookups(
-            requests.ids[torch.from_numpy(served.written)], served.count_rows(served.written)
-        )
-        transfer.served_requests = ServedRequests(
-            served,
-            requests.ids.numpy(),
-            _native.make_plan(written, owner.table_rows, owner.one_owner),
-            written,
-        )
+        owner_plan, owned = self.owner.plan_owned_rows(requests)
+        transfer.served_requests = self.plan_written_rows(served, requests.ids)
         with self._lock:
             changed = self._find_changed_rows(transfer, transfer.served_requests)
             transfer.overwritten = self.record_changes(
@@ -391,11 +376,15 @@ class CachedExchange(FetchedRowsPart[FetchedRowsLookup]):
         transfer.is_received = transfer.row_requests.wanted.copy()
         if any(self.outlasts_batch):
             self._exchange_renewal_flags(transfer, changed, batch.channel)
-        codes = requests.codes
-        owned = owned_rows(
-            owner_plan, None if codes is None else reduce_next_use_codes(codes.numpy(), owner_plan)
-        )
         return CachedLookup(batch, request.lookups, plan, owned, owner_plan, transfer=transfer)
+
+    def plan_written_rows(self, requests: RowRequests, ids: Tensor) -> ServedRequests:
+        """Plan the update of those of the requested rows that their requesters write. ids: of all requested rows."""
+        written = build_request_lookups(
+            ids[torch.from_numpy(requests.written)], requests.count_rows(requests.written)
+        )
+        plan = _native.make_plan(written, self.owner.table_rows, self.owner.one_owner)
+        return ServedRequests(requests, ids.numpy(), plan, written)
 
     def resolve_slots(self, lookup: FetchedRowsLookup, views: Sequence[RowView]) -> None:
         slots = lookup.slots

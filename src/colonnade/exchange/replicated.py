@@ -21,7 +21,6 @@ from colonnade.exchange.row_owner import (
     build_request_lookups,
     gather_int32,
     owned_rows,
-    reduce_next_use_codes,
 )
 from colonnade.exchange.rows import FetchedRows, FetchedRowsPart, RowsExchange, RowsLookup
 from colonnade.lookup.contract import (
@@ -88,11 +87,7 @@ class ReplicatedExchange(FetchedRowsPart[RowsLookup]):
             return RowsLookup(batch, request.lookups, plan, owned_rows(plan, request.codes), plan)
         first_owner = torch.zeros(len(owner.widths), dtype=torch.int64)
         requests = unpack_id_requests(received, owner.table_rows, owner.one_owner, first_owner)
-        owner_plan = owner.plan_requests(requests.ids, requests.counts)
-        codes = requests.codes
-        owned = owned_rows(
-            owner_plan, None if codes is None else reduce_next_use_codes(codes.numpy(), owner_plan)
-        )
+        owner_plan, owned = owner.plan_owned_rows(requests)
         messages = self.rows.build_message_layouts(
             self._own_counts(plan), requests.counts, requests.ids
         )

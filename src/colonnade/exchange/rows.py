@@ -28,7 +28,6 @@ from colonnade.exchange.row_owner import (
     build_request_lookups,
     gather_int32,
     owned_rows,
-    reduce_next_use_codes,
 )
 from colonnade.lookup.contract import (
     BITWISE,
@@ -57,7 +56,7 @@ from colonnade.topology.sharding import Sharding, row_wise_over_owners
 from colonnade.wire.coding import NO_CODING, Coding, RowCodec
 from colonnade.wire.id_distribution import traffic_tag_of
 from colonnade.wire.owner_map import build_owner_map
-from colonnade.wire.packing import pack_id_requests, unpack_id_requests
+from colonnade.wire.packing import ReceivedRequests, pack_id_requests, unpack_id_requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +175,13 @@ class RowsExchange(FetchedRowsPart[RowsLookup]):
             codes=codes,
         )
 
+    def unpack_plan_requests(self, received: Sequence[np.ndarray]) -> ReceivedRequests:
+        """Return what all ranks' `pack_plan_requests` request from this one. Raises WorldError."""
+        owner_indices = torch.from_numpy(self.owner_map.owner_indices[self.mesh.rank].copy())
+        return unpack_id_requests(
+            received, self.owner.table_rows, self.owner_map.num_owners, owner_indices
+        )
+
     def serve_requests(
         self, request: LookupRequest, received: Sequence[np.ndarray], batch: BatchInfo
     ) -> RowsLookup:
@@ -186,15 +192,8 @@ class RowsExchange(FetchedRowsPart[RowsLookup]):
         counts = (
             np.diff(self.owner_map.block_offsets(plan)).reshape(len(self.owner.widths), -1).T
         )  # (N, T)
-        owner_indices = torch.from_numpy(self.owner_map.owner_indices[self.mesh.rank].copy())
-        requests = unpack_id_requests(
-            received, self.owner.table_rows, self.owner_map.num_owners, owner_indices
-        )
-        owner_plan = self.owner.plan_requests(requests.ids, requests.counts)
-        codes = requests.codes
-        owned = owned_rows(
-            owner_plan, None if codes is None else reduce_next_use_codes(codes.numpy(), owner_plan)
-        )
+        requests = self.unpack_plan_requests(received)
+        owner_plan, owned = self.owner.plan_owned_rows(requests)
         messages = self.build_message_layouts(counts, requests.counts, requests.ids)
         return RowsLookup(batch, request.lookups, plan, owned, owner_plan, messages=messages)
 
