@@ -9,7 +9,7 @@ columns of a field out. What is trained is what the command line trains:
 and the epoch that is scored is the best by validation samples. Rates stay, unlike in `towers_quality`: falling evenly
 to zero over 3, 4 or 5 epochs they left the flat model of seed 0 at 0.807 to 0.810 by validation, for what rows learn by
 heart then stays. Everything of a seed sees the same samples in the same order, and all score the same test samples;
-95 % intervals are Student's, of blocks of those and of seeds (`colonnade/report/intervals.py`).
+95 % intervals are Student's, of blocks of those and of seeds (`bench/tables/intervals.py`).
 
 Runs are kept in the file as they end, and a call with the same file and settings goes on behind them; `--seeds 0`
 prints what it has.

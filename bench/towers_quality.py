@@ -5,7 +5,7 @@ dealt in turn (striped), or by chance (random), as a short flat run of a factori
 partitioner of `colonnade towers`), or a file of that command. A tower's module lets D of a field's
 `--dim` columns out, for a compression ratio of 1, 2, 4 or 8. Every system sees the same samples once, begins from
 the same seed as the flat model it is compared with and scores the same blocks of test samples; 95 % intervals are
-Student's, of blocks and seeds (`colonnade/report/intervals.py`).
+Student's, of blocks and seeds (`bench/tables/intervals.py`).
 
 To tell losses of 0.0005 apart, the flat model must come close to the ceiling and its seeds close to each other. So
 

@@ -1,7 +1,7 @@
 """Tables of `bench quality_staleness`: AUC lost against synchronous training, with paired intervals.
 
 All systems score the same test samples, in the same blocks, so what has an interval is the difference of AUCs on a
-block (`colonnade/report/intervals.py`).
+block (`bench/tables/intervals.py`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table as Grid
 
-from colonnade.report.intervals import interval
+from tables.intervals import interval
 
 AUC, BASE, CEILING, SEED = "AUC", "synchronous", "ceiling", " seed "
 FACTS = ("updates missed", "used without a word", "rows lr")

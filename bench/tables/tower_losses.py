@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table as Grid
 
-from colonnade.report.intervals import interval
+from tables.intervals import interval
 
 Runs = Mapping[str, Mapping[str, Sequence[float]]]
 UNIT, FLAT, SEED = "AUC", "flat", " seed "

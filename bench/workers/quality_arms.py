@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import binary_cross_entropy
 from torch.nn.functional import binary_cross_entropy_with_logits as cross_entropy
 
 from colonnade import Adagrad, Batch, Feature, PlanConfig, RowOptimizer, Table, Uniform, build_plan
@@ -25,7 +26,7 @@ from colonnade.models.linear import LR
 from colonnade.models.split import Scorer
 from colonnade.models.wide_deep import WideDeep
 from colonnade.pipeline.prepared_batches import as_prepared
-from colonnade.train.metrics import auc, log_loss
+from colonnade.train.metrics import auc
 from workers.ads import FIELDS, Ads
 
 DIM, TOP = 8, (64, 32)
@@ -188,4 +189,4 @@ def add_score(
     model.train()
     aucs.append(auc(result, batch.label))
     if losses is not None:
-        losses.append(log_loss(result, batch.label))
+        losses.append(float(binary_cross_entropy(result, batch.label.double())))

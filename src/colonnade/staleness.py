@@ -16,72 +16,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import index
-from typing import Protocol, SupportsIndex
+from typing import SupportsIndex
 
 from colonnade.errors import ConfigError
 
 
-class Consistency(Protocol):
-    """Staleness of row values, as a pure value. Dense weights are never stale."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def reads_ahead(self) -> int:
-        """Steps between the read of a batch's rows and their use; also the length of the delay line, in batches."""
-        ...
-
-    def newest_visible(self, step: int) -> int:
-        """Return the step of the newest update that the read for `step` sees; below 0 if it sees none.
-
-        The read sees every older update. With a row clock it may see newer ones."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Synchronous:
-    name = "synchronous"
-    reads_ahead = 0
-
-    def newest_visible(self, step: int) -> int:
-        return step - 1
-
-
-@dataclass(frozen=True, slots=True)
-class Bounded:
-    reads_ahead: int
-    """Staleness k, in steps."""
-
-    name = "bounded"
-
-    def __post_init__(self) -> None:
-        if self.reads_ahead < 0:
-            raise ConfigError(f"bounded staleness: got {self.reads_ahead} steps, wanted 0 or more")
-
-    def newest_visible(self, step: int) -> int:
-        return step - 1 - self.reads_ahead
-
-
-CONSISTENCIES = {"synchronous": Synchronous, "bounded": Bounded}
-
-
-def consistency(staleness_steps: int) -> Consistency:
-    """Return the consistency for a staleness in steps. 0: synchronous; k > 0: reads miss the newest k updates."""
-    return Synchronous() if staleness_steps == 0 else Bounded(staleness_steps)
-
-
-def resolve_table_staleness(
-    bounds: Sequence[int], is_read: Sequence[bool]
-) -> tuple[Consistency, list[int]]:
-    """Return the consistency of the table with the largest bound, and the steps that each table is read ahead.
+def list_steps_ahead(bounds: Sequence[int], is_read: Sequence[bool]) -> list[int]:
+    """Return the steps that each table is read ahead.
 
     bounds: staleness of each table, in steps. is_read: whether a feature reads the table; a table that no feature reads
     gets the largest bound. The largest bound sets the length of the delay line."""
     latest = max(
         bound for bound, is_table_read in zip(bounds, is_read, strict=True) if is_table_read
     )
-    return consistency(latest), [
+    return [
         bound if is_table_read else latest
         for bound, is_table_read in zip(bounds, is_read, strict=True)
     ]
@@ -96,9 +44,6 @@ class RowClock:
     write_bound: int
     """Batches whose gradients of a row may accumulate in the cache before they are sent."""
 
-    name = "row_clock"
-    reads_ahead = 0
-
     def __post_init__(self) -> None:
         for name in ("read_bound", "write_bound"):
             object.__setattr__(self, name, _check_num_batches(name, getattr(self, name)))
@@ -112,10 +57,6 @@ class RowClock:
     def is_late(self) -> bool:
         """True if a read may miss updates."""
         return self.staleness > 0
-
-    def newest_visible(self, step: int) -> int:
-        """Return the newest update by other ranks that every read for `step` sees, as in `Consistency`."""
-        return step - 1 - self.staleness
 
 
 def _check_num_batches(name: str, value: object) -> int:

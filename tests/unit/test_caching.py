@@ -58,7 +58,6 @@ def test_bounds_share_the_staleness():
     assert row_clock(5) == RowClock(2, 3)
     assert row_clock(5, 0) == RowClock(0, 5)
     assert row_clock(5, write_bound=1) == RowClock(4, 1)
-    assert row_clock(5).newest_visible(10) == 4
     for numbers in ((5, 1, 1), (5, 6), (-1,)):
         with pytest.raises(ConfigError, match="row_clock"):
             row_clock(*numbers)

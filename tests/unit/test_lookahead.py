@@ -71,6 +71,7 @@ class Slow:
             window=self.window,
             depth=depth,
             staleness_bounds=(0,),
+            updates=None,  # unused: no table is read early
             is_alone=is_alone,
         )
 

@@ -263,5 +263,4 @@ def test_all_finite(n, dtype):
                 for at in {0, n // 2, n - 1} if n else ():
                     spoilt = values.clone()
                     spoilt[at] = bad
-                    assert not reference.all_finite(spoilt)
                     assert not _native.all_finite(spoilt.data_ptr(), n, name)

@@ -13,13 +13,9 @@ import typer
 from colonnade.errors import ConfigError
 
 if TYPE_CHECKING:
-    from colonnade.config.run import RunConfig
     from colonnade.planning.planner import PlanningResult
     from colonnade.table import Table
     from colonnade.topology.world import World
-
-HOST = "480GiB:8TiB"
-"""Default memory and disk of a host for --simulate and --nodes."""
 
 EXAMPLES = (
     "The command writes nothing. It counts row uses in a sample of the data, times the disk and the model, and gives "
@@ -32,8 +28,6 @@ EXAMPLES = (
     "  colonnade plan mine.yaml --dram 8GiB --set plan.memory.ssd=/fast:200GiB --target 100000\n\n"
     "  colonnade plan mine.yaml --world 4x2 --uplink 10Gbit --table item\n\n"
     "  torchrun --nproc-per-node 2 -m -- colonnade plan mine.yaml\n\n"
-    "  colonnade plan mine.yaml --dram 64MiB --simulate 100e12 --host 480GiB:8TiB --world 1x16 --uplink 100Gbit\n\n"
-    "  colonnade plan mine.yaml --dram 64MiB --nodes --target 1000000 --host 480GiB:8TiB --ranks 16\n\n"
     "  colonnade plan mine.yaml --dram 8GiB --json > plan.json"
 )
 
@@ -50,26 +44,6 @@ RanksOption = Annotated[
 WorldOption = Annotated[
     str | None,
     typer.Option(help="Hosts x ranks per host, e.g. 4x2; under torchrun: leave it out."),
-]
-HostOption = Annotated[
-    str | None,
-    typer.Option(
-        help=f"With --simulate or --nodes: each host's memory for rows, or MEMORY:SSD. Default: {HOST}."
-    ),
-]
-NodesOption = Annotated[
-    bool,
-    typer.Option(
-        "--nodes",
-        help="Show the nodes for --target samples/s, with all rows in DRAM and with tiers, also of published models.",
-    ),
-]
-NodeRatesOption = Annotated[
-    str | None,
-    typer.Option(
-        help="With --nodes: measured samples/s of one node, ALL:TIERED:SHARE; SHARE of the rows was in DRAM. Default: "
-        "from a sample."
-    ),
 ]
 
 
@@ -104,13 +78,6 @@ def plan(
         float | None,
         typer.Option(min=1.0, help="Samples/s to show MB/s for; default: as predicted."),
     ] = None,
-    simulate: Annotated[
-        float | None,
-        typer.Option(min=1.0, help="Simulate a model of this many parameters: hosts and seconds."),
-    ] = None,
-    nodes: NodesOption = False,
-    node_rates: NodeRatesOption = None,
-    host: HostOption = None,
     sample: Annotated[int, typer.Option(min=1, help="Lookups in the profiled sample.")] = 1 << 20,
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="Any setting, as in train. Repeatable.")
@@ -125,12 +92,11 @@ def plan(
     from colonnade.config.run import override_settings
     from colonnade.run.run import plan_run
 
-    _check_modes(simulate, nodes, host, node_rates, table)
     topology = _build_plan_world(world, ranks, uplink, local)
     if topology is None:  # another rank prints the plan
         return
     is_one_host = topology.num_hosts == 1 and topology.origin == "planned"
-    if simulate is None and uplink is not None and is_one_host:
+    if uplink is not None and is_one_host:
         raise ConfigError(
             f"--uplink: got {uplink} for one host, which sends nothing over it; give several hosts, e.g. --world 2x1"
         )
@@ -138,81 +104,11 @@ def plan(
         build_config(config, data, path, {"plan.memory.dram": dram}, set_, run),
         _default_to_automatic(config, set_),
     )
-    if nodes:
-        from colonnade.cli.plan_nodes import print_nodes
-
-        ranks = _count_node_ranks(topology)
-        print_nodes(chosen, run, ranks, target, host or HOST, node_rates, sample, as_json)
-        return
-    if simulate is not None:
-        _print_simulation(chosen, run, topology, simulate, host or HOST, sample, as_json)
-        return
     choice, tables = plan_run(chosen, run, topology, lookups=sample, table=table)
     if as_json:
         print(json.dumps(convert_plan_to_json(choice, tables), indent=2))
     else:
         print_plan(choice, tables, target, table)
-
-
-def _check_modes(
-    simulate: float | None, nodes: bool, host: str | None, node_rates: str | None, table: str | None
-) -> None:
-    """Raise ConfigError for options that do not belong together."""
-    if nodes and simulate is not None:
-        raise ConfigError("--nodes: got it with --simulate, wanted one of them; leave one out")
-    if simulate is None and not nodes and host is not None:
-        raise ConfigError(
-            f"--host: got {host} without --simulate or --nodes, which are the only options with hosts other than this "
-            "one; give a number of parameters, e.g. --simulate 100e12, or leave --host out"
-        )
-    if node_rates is not None and not nodes:
-        raise ConfigError(
-            f"--node-rates: got {node_rates} without --nodes, which uses it; leave it out"
-        )
-    if table is not None and (nodes or simulate is not None):
-        option = "--nodes" if nodes else "--simulate"
-        raise ConfigError(
-            f"--table: got a table with {option}, which has no choices to show; leave one of them out"
-        )
-
-
-def _count_node_ranks(world: World) -> int:
-    """Return the ranks of a node for --nodes. Raises ConfigError for several hosts: their number is the result."""
-    if world.num_hosts != 1:
-        raise ConfigError(
-            f"--nodes: got a world of {world.num_hosts} hosts, wanted the ranks of one node, because the number of "
-            f"nodes is the result; give --ranks {world.ranks_per_host}"
-        )
-    return world.ranks_per_host
-
-
-def _print_simulation(
-    config: RunConfig,
-    run: Path,
-    world: World,
-    parameters: float,
-    host: str,
-    sample: int,
-    as_json: bool,
-) -> None:
-    """Print hosts and seconds for a model with that many parameters, scaled from measurements of a smaller model."""
-    from colonnade.cli.plan_tables import (
-        convert_simulation_to_json,
-        parse_host_sizes,
-        print_simulation,
-        simulate_world,
-    )
-    from colonnade.planning.measure import build_planned_world
-    from colonnade.run.run import plan_run
-
-    room = parse_host_sizes(host, parameters)  # raises before anything is measured
-    planned, tables = plan_run(config, run, build_planned_world("1"), lookups=sample)
-    batch_size = config.train.samples_per_step
-    work, cases = simulate_world(planned, tables, batch_size, parameters, room, world)
-    if as_json:
-        print(json.dumps(convert_simulation_to_json(parameters, work, cases), indent=2))
-    else:
-        print_simulation(parameters, batch_size, work, cases)
 
 
 def _build_plan_world(

@@ -1,17 +1,13 @@
-"""Output of `colonnade plan`: memory, sharding and exchange by table, predicted times, simulated worlds, nodes."""
+"""Output of `colonnade plan`: memory, sharding and exchange by table, predicted times."""
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table as Grid
 
-from colonnade.errors import ConfigError
 from colonnade.plan.build import (
     find_row_files,
     mapped_cache_bytes,
@@ -19,120 +15,14 @@ from colonnade.plan.build import (
     resident_row_bytes,
 )
 from colonnade.plan.caching import full_cache_bytes
-from colonnade.plan.cost.nodes import (
-    MTRAINS,
-    Node,
-    NodeCount,
-    NodeRates,
-    NodesNeeded,
-    compute_ratio_needs,
-)
-from colonnade.plan.cost.prediction import PERSIA, Machine, SampleCost, Simulated, simulate_training
 from colonnade.plan.search.candidates import PlanDecision, TableChoice, TableCost
 from colonnade.planning.planner import PlanningResult
 from colonnade.planning.timing import count_plans_to_time
 from colonnade.report.formatting import format_bytes, format_count, format_seconds
-from colonnade.sizes import parse_positive_bytes
 from colonnade.store.budget import slot_bytes
 from colonnade.table import Table
 from colonnade.terminal import Terminal
 from colonnade.topology.sharding import Sharding
-from colonnade.topology.world import World
-
-
-def parse_host_sizes(host: str, parameters: float) -> tuple[int, int]:
-    """Parse a host's bytes of memory and of disks from MEMORY or MEMORY:SSD. Raises ConfigError for other text, and if
-    `parameters` is not finite."""
-    if not math.isfinite(parameters):
-        raise ConfigError(
-            f"--simulate: got {parameters}, wanted a number of parameters, e.g. 100e12"
-        )
-    memory, _, disk = host.partition(":")
-    try:
-        return parse_positive_bytes(memory), parse_positive_bytes(disk) if disk else 0
-    except ValueError as error:
-        raise ConfigError(f"--host: {error}; give MEMORY or MEMORY:SSD, e.g. 480GiB:8TiB") from None
-
-
-def simulate_world(
-    planned: PlanningResult,
-    tables: Sequence[Table],
-    batch_size: int,
-    parameters: float,
-    room: tuple[int, int],
-    world: World,
-) -> tuple[SampleCost, list[Simulated]]:
-    """Simulate a world for a model with that many parameters. planned: a plan of one rank, for its sample and rates.
-    room: bytes of memory and of disks of each host. Raises ConfigError if hosts have disks and no disk was measured."""
-    work = estimate_work_per_sample(planned, tables, batch_size)
-    pages = sum(directory.pages for directory in planned.device.directories)
-    if room[1] and not pages:
-        raise ConfigError(
-            "--host: got a size of disks, but no disk was measured; give --dram less than the rows need, so that some "
-            "are stored on this machine's disk"
-        )
-    machine = Machine(
-        memory_bytes=room[0],
-        ssd_bytes=room[1],
-        ranks=world.ranks_per_host,
-        uplink=world.remote_bytes_per_second,
-        pages=pages,
-    )
-    return work, simulate_training(parameters, work, machine, batch_size)
-
-
-def print_simulation(
-    parameters: float, batch_size: int, work: SampleCost, cases: Sequence[Simulated]
-) -> None:
-    """Print one line of measurements, one for each storage of the rows, and one of published figures."""
-    console = Terminal(soft_wrap=True)
-    console.print(
-        f"SIMULATION of {parameters:,.0f} parameters, not a run: rates of one rank of this machine "
-        f"({1 / work.seconds:,.0f} samples/s, {work.rows:.1f} rows of {work.row_floats:.0f} floats a sample, "
-        f"{work.record_bytes:.0f} bytes each with state), links and hosts as in the options."
-    )
-    for case in cases:
-        console.print(
-            f"rows in {case.where}: {case.rows:,.0f} rows, {format_bytes(case.total_bytes)}: {case.hosts:,} hosts, "
-            f"{case.ranks:,} ranks. A step of {batch_size:,} samples: processors {1e3 * case.compute_seconds:.3f} ms, "
-            f"uplinks {1e3 * case.link_seconds:.3f} ms each way, disks {1e3 * case.disk_seconds:.3f} ms; "
-            f"{case.samples_per_second:,.0f} samples/s reading ahead, {case.synchronous:,.0f} synchronously"
-        )
-    console.print(PERSIA)
-
-
-def convert_simulation_to_json(
-    parameters: float, work: SampleCost, cases: Sequence[Simulated]
-) -> dict[str, Any]:
-    """Return JSON values of a simulation, under the key `simulation`. Pure."""
-    return {
-        "simulation": {
-            "parameters": parameters,
-            "measured": asdict(work),
-            "cases": [asdict(case) for case in cases],
-        }
-    }
-
-
-def estimate_work_per_sample(
-    planned: PlanningResult, tables: Sequence[Table], batch_size: int
-) -> SampleCost:
-    """Return the work per training sample, from the profiled sample and the benchmarked steps. Pure."""
-    rows = []
-    for t, profile in enumerate(planned.profile.tables):
-        sizes, counted = profile.unique
-        unique_rows = counted[-1] / sizes[-1] if sizes else planned.profile.lookups_per_sample(t)
-        rows.append(max(unique_rows, 1e-9))
-    total = sum(rows)
-    return SampleCost(
-        seconds=planned.costs.step_seconds / batch_size,
-        moved_seconds=planned.costs.moved_seconds,
-        rows=total,
-        row_floats=sum(n * table.width for n, table in zip(rows, tables, strict=True)) / total,
-        record_bytes=sum(n * table.record_bytes for n, table in zip(rows, tables, strict=True))
-        / total,
-    )
-
 
 MAX_LINES = 40
 CACHE_NOT_PREDICTED = (
@@ -428,105 +318,3 @@ def _format_added_seconds(seconds: float) -> str:
 
 def _format_number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-RATIOS = (4, 8)
-"""Ratios of MTrainS's published result."""
-ASSUMED = (
-    "assumed: nodes with the memory of --host and the processors and disks of the rates; rates of nodes add up (links, "
-    "stragglers and uneven shards left out); published models have your model's rates and reads per sample"
-)
-
-
-def print_nodes_as_json(
-    results: Sequence[NodesNeeded], node: Node, rates: NodeRates, rates_source: str
-) -> None:
-    """Print the nodes of each model as JSON, under the key `nodes`."""
-    models: list[dict[str, Any]] = []
-    for needed in results:
-        needs: dict[str, Any] = {}
-        for ratio in RATIOS:
-            need = compute_ratio_needs(needed, node, ratio)
-            needs[str(ratio)] = None if need is None else asdict(need)
-        models.append({**asdict(needed), "needs": needs})
-    values = {
-        "node": asdict(node),
-        "rates": asdict(rates),
-        "rates_from": rates_source,
-        "models": models,
-        "assumed": ASSUMED,
-        "published": MTRAINS,
-    }
-    print(json.dumps({"nodes": values}, indent=2))
-
-
-def print_nodes_as_text(
-    results: Sequence[NodesNeeded], node: Node, rates: NodeRates, rates_source: str
-) -> None:
-    """Print a line of a table for each model, then its inequalities with their numbers."""
-    console = Terminal()
-    mapped = f", {format_bytes(node.mapped_bytes)} mapped" if node.mapped_bytes else ""
-    console.print(
-        f"nodes for {results[0].target:,.0f} samples/s; a node: {format_bytes(node.dram_bytes)} of DRAM, "
-        f"{format_bytes(node.ssd_bytes)} of disks{mapped}"
-    )
-    reads = "disks included"
-    if rates.reads_per_sample is not None:
-        reads = f"{rates.reads_per_sample:.3g} reads a sample, disks {rates.reads_per_second:,.0f} reads/s"
-    mapped = f" and {rates.mapped_share:.1%} in mapped memory" if rates.mapped_share else ""
-    console.print(
-        f"rates of a node, {rates_source}: {rates.in_memory:,.0f} samples/s with all rows in DRAM, "
-        f"{rates.tiered:,.0f} with "
-        f"{rates.dram_share:.1%} of them{mapped}, {reads}"
-    )
-    console.print(ASSUMED)
-    columns = ("model", "rows", "in DRAM", "in files", "all DRAM", "tiered", "fewer", "limit")
-    grid = _create_text_table(columns, ("limit",))
-    for needed in results:
-        model = needed.model
-        grid.add_row(
-            model.name,
-            format_count(model.rows),
-            format_bytes(model.memory_bytes),
-            format_bytes(model.file_bytes),
-            f"{needed.in_memory.nodes:,}",
-            f"{needed.tiered.nodes:,}",
-            f"{needed.ratio:.1f}x",
-            needed.tiered.binding,
-        )
-    console.print(grid)
-    for needed in results:
-        console.print()
-        console.print("\n".join(describe_nodes(needed, node)))
-    console.print()
-    console.print(MTRAINS)
-
-
-def describe_nodes(needed: NodesNeeded, node: Node) -> list[str]:
-    """Describe a model's inequalities with their numbers, the bound of the ratio, and what larger ratios need."""
-    model = needed.model
-    lines = [f"{model.name}: {model.source}" if model.source else model.name]
-    lines.append(f"  all in DRAM: {_describe_count(needed.in_memory)}")
-    lines.append(f"  tiered: {_describe_count(needed.tiered)}")
-    if needed.ratio == 1:
-        reason = "tiers need as many nodes or more"
-        if model.memory_bytes <= node.dram_bytes:
-            reason = "the rows fit in one node's DRAM"
-        lines.append(f"  nothing to save: {reason}")
-    else:
-        lines.append(f"  {needed.ratio:.1f} times fewer nodes; limited by {needed.tiered.binding}")
-    lines.append(f"  with disks of any size: at most {needed.max_ratio:.1f} times fewer")
-    for ratio in RATIOS:
-        needs = compute_ratio_needs(needed, node, ratio)
-        if needed.ratio < ratio and needs is not None:
-            lines.append(
-                f"  {ratio} times fewer needs {needs.nodes:,} node(s), each with {needs.samples_per_second:,.0f} "
-                f"samples/s tiered at {needs.dram_share:.1%} of the rows in DRAM, and "
-                f"{format_bytes(needs.file_bytes)} of files"
-            )
-    return lines
-
-
-def _describe_count(count: NodeCount) -> str:
-    bounds = ", ".join(f"{name} {bound:,.2f}" for name, bound in count.bounds.items())
-    return f"max({bounds}) = {count.nodes:,} node(s)"

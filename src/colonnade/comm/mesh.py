@@ -320,7 +320,7 @@ class Mesh:
         links = self._links.get(scope) or self._links_in(scope)
         name = self.prefix + channel + links.suffix
         self.peer_monitor.begin_call(name)
-        group = self.groups[THREADS.get(channel, TRAINING), links.groups]
+        group = self.groups[issuing_thread(channel), links.groups]
         try:
             return PendingCall(self.peer_monitor, name, start_call(group=group, async_op=True))
         except RuntimeError as error:

@@ -193,11 +193,6 @@ class MessageTracker:
                 if any(number >= self._read_by_peer[peer] for peer, number in numbers.items())
             ]
 
-    @property
-    def num_retained(self) -> int:
-        """Number of buffers that a peer may still read."""
-        return len(self._retained)
-
 
 @dataclass(slots=True)
 class SharedMessages:

@@ -53,6 +53,8 @@ from colonnade.hops.message_bytes import NUM_SAMPLES
 from colonnade.lookup.contract import (
     REASSOCIATED,
     BatchInfo,
+    Caller,
+    ExchangePart,
     LookupRequest,
     PinnedRows,
     RowGradients,
@@ -76,11 +78,8 @@ from colonnade.wire.tower_transport import PeerTransport, TowerTransport
 from colonnade.wire.transport import PendingTransfer
 
 
-class BagsExchange:
+class BagsExchange(ExchangePart[BagsLookup]):
     """Exchange of bags, on one rank."""
-
-    counts_norm = True
-    cancel = after_update = None
 
     def __init__(
         self,
@@ -132,7 +131,7 @@ class BagsExchange:
 
     # ---- ids
 
-    def build_requests(self, batch: Batch, channel: str) -> LookupRequest:
+    def build_requests(self, batch: Batch, caller: Caller) -> LookupRequest:
         layout = self.layout
         owner = self.owner
         lookups = collect_weighed_lookups(batch, layout)

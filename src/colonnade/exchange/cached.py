@@ -53,12 +53,17 @@ from colonnade.errors import ConfigError
 from colonnade.exchange.row_owner import (
     build_request_lookups,
     gather_int32,
-    owned_rows,
-    reduce_next_use_codes,
 )
-from colonnade.exchange.rows import FetchedRows, RowsExchange, RowsLookup
+from colonnade.exchange.rows import (
+    FetchedRows,
+    FetchedRowsLookup,
+    FetchedRowsPart,
+    RowsExchange,
+    RowsLookup,
+)
 from colonnade.lookup.contract import (
     BatchInfo,
+    Caller,
     ExchangePart,
     LookupRequest,
     PartLookup,
@@ -73,7 +78,6 @@ from colonnade.lookup.views import Slices
 from colonnade.staleness import RowClock, TableCache
 from colonnade.store.contract import RowView
 from colonnade.topology.sharding import Sharding
-from colonnade.wire.packing import unpack_id_requests
 
 
 @dataclass
@@ -145,19 +149,15 @@ class CacheTransfer:
 
 
 @dataclass(slots=True)
-class CachedLookup(PartLookup):
+class CachedLookup(FetchedRowsLookup):
     """Lookup of one training batch whose rows are read from copies."""
 
     transfer: CacheTransfer | None = None
-    reads: FetchedRows | None = None
 
 
-class CachedExchange:
+class CachedExchange(FetchedRowsPart[FetchedRowsLookup]):
     """Exchange of cached rows on one rank, in a world of several. One batch is one step. Evaluation uses the exchange
     of rows that it wraps."""
-
-    operators = None
-    counts_norm = True
 
     def __init__(
         self,
@@ -177,10 +177,6 @@ class CachedExchange:
         self.outputs = self.rows.outputs
         self.widths = self.owner.widths
         self.exactness = self.rows.exactness
-        self.pooled = self.rows.pooled
-        self.has_values = self.rows.has_values
-        self.prefetched = self.rows.prefetched
-        self.restore = self.rows.restore
         self.is_cached = [cache is not None for cache in caches]
         none = TableCache(0, RowClock(0, 0))
         self.caches = [cache or none for cache in caches]
@@ -240,11 +236,11 @@ class CachedExchange:
         """Number of batches after the current one that are read before its ids are sent."""
         return max(self.windows)
 
-    def build_requests(self, batch: Batch, channel: str) -> LookupRequest:
-        if channel == "evaluate":
-            return self.rows.build_requests(batch, channel)
+    def build_requests(self, batch: Batch, caller: Caller) -> LookupRequest:
+        if caller == "evaluation":
+            return self.rows.build_requests(batch, caller)
         preview = None
-        if channel == "route":  # by a lookahead
+        if caller == "lookahead":
             preview = self._preview
             self._preview = None
         lookups, plan, codes = self.rows.plan_batch(batch) if preview is None else preview.planned
@@ -349,29 +345,17 @@ class CachedExchange:
 
     def serve_requests(
         self, request: LookupRequest, received: Sequence[np.ndarray], batch: BatchInfo
-    ) -> PartLookup:
+    ) -> FetchedRowsLookup:
         if batch.is_evaluated:
             return self.rows.serve_requests(request, received, batch)
         plan = request.plan
         transfer = request.transfer
-        owner = self.owner
         assert plan is not None
         headers, id_messages = split_row_flags(received)
-        owner_indices = torch.from_numpy(self.owner_map.owner_indices[self.mesh.rank].copy())
-        requests = unpack_id_requests(
-            id_messages, owner.table_rows, self.owner_map.num_owners, owner_indices
-        )
+        requests = self.rows.unpack_plan_requests(id_messages)
         served = parse_row_flags(headers, requests.counts)
-        owner_plan = owner.plan_requests(requests.ids, requests.counts)
-        written = build_request_lookups(
-            requests.ids[torch.from_numpy(served.written)], served.count_rows(served.written)
-        )
-        transfer.served_requests = ServedRequests(
-            served,
-            requests.ids.numpy(),
-            _native.make_plan(written, owner.table_rows, owner.one_owner),
-            written,
-        )
+        owner_plan, owned = self.owner.plan_owned_rows(requests)
+        transfer.served_requests = self.plan_written_rows(served, requests.ids)
         with self._lock:
             changed = self._find_changed_rows(transfer, transfer.served_requests)
             transfer.overwritten = self.record_changes(
@@ -381,13 +365,17 @@ class CachedExchange:
         transfer.is_received = transfer.row_requests.wanted.copy()
         if any(self.outlasts_batch):
             self._exchange_renewal_flags(transfer, changed, batch.channel)
-        codes = requests.codes
-        owned = owned_rows(
-            owner_plan, None if codes is None else reduce_next_use_codes(codes.numpy(), owner_plan)
-        )
         return CachedLookup(batch, request.lookups, plan, owned, owner_plan, transfer=transfer)
 
-    def resolve_slots(self, lookup: PartLookup, views: Sequence[RowView]) -> None:
+    def plan_written_rows(self, requests: RowRequests, ids: Tensor) -> ServedRequests:
+        """Plan the update of those of the requested rows that their requesters write. ids: of all requested rows."""
+        written = build_request_lookups(
+            ids[torch.from_numpy(requests.written)], requests.count_rows(requests.written)
+        )
+        plan = _native.make_plan(written, self.owner.table_rows, self.owner.one_owner)
+        return ServedRequests(requests, ids.numpy(), plan, written)
+
+    def resolve_slots(self, lookup: FetchedRowsLookup, views: Sequence[RowView]) -> None:
         slots = lookup.slots
         lookup.pinned = PinnedRows(slots, gather_int32(slots, lookup.owner_plan.inverse))
 
@@ -425,7 +413,7 @@ class CachedExchange:
 
     # ---- fetch
 
-    def fetch(self, lookup: PartLookup, source: RowSource) -> None:
+    def fetch(self, lookup: FetchedRowsLookup, source: RowSource) -> None:
         """Implement the contract. Raises RuntimeError for a batch that is fetched out of order."""
         if isinstance(lookup, RowsLookup):
             self.rows.fetch(lookup, source)
@@ -503,7 +491,7 @@ class CachedExchange:
     # ---- push
 
     def begin_push(
-        self, lookup: PartLookup, gradients: list[Tensor] | None, step: int, number: int
+        self, lookup: FetchedRowsLookup, gradients: list[Tensor] | None, step: int, number: int
     ) -> Callable[[], RowGradients]:
         assert isinstance(lookup, CachedLookup) and lookup.transfer is not None
         transfer = lookup.transfer
@@ -614,7 +602,7 @@ class CachedExchange:
                 rows for rows in overwritten if rows is not None
             )
 
-    def drop(self, lookup: PartLookup) -> None:
+    def drop(self, lookup: FetchedRowsLookup) -> None:
         """Drop a batch: undo its decisions, once all later batches are dropped, too."""
         if isinstance(lookup, RowsLookup):
             self.rows.drop(lookup)

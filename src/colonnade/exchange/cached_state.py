@@ -31,7 +31,6 @@ from colonnade.exchange.row_owner import build_request_lookups, gather_int32
 from colonnade.lookup.row_layout import RowLayout, build_row_layout
 from colonnade.table import CLOCK_BYTES
 from colonnade.wire.id_distribution import exchange_messages
-from colonnade.wire.packing import pack_id_requests, unpack_id_requests
 
 GROUP = "evaluate"
 
@@ -180,32 +179,17 @@ def _request_row_updates(
         exchange.owner.table_rows,
         exchange.owner_map.num_owners,
     )
-    blocks = exchange.owner_map.block_offsets(plan)
-    firsts, lasts = (b.reshape(-1, mesh.num_ranks).T for b in (blocks[:-1], blocks[1:]))
-    requests = pack_id_requests(
-        torch.as_tensor(plan.unique_ids),
-        firsts,
-        lasts,
-        exchange.owner.table_rows,
-        exchange.owner_map.num_owners,
-        exchange.owner_map.owner_indices,
-        codes=None,
-    )
+    requests = exchange.rows.pack_plan_requests(plan, codes=None)
     (received,), _ = exchange_messages([requests], mesh, 0.0, GROUP)
-    owner_indices = torch.from_numpy(exchange.owner_map.owner_indices[mesh.rank].copy())
-    received_requests = unpack_id_requests(
-        received, exchange.owner.table_rows, exchange.owner_map.num_owners, owner_indices
-    )
-    wanted = build_request_lookups(received_requests.ids, received_requests.counts)
+    received_requests = exchange.rows.unpack_plan_requests(received)
     all_rows = np.ones(len(received_requests.ids), bool)
     none = np.zeros(len(received_requests.ids), np.int64)
-    served_requests = ServedRequests(
+    served_requests = exchange.plan_written_rows(
         RowRequests(received_requests.counts, ~all_rows, ~all_rows, all_rows, none),
-        received_requests.ids.numpy(),
-        _native.make_plan(wanted, exchange.owner.table_rows, exchange.owner.one_owner),
-        wanted,
+        received_requests.ids,
     )
-    sent_layout = build_row_layout(lasts - firsts, exchange.widths)
+    blocks = exchange.owner_map.block_offsets(plan)
+    sent_layout = build_row_layout(np.diff(blocks).reshape(-1, mesh.num_ranks).T, exchange.widths)
     send = torch.empty(sent_layout.num_elements, dtype=cached_rows.pending[0].dtype)
     unique = np.asarray(plan.unique_ids)
     for t, slots in enumerate(slots_by_table):

@@ -23,7 +23,9 @@ from colonnade.batch import Batch
 from colonnade.comm.mesh import Mesh
 from colonnade.exchange.prefetched import TABLES, prefetched_tables
 from colonnade.lookup.contract import (
+    ID_CHANNELS,
     BatchInfo,
+    Caller,
     Exactness,
     ExchangePart,
     LookupContext,
@@ -129,27 +131,28 @@ class Exchange:
 
     # ---- ids
 
-    def send_ids(self, batch: Batch, channel: str = "route") -> LookupContext:
-        """Send a batch's ids to the owners of their rows, on `channel`'s group. Collective. Raises IdRangeError and
+    def send_ids(self, batch: Batch, caller: Caller = "lookahead") -> LookupContext:
+        """Send a batch's ids to the owners of their rows. Collective. Raises IdRangeError and
         DataError before anything is sent; after any error, no request of this rank remains."""
         requests = []
         try:
             for part in self.parts:
-                requests.append(part.build_requests(batch, channel))
+                requests.append(part.build_requests(batch, caller))
             weight = float(batch.size if batch.sample_weight is None else batch.sample_weight.sum())
             received: list[list[np.ndarray]] = [[]] * len(requests)
             if self.mesh.num_ranks > 1:
                 messages = [request.messages for request in requests]
-                received, weight = exchange_messages(messages, self.mesh, weight, channel)
-            info = BatchInfo(batch.size, weight, channel, batch.dense)
+                received, weight = exchange_messages(
+                    messages, self.mesh, weight, ID_CHANNELS[caller]
+                )
+            info = BatchInfo(batch.size, weight, caller, batch.dense)
             lookups = [
                 part.serve_requests(request, answers, info)
                 for part, request, answers in zip(self.parts, requests, received, strict=True)
             ]
         except BaseException:
             for part, request in zip(self.parts, requests, strict=False):
-                if part.cancel is not None:
-                    part.cancel(request)
+                part.cancel(request)
             raise
         owned = lookups[0].owned if len(lookups) == 1 else self._join_owned_rows(lookups)
         return LookupContext(info, lookups, owned)
@@ -289,8 +292,7 @@ class Exchange:
         """Apply gradients to pinned rows of this rank's store: see `_native.update`. Local."""
         for part, own in zip(self.parts, self._split_gradients(row_gradients), strict=True):
             part.owner.update(store, own, optimizers, settings)
-            if part.after_update is not None:
-                part.after_update(optimizers, settings)
+            part.after_update(optimizers, settings)
 
     def squared_norms(self, rows: RowView, slots: Tensor) -> Tensor:
         """Return sums of squares of the weights of these rows, (len(slots),). Local."""

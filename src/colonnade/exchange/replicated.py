@@ -8,7 +8,7 @@ Legend: T tables, N ranks, U unique rows of this rank, O rows that some rank req
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,11 +21,11 @@ from colonnade.exchange.row_owner import (
     build_request_lookups,
     gather_int32,
     owned_rows,
-    reduce_next_use_codes,
 )
-from colonnade.exchange.rows import FetchedRows, RowsExchange, RowsLookup
+from colonnade.exchange.rows import FetchedRows, FetchedRowsPart, RowsExchange, RowsLookup
 from colonnade.lookup.contract import (
     BatchInfo,
+    Caller,
     LookupRequest,
     PartLookup,
     PinnedRows,
@@ -40,14 +40,12 @@ from colonnade.wire.coding import NO_CODING, Coding
 from colonnade.wire.packing import pack_id_requests, unpack_id_requests
 
 
-class ReplicatedExchange:
+class ReplicatedExchange(FetchedRowsPart[RowsLookup]):
     """Exchange of replicated rows on one rank, in a world of several.
 
     A lookup's owned rows are those of all ranks' batches. In its messages, `wanted` is this rank's unique rows as one
     block, and `served` is all ranks' rows as they arrive.
     """
-
-    operators = cancel = after_update = None
 
     def __init__(
         self, declaration: EmbeddingDeclaration, mesh: Mesh, coding: Coding = NO_CODING
@@ -61,17 +59,12 @@ class ReplicatedExchange:
         self.outputs = self.rows.outputs
         self.owner = self.rows.owner
         self.exactness = self.rows.exactness
-        self.pooled = self.rows.pooled
-        self.drop = self.rows.drop
-        self.has_values = self.rows.has_values
-        self.prefetched = self.rows.prefetched
-        self.restore = self.rows.restore
 
-    def build_requests(self, batch: Batch, channel: str) -> LookupRequest:
+    def build_requests(self, batch: Batch, caller: Caller) -> LookupRequest:
         owner = self.owner
         lookups, plan, codes = self.rows.plan_batch(batch)
         message = np.empty(0, np.uint8)
-        if channel != "evaluate":  # no rank needs the rows that others only read
+        if caller != "evaluation":  # no rank needs the rows that others only read
             offsets = np.asarray(plan.block_offsets)
             (message,) = pack_id_requests(
                 torch.as_tensor(plan.unique_ids),
@@ -94,11 +87,7 @@ class ReplicatedExchange:
             return RowsLookup(batch, request.lookups, plan, owned_rows(plan, request.codes), plan)
         first_owner = torch.zeros(len(owner.widths), dtype=torch.int64)
         requests = unpack_id_requests(received, owner.table_rows, owner.one_owner, first_owner)
-        owner_plan = owner.plan_requests(requests.ids, requests.counts)
-        codes = requests.codes
-        owned = owned_rows(
-            owner_plan, None if codes is None else reduce_next_use_codes(codes.numpy(), owner_plan)
-        )
+        owner_plan, owned = owner.plan_owned_rows(requests)
         messages = self.rows.build_message_layouts(
             self._own_counts(plan), requests.counts, requests.ids
         )
@@ -139,6 +128,12 @@ class ReplicatedExchange:
             gradients = self.owner.native.zero_outputs(lookup.lookups)
         sums = self.rows.sum_gradients(lookup, gradients)
         return self.rows.send_gradient_sums(lookup, sums, step, number, to_all=True)
+
+    def prefetched(self, lookup: RowsLookup) -> dict[str, Tensor]:
+        return self.rows.prefetched(lookup)
+
+    def restore(self, lookup: RowsLookup, prefetched: Sequence[Mapping[str, Tensor]]) -> None:
+        self.rows.restore(lookup, prefetched)
 
     def _own_counts(self, plan: Any) -> np.ndarray:
         """Return counts of this rank's unique rows by rank and table, (N, T), as if it requested all from itself."""

@@ -27,6 +27,7 @@ from colonnade.lookup.layout import (
     explain_range_error,
 )
 from colonnade.store.contract import RowView
+from colonnade.wire.packing import ReceivedRequests
 
 
 class RowOwner:
@@ -85,6 +86,13 @@ class RowOwner:
         return reduce_next_use_codes(
             collect_next_use(batch, self.declaration, self.lookup_columns), plan
         )
+
+    def plan_owned_rows(self, requests: ReceivedRequests) -> tuple[_native.Plan, OwnedRows]:
+        """Group all ranks' requests by row of this rank. Return the plan, and the rows with their soonest next use."""
+        plan = self.plan_requests(requests.ids, requests.counts)
+        codes = requests.codes
+        next_use = None if codes is None else reduce_next_use_codes(codes.numpy(), plan)
+        return plan, owned_rows(plan, next_use)
 
     def merge_gradients(
         self, lookups: Sequence[PartLookup], row_gradients: Sequence[RowGradients]

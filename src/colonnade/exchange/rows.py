@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -28,12 +28,13 @@ from colonnade.exchange.row_owner import (
     build_request_lookups,
     gather_int32,
     owned_rows,
-    reduce_next_use_codes,
 )
 from colonnade.lookup.contract import (
     BITWISE,
     BatchInfo,
     ByPage,
+    Caller,
+    ExchangePart,
     LookupRequest,
     PartLookup,
     PinnedRows,
@@ -55,7 +56,7 @@ from colonnade.topology.sharding import Sharding, row_wise_over_owners
 from colonnade.wire.coding import NO_CODING, Coding, RowCodec
 from colonnade.wire.id_distribution import traffic_tag_of
 from colonnade.wire.owner_map import build_owner_map
-from colonnade.wire.packing import pack_id_requests, unpack_id_requests
+from colonnade.wire.packing import ReceivedRequests, pack_id_requests, unpack_id_requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,19 +91,43 @@ class FetchedRows:
 
 
 @dataclass(slots=True)
-class RowsLookup(PartLookup):
-    """Lookup of one batch whose rows are sent to the ranks that look them up."""
+class FetchedRowsLookup(PartLookup):
+    """Lookup of one batch that this rank pools from fetched rows."""
 
-    messages: RowMessages | None = None  # None in a world of one, until something is copied
     reads: FetchedRows | None = None
 
 
-class RowsExchange:
-    """Exchange of unique rows on one rank."""
+@dataclass(slots=True)
+class RowsLookup(FetchedRowsLookup):
+    """Lookup of one batch whose rows are sent to the ranks that look them up."""
 
-    operators = None
-    counts_norm = True
-    cancel = after_update = None
+    messages: RowMessages | None = None  # None in a world of one, until something is copied
+
+
+RowsReader = TypeVar("RowsReader", bound=FetchedRowsLookup)
+
+
+class FetchedRowsPart(ExchangePart[RowsReader]):
+    """Base class of the parts that pool fetched rows on the samples' rank."""
+
+    def pooled(self, lookup: RowsReader, into: Mapping[int, Tensor] = NO_TENSORS) -> list[Tensor]:
+        reads = lookup.reads
+        assert reads is not None
+        if reads.arrival is not None:
+            reads.wait()
+        return reads.kernels.pool(lookup.lookups, reads.locations, into)
+
+    def drop(self, lookup: RowsReader) -> None:
+        if lookup.reads is not None:
+            lookup.reads.wait()
+        lookup.reads = None
+
+    def has_values(self, lookup: RowsReader) -> bool:
+        return lookup.reads is not None
+
+
+class RowsExchange(FetchedRowsPart[RowsLookup]):
+    """Exchange of unique rows on one rank."""
 
     def __init__(
         self,
@@ -124,7 +149,7 @@ class RowsExchange:
         self.codec = RowCodec(declaration, mesh.rank, coding)
         self.exactness = coding.describe_exactness(BITWISE, declaration.dtype, self.num_ranks)
 
-    def build_requests(self, batch: Batch, channel: str) -> LookupRequest:
+    def build_requests(self, batch: Batch, caller: Caller) -> LookupRequest:
         lookups, plan, codes = self.plan_batch(batch)
         messages = self.pack_plan_requests(plan, codes) if self.num_ranks > 1 else []
         return LookupRequest(messages, lookups, plan, codes)
@@ -150,6 +175,13 @@ class RowsExchange:
             codes=codes,
         )
 
+    def unpack_plan_requests(self, received: Sequence[np.ndarray]) -> ReceivedRequests:
+        """Return what all ranks' `pack_plan_requests` request from this one. Raises WorldError."""
+        owner_indices = torch.from_numpy(self.owner_map.owner_indices[self.mesh.rank].copy())
+        return unpack_id_requests(
+            received, self.owner.table_rows, self.owner_map.num_owners, owner_indices
+        )
+
     def serve_requests(
         self, request: LookupRequest, received: Sequence[np.ndarray], batch: BatchInfo
     ) -> RowsLookup:
@@ -160,15 +192,8 @@ class RowsExchange:
         counts = (
             np.diff(self.owner_map.block_offsets(plan)).reshape(len(self.owner.widths), -1).T
         )  # (N, T)
-        owner_indices = torch.from_numpy(self.owner_map.owner_indices[self.mesh.rank].copy())
-        requests = unpack_id_requests(
-            received, self.owner.table_rows, self.owner_map.num_owners, owner_indices
-        )
-        owner_plan = self.owner.plan_requests(requests.ids, requests.counts)
-        codes = requests.codes
-        owned = owned_rows(
-            owner_plan, None if codes is None else reduce_next_use_codes(codes.numpy(), owner_plan)
-        )
+        requests = self.unpack_plan_requests(received)
+        owner_plan, owned = self.owner.plan_owned_rows(requests)
         messages = self.build_message_layouts(counts, requests.counts, requests.ids)
         return RowsLookup(batch, request.lookups, plan, owned, owner_plan, messages=messages)
 
@@ -260,13 +285,6 @@ class RowsExchange:
         locations = native.locate_rows(lookup.lookups, [view] * len(self.owner.widths), by_lookup)
         return FetchedRows(native, locations, values, arrival, index)
 
-    def pooled(self, lookup: RowsLookup, into: Mapping[int, Tensor] = NO_TENSORS) -> list[Tensor]:
-        reads = lookup.reads
-        assert reads is not None
-        if reads.arrival is not None:
-            reads.wait()
-        return reads.kernels.pool(lookup.lookups, reads.locations, into)
-
     def begin_push(
         self, lookup: RowsLookup, gradients: list[Tensor] | None, step: int, number: int
     ) -> Callable[[], RowGradients]:
@@ -333,14 +351,6 @@ class RowsExchange:
             return build_received_gradients(lookup, received, messages, self.owner)
 
         return finish
-
-    def drop(self, lookup: RowsLookup) -> None:
-        if lookup.reads is not None:
-            lookup.reads.wait()
-        lookup.reads = None
-
-    def has_values(self, lookup: RowsLookup) -> bool:
-        return lookup.reads is not None
 
     def prefetched(self, lookup: RowsLookup) -> dict[str, Tensor]:
         """Return ids (U,), table_offsets (T + 1,) and values, table by table, of a fetched batch."""

@@ -32,7 +32,13 @@ from colonnade.export.tensors import ProgramInput, list_dense_inputs, list_input
 from colonnade.predict.predictor import Predictor
 from colonnade.publish.exported import read_export
 from colonnade.store.checksums import FileChecksums, compute_checksums, open_checked
-from colonnade.store.untrusted import STRICT, FileName, check_file_name, parse_json, read_regular
+from colonnade.store.untrusted import (
+    FileName,
+    StrictRecord,
+    check_file_name,
+    parse_json,
+    read_regular,
+)
 from colonnade.store.verification import VerifiedFile, verify_file
 
 MODEL_PROGRAM = "model.pt2"
@@ -47,10 +53,8 @@ MAX_ROW_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
-class Programs:
+class Programs(StrictRecord):
     """Content of program.json."""
-
-    __pydantic_config__ = STRICT
 
     version: Literal[1]
     torch: str

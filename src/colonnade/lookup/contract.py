@@ -16,9 +16,10 @@ O unique rows that this rank owns and some rank requested, N ranks.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -54,19 +55,35 @@ class RowSource:
     keep: Any = None  # objects that must live as long as the addresses are used
 
 
+Caller = Literal["lookahead", "training", "evaluation"]
+"""Code that looks a batch up: a lookahead ahead of its step, the training thread in its step, or an evaluation."""
+ID_CHANNELS: Mapping[Caller, str] = {
+    "lookahead": "route",
+    # Not the channel of the lookahead's thread, whose order of calls must stay its own.
+    "training": "control",
+    "evaluation": "evaluate",
+}
+"""Channel that a batch's ids are sent on, by caller."""
+
+
 @dataclass(frozen=True, slots=True)
 class BatchInfo:
     """Facts of a batch that every exchange needs."""
 
     size: int  # B
     weight: float  # sum of sample weights over all ranks' batches
-    channel: str = "route"  # group that its ids were sent on
+    caller: Caller = "lookahead"
     dense: Tensor | None = None  # (B, n), for operators that take such columns
 
     @property
+    def channel(self) -> str:
+        """Channel that its ids were sent on."""
+        return ID_CHANNELS[self.caller]
+
+    @property
     def is_evaluated(self) -> bool:
-        """Return whether the batch is evaluated, not trained on."""
-        return self.channel == "evaluate"
+        """True if the batch is evaluated, not trained on."""
+        return self.caller == "evaluation"
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +288,7 @@ class TowerConsumers:
 Lookup = TypeVar("Lookup", bound=PartLookup)
 
 
-class ExchangePart(Protocol[Lookup]):
+class ExchangePart(ABC, Generic[Lookup]):
     """Part of a plan's exchange, on one rank, for the tables that use it. Methods are collective in a world of several
     unless they are called local; `Exchange` calls them on every rank in one order."""
 
@@ -280,68 +297,66 @@ class ExchangePart(Protocol[Lookup]):
     outputs: tuple[Output, ...]
     exactness: Exactness
     owner: Any  # exchange.row_owner.RowOwner
-    operators: Any  # exchange.operators.Operators, where some consumers are evaluated on the way; else None
-    counts_norm: bool
+    operators: Any = (
+        None  # exchange.operators.Operators, where some consumers are evaluated on the way
+    )
+    counts_norm: bool = True
     """True if this rank's sums count towards the gradient norm; where all ranks have the same sums, on one rank
     only."""
 
-    @property
-    def cancel(self) -> Callable[[LookupRequest], None] | None:
-        """Function that undoes the decisions of the newest request, which will not be used. Local. None: nothing to
-        undo."""
-
-    @property
-    def after_update(self) -> Callable[[Tensor, Tensor], None] | None:
-        """Function called with optimizers and settings (`_native.update`) after owned rows were updated. Local. None:
-        no call."""
-
-    def build_requests(self, batch: Batch, channel: str) -> LookupRequest:
+    @abstractmethod
+    def build_requests(self, batch: Batch, caller: Caller) -> LookupRequest:
         """Check a batch, and build its requests. Local. Every error of a batch is raised by this method: IdRangeError,
         DataError, NonFiniteError."""
-        ...
 
+    @abstractmethod
     def serve_requests(
         self, request: LookupRequest, received: Sequence[np.ndarray], batch: BatchInfo
     ) -> Lookup:
         """Serve all ranks' requests: plan the owned rows that they need. Local, but collective inside a tower where
         rows are requested once a tower. received: by rank, the message of its `build_requests` to this one (world of
         one: []). Raises WorldError for any other message."""
-        ...
 
+    @abstractmethod
     def resolve_slots(self, lookup: Lookup, views: Sequence[RowView]) -> None:
         """Find the slots that `fetch` and the update use, once `lookup.pinned` is set. Local, any thread."""
-        ...
 
+    @abstractmethod
     def fetch(self, lookup: Lookup, source: RowSource) -> None:
         """Begin to send values to the samples' ranks. Rows are read before it returns."""
-        ...
 
+    @abstractmethod
     def pooled(self, lookup: Lookup, into: Mapping[int, Tensor] = ...) -> list[Tensor]:
         """Return one tensor per output from the fetched values. into: tensors to write this part's fields into, by
         output that other parts have fields of, too. Collective where a tower sends its values when they are used."""
-        ...
 
+    @abstractmethod
     def begin_push(
         self, lookup: Lookup, gradients: list[Tensor] | None, step: int, number: int
     ) -> Callable[[], RowGradients]:
         """Begin to send gradients (by output; None: zeros) to the rows' owners. Call the result, which is collective
         too, to wait for the gradients of owned rows, even after the next push has begun. step: updates made before;
         number: index of the batch in its step; both seed the codecs' random bits."""
-        ...
 
+    @abstractmethod
     def drop(self, lookup: Lookup) -> None:
         """Drop a batch: wait for its pending transfers, and forget them."""
-        ...
 
     def prefetched(self, lookup: Lookup) -> dict[str, Tensor]:
-        """Return the fetched values for a checkpoint; `restore` accepts them in any world."""
-        ...
+        """Return the fetched values for a checkpoint; `restore` accepts them in any world. By default there are none:
+        such a part is never read ahead."""
+        return {}
 
     def restore(self, lookup: Lookup, prefetched: Sequence[Mapping[str, Tensor]]) -> None:
         """Restore, instead of a `fetch`, the values that all ranks of some world had prefetched for this step's global
         batch. Raises CheckpointError."""
-        ...
 
+    @abstractmethod
     def has_values(self, lookup: Lookup) -> bool:
         """Return whether the batch was fetched or restored. Local."""
-        ...
+
+    def cancel(self, request: LookupRequest) -> None:
+        """Undo the decisions of the newest request, which will not be used; by default there are none. Local."""
+
+    def after_update(self, optimizers: Tensor, settings: Tensor) -> None:
+        """Do what follows the update of owned rows; by default nothing. Local. Arguments as of `_native.update`."""

@@ -6,13 +6,12 @@ are in `optimizers`.
 Results equal the native ones bit for bit: sums are made in the order written here, every operation rounds once, nothing
 is fused. Words are int64 tensors with the bits of uint64.
 
-Legend: T tables, F features, B samples, E lookups, U unique rows, N ranks, D dim.
+Legend: B samples, E lookups, U unique rows, N rows, D dim.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 import torch
@@ -29,80 +28,6 @@ def mix64(x: Tensor) -> Tensor:
     x = (x ^ _shift(x, 30)) * _word(0xBF58476D1CE4E5B9)
     x = (x ^ _shift(x, 27)) * _word(0x94D049BB133111EB)
     return x ^ _shift(x, 31)
-
-
-def owner_of(ids: Tensor, rows: int, num_owners: int) -> Tensor:
-    """Return the owner rank of each id, (N,) int32. `rows` 0, an open table: floor(mix64(id) * num_owners / 2^64).
-
-    Vocabulary table, with q, m = divmod(id, num_owners): (m + mix64(q)) mod num_owners, so each run of num_owners ids
-    has one id for each owner, and q numbers the rows of an owner without gaps.
-    """
-    if rows == 0:
-        owners = [word * num_owners >> 64 for word in _unsigned(mix64(ids))]
-    else:
-        blocks = _unsigned(mix64(ids // num_owners))
-        owners = [
-            (m + h) % num_owners for m, h in zip((ids % num_owners).tolist(), blocks, strict=True)
-        ]
-    return torch.tensor(owners, dtype=torch.int32)
-
-
-class LookupGroups(NamedTuple):
-    """Lookups grouped by row. Unique ids by table, then owner, then local row (vocabulary) or hash (open)."""
-
-    unique_ids: Tensor  # (U,) int64
-    block_offsets: Tensor  # (sum of num_owners + 1,) int64: a block for each table and owner
-    inverse: Tensor  # (E,) int32
-    segment_offsets: Tensor  # (U + 1,) int32
-    entries: Tensor  # (E,) int32, ascending inside a row
-
-
-def make_plan(
-    ids: Tensor,  # (E,) int64
-    feature_offsets: Sequence[int],  # (F + 1,)
-    feature_tables: Sequence[int],  # (F,)
-    table_rows: Sequence[int],  # (T,); 0 = open
-    num_owners: Sequence[int],  # (T,)
-) -> LookupGroups:
-    """Group lookups by row. IndexError for an id outside its vocabulary table."""
-    unique: list[int] = []
-    counts: list[int] = []
-    segments: list[list[int]] = []
-    for t, (rows, num_table_owners) in enumerate(zip(table_rows, num_owners, strict=True)):
-        lookups: dict[int, list[int]] = {}
-        for f in range(len(feature_tables)):
-            if feature_tables[f] != t:
-                continue
-            for e in range(feature_offsets[f], feature_offsets[f + 1]):
-                row = int(ids[e])
-                if rows and not 0 <= row < rows:
-                    position = e - feature_offsets[f]
-                    raise IndexError(
-                        f"table {t} feature {f} position {position} id {row} rows {rows}"
-                    )
-                lookups.setdefault(row, []).append(e)
-        table_ids = torch.tensor(list(lookups), dtype=torch.int64)
-        owners = owner_of(table_ids, rows, num_table_owners).tolist()
-        order = (table_ids // num_table_owners).tolist() if rows else _unsigned(mix64(table_ids))
-        counts += [owners.count(owner) for owner in range(num_table_owners)]
-        for _, _, row in sorted(zip(owners, order, lookups, strict=True)):
-            unique.append(row)
-            segments.append(lookups[row])
-    inverse = torch.empty(len(ids), dtype=torch.int32)
-    for u, segment in enumerate(segments):
-        inverse[segment] = u
-    return LookupGroups(
-        torch.tensor(unique, dtype=torch.int64),
-        torch.tensor([0, *counts], dtype=torch.int64).cumsum(0),
-        inverse,
-        torch.tensor([0, *map(len, segments)]).cumsum(0).int(),
-        torch.tensor([e for segment in segments for e in segment], dtype=torch.int32),
-    )
-
-
-def take(values: Tensor, index: Tensor) -> Tensor:
-    """Gather rows: out[i] = values[index[i]]."""
-    return values[index.long()]
 
 
 def birth_values(
@@ -254,20 +179,6 @@ def unpack(
     return weights, state, clocks[:, 0], lows if is_split else None
 
 
-def all_finite(values: Tensor) -> bool:
-    return bool(values.isfinite().all())
-
-
-def crc32c(data: bytes) -> int:
-    """Compute CRC-32C (Castagnoli, RFC 3720): reflected polynomial 0x82f63b78, all ones in and out."""
-    crc = 0xFFFFFFFF
-    for byte in data:
-        crc ^= byte
-        for _ in range(8):
-            crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
-    return crc ^ 0xFFFFFFFF
-
-
 def _sqrt(values: Tensor) -> Tensor:
     """Return correctly rounded roots; torch's may be off by one bit on the CPU."""
     return (
@@ -288,10 +199,6 @@ def _as(rows: Tensor, dtype: torch.dtype) -> Tensor:
 def _word(value: int) -> int:
     """Return the int64 with the bits of a uint64."""
     return value - 2**64 if value >= 2**63 else value
-
-
-def _unsigned(words: Tensor) -> list[int]:
-    return [word % 2**64 for word in words.tolist()]
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:

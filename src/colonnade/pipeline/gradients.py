@@ -194,8 +194,9 @@ class Updates:
         self.pending: deque[Update] = deque()  # oldest first
         self._reader: Callable[[], Reader | None] = lambda: None
 
-    def __len__(self) -> int:
-        """Return the number of pending updates."""
+    @property
+    def num_pending(self) -> int:
+        """Number of pending updates; 0 where a bound is less than `lookahead.LATE`."""
         return len(self.pending)
 
     def set_reader(self, reader: Reader) -> None:
@@ -214,11 +215,14 @@ class Updates:
         for context in update.contexts:
             context.is_done = True
 
-    def apply_oldest(self, count: int) -> int:
-        """Apply the `count` oldest pending updates. Returns the number of those that are still pending."""
+    def apply_oldest(self, count: int) -> None:
+        """Apply the `count` oldest pending updates."""
         for _ in range(count):
             self._apply_update(self.pending.popleft())
-        return len(self.pending)
+
+    def apply_all(self) -> None:
+        """Apply every pending update. Called by the reader alone: others call `apply_pending`."""
+        self.apply_oldest(self.num_pending)
 
     def apply_pending(self) -> None:
         """Apply every pending update, after the reads that must not see the newest one. Called before anything but the
@@ -226,7 +230,7 @@ class Updates:
         if self.pending:
             if (reader := self._reader()) is not None:
                 reader.make_postponed_reads()
-            self.apply_oldest(len(self.pending))
+            self.apply_all()
 
     def _apply_update(self, update: Update) -> None:
         """Wait for an update's gradients, sum and apply them, release the rows."""

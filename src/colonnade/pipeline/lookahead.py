@@ -18,6 +18,7 @@ from typing import Literal
 
 from colonnade.batch import Batch
 from colonnade.lookup.contract import LookupContext
+from colonnade.pipeline.gradients import Updates
 from colonnade.pipeline.prepared_batches import (
     PipelineSignals,
     PrefetchedBatch,
@@ -49,24 +50,23 @@ class Lookahead(Iterator[Batch]):
         window: PipelineSignals,
         depth: int | Literal["auto"],
         staleness_bounds: Sequence[int],
+        updates: Updates,
         prefetched: Sequence[PrefetchedBatch] = (),
         is_alone: bool = True,
-        apply_oldest: Callable[[int], int] = lambda count: 0,
         is_in_order: bool = False,
     ) -> None:
         """Prepare nothing yet: the thread starts at the first `next()`.
 
         fetch(context, steps before its use). staleness_bounds: bounds of the tables, in steps, ascending; a batch
-        enters the line that many steps before its use as the last one says. apply_oldest(count): applies the oldest
-        pending updates and returns the number still pending, which is 0 where a bound is less than `LATE`. is_in_order:
-        `fetch` refuses a batch after one that was not used. prefetched: values values of the first batches, from a
+        enters the line that many steps before its use as the last one says. is_in_order: `fetch` refuses a batch after
+        one that was not used. prefetched: values values of the first batches, from a
         checkpoint."""
         self._prepared = PreparedBatches(
             iter(batches), prepare, drop, window, depth, prefetched, is_alone
         )
         self._fetch = fetch
         self._signals = window
-        self._apply_oldest = apply_oldest
+        self._updates = updates
         self._is_in_order = is_in_order
         self._staleness_bounds = tuple(staleness_bounds)
         self._max_staleness = staleness_bounds[-1]
@@ -114,10 +114,10 @@ class Lookahead(Iterator[Batch]):
         if self._max_staleness >= LATE:
             self.make_postponed_reads()
             if self._line:
-                self._postponed = self._apply_oldest(0)
+                self._postponed = self._updates.num_pending
             if self._postponed:
                 return
-            self._apply_oldest(self._apply_oldest(0))
+            self._updates.apply_all()
         self._fetch_due_batches()
 
     def make_postponed_reads(self) -> None:
@@ -126,7 +126,7 @@ class Lookahead(Iterator[Batch]):
         postponed = self._postponed
         self._postponed = 0
         if postponed:
-            self._apply_oldest(postponed)
+            self._updates.apply_oldest(postponed)
             self._fetch_due_batches(1)
 
     def _fetch_due_batches(self, num_left: int = 0) -> None:

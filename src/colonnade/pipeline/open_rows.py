@@ -16,7 +16,7 @@ from colonnade.lookup.layout import EmbeddingDeclaration
 from colonnade.lookup.views import Slices, check_attention_under_partials, slices_of
 from colonnade.plan.placement import MemoryBalancer, describe_change
 from colonnade.plan.plan import Plan
-from colonnade.staleness import resolve_table_staleness
+from colonnade.staleness import list_steps_ahead
 from colonnade.store.budget import slot_bytes
 from colonnade.store.contract import Backing
 from colonnade.store.dram import DramStore, open_dram_store
@@ -88,7 +88,7 @@ def open_rows(
     for; policies: by table, instead of its own admission and eviction. Raises ConfigError for a plan that cannot work
     in this world."""
     is_read = [declaration.is_looked_up(table) for table in declaration.tables]
-    _, steps_ahead = resolve_table_staleness(plan.staleness_by_table, is_read)
+    steps_ahead = list_steps_ahead(plan.staleness_by_table, is_read)
     names = [table_plan.exchange for table_plan in plan.tables]
     views = slices_of(declaration, plan.shardings, names, steps_ahead)
     check_attention_under_partials(views, plan.shardings, names)

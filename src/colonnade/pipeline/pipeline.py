@@ -17,7 +17,7 @@ from torch import Tensor
 
 from colonnade.batch import Batch
 from colonnade.errors import BudgetExceeded, ConfigError
-from colonnade.lookup.contract import LookupContext, PinnedRows, Pushed, RowSource
+from colonnade.lookup.contract import Caller, LookupContext, PinnedRows, Pushed, RowSource
 from colonnade.pipeline.gradients import StepGradients, Update, Updates
 from colonnade.pipeline.lookahead import LATE, Lookahead, PipelineSignals
 from colonnade.pipeline.open_rows import OpenRows
@@ -82,7 +82,7 @@ class Pipeline:
             staleness_bounds=rows.staleness_bounds,
             prefetched=prefetched,
             is_alone=rows.mesh.num_ranks == 1,
-            apply_oldest=self.updates.apply_oldest,
+            updates=self.updates,
             is_in_order=rows.cached is not None,
         )
         self.updates.set_reader(lookahead)
@@ -93,14 +93,14 @@ class Pipeline:
         batch: Batch,
         prefetched: tuple[int, Sequence[Mapping[str, Tensor]]] | None = None,
         *,
-        channel: str = "route",
+        caller: Caller = "lookahead",
     ) -> LookupContext:
         """Send a batch's ids; owners make its rows resident and pin them. prefetched: as in `lookahead`.
 
         While a lookahead closes, rows that have no room are skipped, and the context can only be dropped. Raises
         BudgetExceeded where memory has no room for the rows, IdRangeError and DataError for a batch that cannot be
         looked up."""
-        context = self._send_ids(batch, channel)
+        context = self._send_ids(batch, caller)
         try:
             if self._pin_batch_rows(context) and prefetched is not None:
                 context.steps_left, fetched = prefetched
@@ -142,8 +142,7 @@ class Pipeline:
             raise ConfigError(
                 "bounded staleness reads ahead: iterate over collection.lookahead(batches)"
             )
-        # Not on the group of the lookahead's thread, whose order of calls must stay its own.
-        context = self.prepare_batch(batch, channel="control")
+        context = self.prepare_batch(batch, caller="training")
         try:
             self.fetch_rows(context)
         except BaseException:  # no other code can drop it
@@ -161,14 +160,14 @@ class Pipeline:
         context.wait_for_rows()
         in_place = not self.reads_ahead
         source = RowSource(self.store.views(), context.pinned.slots, in_place)
-        num_applied = self.steps.value - len(self.updates.pending)
+        num_applied = self.steps.value - self.updates.num_pending
         self.exchange.fetch(context, part_numbers, source, num_applied)
 
     def fetch_for_evaluation(self, batch: Batch) -> LookupContext:
         """Fetch a batch for evaluation: it sees every update and changes nothing; any number of training batches may be
         in flight."""
         self.updates.apply_pending()
-        context = self._send_ids(batch, "evaluate")
+        context = self._send_ids(batch, "evaluation")
         values = self.store.read(context.owned.ids, context.owned.offsets)
         views = [
             RowView(rows.data_ptr(), table.width * table.itemsize, table.width, table.dtype)
@@ -181,7 +180,7 @@ class Pipeline:
         )
         return context
 
-    def _send_ids(self, batch: Batch, channel: str) -> LookupContext:
+    def _send_ids(self, batch: Batch, caller: Caller) -> LookupContext:
         """Send a batch's ids to the owners of the sharded tables."""
         views = self.views
         rows = batch
@@ -191,7 +190,7 @@ class Pipeline:
         if views.hot_ids:
             split_batch = views.split_hot(rows)
             rows = split_batch.batch
-        context = self.exchange.send_ids(rows, channel)
+        context = self.exchange.send_ids(rows, caller)
         context.split_batch = split_batch
         if views.local_attention:
             context.sequence_offsets = views.sequence_offsets(batch)

@@ -46,8 +46,8 @@ from colonnade.store.difference import CommitDifference, IncomparableCommits, di
 from colonnade.store.disk import Disk
 from colonnade.store.durable import read_verified, write_durably
 from colonnade.store.untrusted import (
-    STRICT,
     FileName,
+    StrictRecord,
     folder_inside,
     open_inside,
     parse_json,
@@ -65,10 +65,8 @@ NUM_OLD_BASES = 1  # kept in addition to the newest, for predictors that still r
 
 
 @dataclass(frozen=True, slots=True)
-class BaseExport:
+class BaseExport(StrictRecord):
     """Full export, and the number of the last delta that it includes."""
-
-    __pydantic_config__ = STRICT
 
     folder: FileName
     number: Count
@@ -77,10 +75,8 @@ class BaseExport:
 
 
 @dataclass(frozen=True, slots=True)
-class CurrentPointer:
+class CurrentPointer(StrictRecord):
     """Content of published.json: the current base and delta of a publication."""
-
-    __pydantic_config__ = STRICT
 
     run: str
     number: Count
@@ -95,10 +91,8 @@ class CurrentPointer:
 
 
 @dataclass(frozen=True, slots=True)
-class DeltaHeader:
+class DeltaHeader(StrictRecord):
     """Metadata of a delta: the checkpoints before and after it."""
-
-    __pydantic_config__ = STRICT
 
     run: str
     number: Count

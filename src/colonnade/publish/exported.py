@@ -17,8 +17,8 @@ from colonnade.errors import CorruptionError
 from colonnade.formats import make_format_stamp
 from colonnade.store.checksums import FileChecksums, open_checked
 from colonnade.store.untrusted import (
-    STRICT,
     FileName,
+    StrictRecord,
     check_file_name,
     parse_stamped,
     read_regular,
@@ -40,10 +40,8 @@ Positive = Annotated[int, Field(gt=0)]
 
 
 @dataclass(frozen=True, slots=True)
-class ExportedPart:
+class ExportedPart(StrictRecord):
     """Part of an exported table: some of its columns, with an optimizer of their own."""
-
-    __pydantic_config__ = STRICT
 
     name: str
     column: Count
@@ -51,10 +49,8 @@ class ExportedPart:
 
 
 @dataclass(frozen=True, slots=True)
-class ExportedTable:
+class ExportedTable(StrictRecord):
     """Table of an export, with the file of its `count` trained rows."""
-
-    __pydantic_config__ = STRICT
 
     number: Count
     name: str
@@ -68,10 +64,8 @@ class ExportedTable:
 
 
 @dataclass(frozen=True, slots=True)
-class ExportedFeature:
+class ExportedFeature(StrictRecord):
     """Feature: a column of ids, and the table for its lookups."""
-
-    __pydantic_config__ = STRICT
 
     name: str
     table: str
@@ -79,10 +73,8 @@ class ExportedFeature:
 
 
 @dataclass(frozen=True, slots=True)
-class Export:
+class Export(StrictRecord):
     """Content of model.json."""
-
-    __pydantic_config__ = STRICT
 
     colonnade: str
     """Version of Colonnade that wrote the export."""

@@ -1,18 +1,10 @@
-"""Student's intervals of means, and of differences that are paired by test samples and by seeds.
-
-Two things vary: which samples are tested (all systems score the same ones, in the same K blocks) and where training
-began (seeds). Each has an interval of its own, and the half widths add up as squares; of one seed there is the first
-alone, which says nothing of seeds.
-"""
+"""Student's intervals of means, and of differences that are paired by blocks of test samples."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import hypot, isnan, nan
+from math import isnan, nan
 from statistics import fmean, stdev
-
-import numpy as np
-from numpy.typing import ArrayLike
 
 STUDENT_95 = (
     12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13, 2.12, 2.11, 2.10, 2.09,
@@ -27,13 +19,6 @@ def student(values: Sequence[float]) -> tuple[float, float]:
         return fmean(values), nan
     factor = STUDENT_95[count - 2] if count - 2 < len(STUDENT_95) else 1.96
     return fmean(values), factor * stdev(values) / count**0.5
-
-
-def interval(differences: Sequence[ArrayLike]) -> tuple[float, float]:
-    """Return the mean of differences (K,) by seed, and half the width of its 95 % interval."""
-    mean, of_samples = student(np.mean(np.asarray(differences), axis=0).tolist())
-    of_seeds = student([float(np.mean(np.asarray(difference))) for difference in differences])[1]
-    return mean, of_samples if isnan(of_seeds) else hypot(of_samples, of_seeds)
 
 
 BlockValues = tuple[str, list[float]]

@@ -483,7 +483,6 @@ def _build_table_size_table(tables: list[TableFigures]) -> NumberTable | None:
     if rest:
         total = TableFigures(
             f"{len(rest):,} more",
-            None,
             sum(t.rows_in_memory or 0 for t in rest),
             sum(t.rows_in_files or 0 for t in rest),
             sum(t.bytes_in_memory for t in rest),

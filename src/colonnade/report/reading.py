@@ -325,7 +325,6 @@ class TableFigures:
     """Sizes and traffic of one table, on rank 0. None: unknown."""
 
     name: str
-    rows_declared: int | None
     rows_in_memory: int | None
     rows_in_files: int | None
     bytes_in_memory: int
@@ -346,9 +345,9 @@ def collect_table_figures(run: RunRecord) -> list[TableFigures]:
         lines = run.lines_of_kind("tables")
         size_by_table = lines[-1].get("tables", {}) if lines else {}
     traffic = run.lines_of_kind("traffic")
-    plan_by_table = {table.get("name"): table for table in run.plan.get("tables", [])}
+    planned = [table.get("name") for table in run.plan.get("tables", [])]
     names = dict.fromkeys(
-        [*plan_by_table, *size_by_table, *(n for line in traffic for n in line["lookups"])]
+        [*planned, *size_by_table, *(n for line in traffic for n in line["lookups"])]
     )
     tables = []
     for name in names:
@@ -356,7 +355,6 @@ def collect_table_figures(run: RunRecord) -> list[TableFigures]:
         tables.append(
             TableFigures(
                 str(name),
-                plan_by_table.get(name, {}).get("rows"),
                 size.get("rows_in_memory"),
                 size.get("rows_in_files"),
                 size.get("bytes_in_memory", 0),

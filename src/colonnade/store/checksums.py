@@ -18,7 +18,7 @@ from pydantic import Field
 from colonnade import _native
 from colonnade.errors import CorruptionError, StorageError
 from colonnade.store.disk import DiskFile, storage_error
-from colonnade.store.untrusted import STRICT, open_inside, open_regular_file
+from colonnade.store.untrusted import StrictRecord, open_inside, open_regular_file
 
 BLOCK_BYTES = 1 << 20
 """Size of the blocks that have a checksum each; a file's last block is shorter."""
@@ -27,10 +27,8 @@ AGAIN = "Export the run again, or restore the folder from a copy"
 
 
 @dataclass(frozen=True, slots=True)
-class FileChecksums:
+class FileChecksums(StrictRecord):
     """Length and CRC-32C of a file and of its blocks, in hexadecimal digits, 8 a checksum."""
-
-    __pydantic_config__ = STRICT
 
     bytes: Annotated[int, Field(ge=0)]
     crc32c: Annotated[str, Field(pattern=r"^[0-9a-f]{8}$")]

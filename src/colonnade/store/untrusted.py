@@ -18,10 +18,15 @@ from colonnade.formats import describe_file_kind, parse_stamped_json
 from colonnade.store.disk import DiskFile, storage_error
 
 T = TypeVar("T")
-STRICT = ConfigDict(extra="forbid", strict=True)
-"""Configuration (`__pydantic_config__`) of dataclasses that are read from files: no other fields, no other types."""
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.=-]{0,254}")
 WANTED = "one file name of letters, digits and _ . = - that does not begin with a dot"
+
+
+class StrictRecord:
+    """Base class of dataclasses that are read from files: no other fields, no other types."""
+
+    __slots__ = ()
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
 
 
 def check_file_name(name: str, path: Path | str) -> str:

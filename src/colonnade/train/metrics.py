@@ -103,7 +103,7 @@ CLIP = 1e-7
 """log_loss moves probabilities this far from 0 and 1: the resolution of a float32 near 1."""
 
 BINS = 15
-"""Default number of bins of expected_calibration_error, of equal width, as in Guo et al. (2017)."""
+"""Number of bins of expected_calibration_error, of equal width, as in Guo et al. (2017)."""
 
 Array = Tensor | NDArray
 Float64s = NDArray[np.float64]
@@ -118,14 +118,6 @@ def auc(scores: Array, labels: Array, weights: Array | None = None) -> float:
     return _auc(*_check_and_sort_columns(scores, labels, weights)[:3])
 
 
-def log_loss(probabilities: Array, labels: Array, weights: Array | None = None) -> float:
-    """Compute the weighted mean of -log of the probability of the true label, in nats; nan without samples.
-
-    Arguments as for `auc`; probabilities in [0, 1], clipped to [CLIP, 1 - CLIP].
-    """
-    return _log_loss(*_check_and_sort_columns(probabilities, labels, weights)[:3])
-
-
 def group_auc(scores: Array, labels: Array, groups: Array, weights: Array | None = None) -> float:
     """Compute the AUC inside each group, averaged with the groups' weights; nan without a group that has an AUC.
 
@@ -133,25 +125,6 @@ def group_auc(scores: Array, labels: Array, groups: Array, weights: Array | None
     AUC and is left out.
     """
     return _group_auc(*_check_and_sort_columns(scores, labels, weights, groups))
-
-
-def normalized_entropy(probabilities: Array, labels: Array, weights: Array | None = None) -> float:
-    """Compute log_loss divided by that of always predicting the mean label (He et al. 2014). Below 1 beats the mean."""
-    return _normalized_entropy(*_check_and_sort_columns(probabilities, labels, weights)[:3])
-
-
-def calibration(probabilities: Array, labels: Array, weights: Array | None = None) -> float:
-    """Compute mean probability / mean label (He et al. 2014): above 1 overestimates; nan without positives."""
-    return _calibration(*_check_and_sort_columns(probabilities, labels, weights)[:3])
-
-
-def expected_calibration_error(
-    probabilities: Array, labels: Array, weights: Array | None = None, *, bins: int = BINS
-) -> float:
-    """Compute the weighted mean of |mean probability - mean label| over `bins` equal ranges (Guo et al. 2017)."""
-    return _expected_calibration_error(
-        *_check_and_sort_columns(probabilities, labels, weights)[:3], bins
-    )
 
 
 @dataclass(slots=True)
@@ -215,7 +188,7 @@ class Evaluation:
     def compute_metrics(self) -> dict[str, float]:
         """Compute all metrics by name.
 
-        Names are those of the functions of this file: auc, group_auc (with groups), log_loss, normalized_entropy,
+        Names: auc, group_auc (with groups), log_loss, normalized_entropy,
         calibration, expected_calibration_error; and num_samples (unweighted), positive_rate (weighted).
         """
         probability, label, weight, group = self.concatenate_columns()
@@ -226,7 +199,7 @@ class Evaluation:
             "log_loss": _log_loss(*columns),
             "normalized_entropy": _normalized_entropy(*columns),
             "calibration": _calibration(*columns),
-            "expected_calibration_error": _expected_calibration_error(*columns, BINS),
+            "expected_calibration_error": _expected_calibration_error(*columns),
             "num_samples": float(len(labels)),
             "positive_rate": _weighted_mean(labels, weights),
         }
@@ -317,6 +290,7 @@ def _auc(scores: Float64s, labels: Float64s, weights: Float64s) -> float:
 
 
 def _log_loss(probabilities: Float64s, labels: Float64s, weights: Float64s) -> float:
+    """Compute the weighted mean of -log of the probability of the true label, in nats, clipped to [CLIP, 1 - CLIP]."""
     if len(probabilities) and not (probabilities[0] >= 0 and probabilities[-1] <= 1):
         raise DataError(
             f"got probabilities {probabilities[0]} .. {probabilities[-1]}, wanted 0 .. 1. "
@@ -351,6 +325,7 @@ def _group_auc(
 
 
 def _normalized_entropy(probabilities: Float64s, labels: Float64s, weights: Float64s) -> float:
+    """Compute log_loss divided by that of always predicting the mean label (He et al. 2014). Below 1 beats the mean."""
     rate = _weighted_mean(labels, weights)
     if not 0 < rate < 1:
         return float("nan")
@@ -359,17 +334,17 @@ def _normalized_entropy(probabilities: Float64s, labels: Float64s, weights: Floa
 
 
 def _calibration(probabilities: Float64s, labels: Float64s, weights: Float64s) -> float:
+    """Compute mean probability / mean label (He et al. 2014): above 1 overestimates; nan without positives."""
     actual = (labels * weights).sum()
     return float((probabilities * weights).sum() / actual) if actual > 0 else float("nan")
 
 
 def _expected_calibration_error(
-    probabilities: Float64s, labels: Float64s, weights: Float64s, bins: int
+    probabilities: Float64s, labels: Float64s, weights: Float64s
 ) -> float:
-    if bins < 1:
-        raise DataError(f"got bins={bins}, wanted 1 or more")
+    """Compute the weighted mean of |mean probability - mean label| over `BINS` equal ranges (Guo et al. 2017)."""
     if not weights.sum() > 0:
         return float("nan")
-    bin_index = np.minimum((probabilities * bins).astype(np.int64), bins - 1)
-    gaps = np.bincount(bin_index, (probabilities - labels) * weights, minlength=bins)
+    bin_index = np.minimum((probabilities * BINS).astype(np.int64), BINS - 1)
+    gaps = np.bincount(bin_index, (probabilities - labels) * weights, minlength=BINS)
     return float(np.abs(gaps).sum() / weights.sum())

@@ -42,17 +42,6 @@ class EdgeDistribution:
     community: Tensor  # (N,) int64
     mixing: float
 
-    def neighbour_probabilities(self, nodes_B: Tensor) -> Tensor:
-        """Return the probability (B, N) float64 of each node to be the other end of an edge from `nodes_B`.
-
-        A ranking by these scores is the best possible one without knowledge of the edges.
-        """
-        community_share = torch.zeros(int(self.community.max()) + 1, dtype=torch.float64)
-        community_share.index_add_(0, self.community, self.share)
-        is_same = self.community[nodes_B][:, None] == self.community
-        share_B = community_share[self.community[nodes_B]][:, None]
-        return self.share * (is_same * (1 - self.mixing) / share_B + self.mixing)
-
     def draw_edges(self, count: int, key: int) -> tuple[Tensor, Tensor]:
         """Draw the two ends (count,) of edges. Some edges are loops or repeated."""
         share = self.share.numpy()

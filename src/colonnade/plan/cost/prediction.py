@@ -1,8 +1,4 @@
-"""Predicted speed of a plan from measured costs, and a simulation of models of any size.
-
-The simulation has not been checked on real runs. It uses the processor time of one sample as measured on this machine,
-the bytes of a row in the store's format, and assumed links and machines. It leaves out effects of large worlds:
-stragglers, shared switches, messages too small to be fast. Pure functions.
+"""Predicted speed of a plan from measured costs. Pure functions.
 
 A step takes as long as the slowest of: the processor, which computes and moves rows between tiers; the disk, which
 reads pages and writes chunks; the write budget. These overlap as long as batches are prefetched. Seconds are those of
@@ -20,107 +16,6 @@ from colonnade.plan.cost.memory import MemoryDemand, TableMemory
 from colonnade.plan.cost.step_time import step_seconds
 from colonnade.plan.measure.device import PAGE, Device
 from colonnade.table import Table
-
-HEADER_BYTES = 18.2
-"""Bytes of a row in memory in addition to its record: id, pins, index, eviction score."""
-SPARE = 1.5
-"""Bytes of disk per byte of rows: compaction begins when less than two thirds are live (store/compaction.py)."""
-PERSIA = (
-    "PERSIA's published setup for 100 trillion parameters: 30 hosts with 12 TB of memory each for rows, 100 hosts of "
-    "30 processors for workers, 64 A100 on 8 hosts; 1.91 M samples/s (0.73 M synchronously)"
-)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Machine:
-    """Capacity and speed of one host."""
-
-    memory_bytes: float
-    """Bytes of memory for rows."""
-    ssd_bytes: float
-    """Bytes of disk for rows; 0: no disk."""
-    ranks: int
-    """Number of ranks on the host."""
-    uplink: float
-    """Bytes per second in each direction."""
-    pages: float
-    """Random page reads per second of its disks."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SampleCost:
-    """Measured cost of one sample."""
-
-    seconds: float
-    """Processor time of one rank, with rows in memory."""
-    moved_seconds: float
-    """Additional processor time for each row read from files."""
-    rows: float
-    """Number of distinct rows of a batch, per sample."""
-    row_floats: float
-    """Mean number of floats of a row in a message."""
-    record_bytes: float
-    """Mean bytes of a row with its optimizer state."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Simulated:
-    """Simulated run: storage of rows, number of hosts and ranks, seconds of a step."""
-
-    where: str
-    """Storage of rows: "memory" or "disks"."""
-    rows: float
-    total_bytes: float
-    hosts: int
-    ranks: int
-    compute_seconds: float
-    link_seconds: float
-    disk_seconds: float
-    samples_per_second: float
-    """Samples per second with prefetching: the longest of processor, links and disks hides the others."""
-    synchronous: float
-    """Samples per second if links and processor wait for each other."""
-
-
-def simulate_training(
-    parameters: float, work: SampleCost, machine: Machine, batch_size: int
-) -> list[Simulated]:
-    """Simulate training a model with all rows in memory, and with all rows on disks.
-
-    On disks, every row is read from disk: the worst case. Machines without disks only get the first."""
-    rows = parameters / work.row_floats
-    results = []
-    for where, row_bytes, room, misses in (
-        ("memory", work.record_bytes + HEADER_BYTES, machine.memory_bytes, 0.0),
-        ("disks", (work.record_bytes + FRAME_BYTES) * SPARE, machine.ssd_bytes, 1.0),
-    ):
-        if not room:
-            continue
-        total = rows * row_bytes
-        hosts = max(1, math.ceil(total / room))
-        ranks = hosts * machine.ranks
-        rank_samples = batch_size / ranks
-        compute = rank_samples * (work.seconds + misses * work.rows * work.moved_seconds)
-        # A host receives values and sends gradients, except for the 1 / hosts of the rows that it owns itself.
-        sample_bytes = 4 * work.row_floats * work.rows * (1 - 1 / hosts)
-        link = batch_size / hosts * sample_bytes / machine.uplink
-        disk = misses * batch_size / hosts * work.rows / machine.pages if misses else 0.0
-        results.append(
-            Simulated(
-                where=where,
-                rows=rows,
-                total_bytes=total,
-                hosts=hosts,
-                ranks=ranks,
-                compute_seconds=compute,
-                link_seconds=link,
-                disk_seconds=disk,
-                samples_per_second=batch_size / max(compute, link, disk),
-                synchronous=batch_size / max(compute + 2 * link, disk),
-            )
-        )
-    return results
-
 
 FRAME_BYTES = 12
 """Largest number of bytes of a row in files in addition to its record: a checksum and an id (store/format.md). Up

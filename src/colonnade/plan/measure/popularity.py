@@ -47,15 +47,6 @@ class Popularity:
         return float(self.rows @ self.use_probability(lookups))
 
 
-def estimate_popularity(counts: Floats, table_rows: int | None) -> Popularity:
-    """Estimate the popularity from the count of each row of a sample, (N,), at least 1, in any order.
-
-    table_rows: rows of a vocabulary table, including those not in the sample; None: unknown.
-    """
-    values, rows = np.unique(np.asarray(counts, dtype=np.float64), return_counts=True)
-    return estimate_from_spectrum(values, rows.astype(np.float64), table_rows)
-
-
 def estimate_from_spectrum(values: Floats, rows: Floats, table_rows: int | None) -> Popularity:
     """Estimate the popularity from count frequencies: `rows[i]` rows have count `values[i]`; values ascend."""
     total = float(values @ rows)
