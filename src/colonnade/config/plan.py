@@ -19,6 +19,7 @@ from colonnade.sizes import (
     parse_positive_bytes,
     parse_storage_location,
 )
+from colonnade.topology.world import ShardingKind
 
 if TYPE_CHECKING:
     from colonnade.topology.sharding import Sharding
@@ -71,7 +72,7 @@ Rate = Annotated[int, BeforeValidator(_validate_rate), SettingWords("bytes")]
 PlaceText = Annotated[
     str, AfterValidator(make_location_absolute), SettingWords("directory[:bytes]")
 ]
-CodecChoice = Literal["exact", "bf16", "fp16", "int8"]
+CodecName = Literal["exact", "bf16", "fp16", "int8"]
 
 
 class MemoryConfig(Section):
@@ -121,20 +122,18 @@ class MemoryConfig(Section):
 class CodecConfig(Section):
     """Encoding of values in messages between ranks. All but exact trade accuracy for bytes; one rank sends nothing."""
 
-    values: CodecChoice = "exact"
+    values: CodecName = "exact"
     """Encoding of row values sent to the samples' ranks: exact, bf16, fp16 or int8 (with a scale for each part of a
     row), rounded to nearest."""
-    gradients: CodecChoice = "exact"
+    gradients: CodecName = "exact"
     """Encoding of row gradients sent to the owner ranks, rounded stochastically so that sums are unbiased."""
-    dense: CodecChoice = "exact"
+    dense: CodecName = "exact"
     """Encoding of the dense network's gradients between hosts (on one host: between ranks); the rounding error is added
     to the next step's gradients (error feedback)."""
 
 
 ExchangeChoice = Literal["rows", "pooled", "partials", "towers", "tower_rows", "auto"]
-ShardingChoice = Literal[
-    "row_wise", "host_wise", "table_wise", "column_wise", "grid", "replicated", "auto"
-]
+ShardingChoice = Literal[ShardingKind, "auto"]
 
 
 def _parse_sharding_setting(value: Any) -> Any:

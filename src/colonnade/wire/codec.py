@@ -28,14 +28,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from colonnade import _native
-
-CodecName = Literal["exact", "bf16", "fp16", "int8"]
+from colonnade.config.plan import CodecName
 
 
 @dataclass(frozen=True, slots=True)
