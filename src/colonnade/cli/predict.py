@@ -72,7 +72,7 @@ def predict(
     from colonnade.checkpoint.header import explain_chosen_step
     from colonnade.cli.score_files import ScoreFile
     from colonnade.cli.score_inputs import open_inputs
-    from colonnade.data.tabular.tables import FORMATS
+    from colonnade.data.tabular.formats import FORMATS
     from colonnade.predict import Predictor
     from colonnade.terminal import Terminal
 

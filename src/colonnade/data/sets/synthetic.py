@@ -28,15 +28,7 @@ import torch
 from numpy.typing import NDArray
 
 from colonnade.batch import Batch, Ids
-from colonnade.data.contract import (
-    START,
-    Column,
-    LastBatch,
-    Position,
-    Schema,
-    Splits,
-    iterate_rank_blocks,
-)
+from colonnade.data.contract import Block, BlockSource, Column, Schema, Splits
 from colonnade.data.counter import GAMMA, MASK, mix64, random_permutation, random_words, stream_key
 from colonnade.errors import ConfigError
 
@@ -431,7 +423,7 @@ def open_synthetic(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class SyntheticSource:
+class SyntheticSource(BlockSource):
     """Source of samples start .. stop-1 of a distribution, in that order in every epoch.
 
     `Batch.key`: p, (B,) float64; with several tasks (B, tasks).
@@ -458,23 +450,7 @@ class SyntheticSource:
     def num_samples(self) -> int:
         return self.stop - self.start
 
-    def batches(
-        self,
-        batch_size: int,
-        *,
-        rank: int = 0,
-        num_ranks: int = 1,
-        start: Position = START,
-        last_batch: LastBatch = "keep",
-    ) -> Iterator[Batch]:
-        blocks = iterate_rank_blocks(
-            self.num_samples,
-            batch_size,
-            rank=rank,
-            num_ranks=num_ranks,
-            start=start,
-            last_batch=last_batch,
-        )
+    def read_epoch(self, epoch: int, blocks: Iterator[Block]) -> Iterator[Batch]:
         return (self.read(begin, end) for begin, end in blocks)
 
     def read(self, begin: int, end: int) -> Batch:
