@@ -59,7 +59,6 @@ FAMILIES = {
     "export",
     "interaction",
     "models",
-    "serve",
     "store",
 }
 """Folders with one file for each member of a family: any number of files, which their door alone may import."""

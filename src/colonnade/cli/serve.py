@@ -13,10 +13,11 @@ import typer
 
 from colonnade.cli.predict import AtOption
 from colonnade.errors import ConfigError
+from colonnade.serve import run_server
 from colonnade.terminal import print_text
 
 if TYPE_CHECKING:
-    from colonnade.serve.options import ServeOptions
+    pass
 
 EXAMPLES = (
     "Speaks the Open Inference Protocol v2 (/v2), for Triton's and KServe's clients, and takes raw records (/score). "
@@ -166,7 +167,7 @@ def serve(
     from colonnade.machine import check_worker_count
     from colonnade.predict.approximate import check_index_kind
     from colonnade.processors import count_usable_processors
-    from colonnade.serve.control import open_state_folder
+    from colonnade.serve.control import lock_server_folder
     from colonnade.serve.options import ServeOptions
     from colonnade.serve.security import read_token
 
@@ -213,10 +214,20 @@ def serve(
     if tls_cert is not None and tls_key is not None:
         check_certificate(tls_cert, tls_key)
     signal.signal(signal.SIGTERM, exit_at_once)
-    with open_state_folder(state) as folder:
-        items_file = write_items(items, folder)
+    with lock_server_folder(state) as folder:
+        items_file = convert_items_to_json(items, folder)
         options = replace(options, state_folder=str(folder), items_file=items_file)
-        run_server(options, port, workers)
+
+        def print_address(url: str, fields: dict[str, Any]) -> None:
+            step = fields["step"]
+            rpc = f", gRPC on port {fields['grpc_port']}" if fields["grpc_port"] else ""
+            served = "waiting for the first checkpoint" if step is None else f"step {step}"
+            print_text(f"serving {model} ({served}) on {url}{rpc}")
+            sys.stdout.flush()
+
+        status = run_server(options, port, workers, print_address)
+    if status:
+        raise typer.Exit(status)
 
 
 def check_certificate(certificate: Path, key: Path) -> None:
@@ -238,49 +249,15 @@ def exit_at_once(*_: object) -> NoReturn:
     raise SystemExit(EXIT_TERMINATED)
 
 
-def write_items(items: Path | None, folder: Path) -> str | None:
-    """Write the records of a file of items as JSON for the workers; return its path."""
-    if items is None:
+def convert_items_to_json(items_path: Path | None, folder: Path) -> str | None:
+    """Write the records of a file of items as items.json in `folder`, for the workers; return its path."""
+    if items_path is None:
         return None
     from colonnade.cli.record_files import read_records
 
     path = folder / "items.json"
-    path.write_text(json.dumps(read_records(items)), encoding="utf-8")
+    path.write_text(json.dumps(read_records(items_path)), encoding="utf-8")
     return str(path)
-
-
-def run_server(options: ServeOptions, port: int, num_workers: int) -> None:
-    """Bind the address and serve until stopped. Raises ConfigError, and typer.Exit if the workers could not start."""
-    from colonnade.serve.control import ControlFolder
-    from colonnade.serve.security import build_policy
-    from colonnade.serve.workers import Supervisor, bind_socket, run_worker
-
-    build_policy(options.host, options.token, options.allowed_hosts, options.allowed_origins)
-    listener = bind_socket(options.host, port)
-    if options.grpc_port is not None and (options.grpc_port or num_workers > 1):
-        # Raises if another server has it: gRPC writes a line of its own.
-        with bind_socket(options.host, options.grpc_port, "--host, --grpc-port") as free:
-            options = replace(options, grpc_port=free.getsockname()[1])
-    control = ControlFolder(Path(options.state_folder))
-    scheme = "http" if options.tls_certificate is None else "https"
-    address = f"[{options.host}]" if ":" in options.host else options.host
-    url = f"{scheme}://{address}:{listener.getsockname()[1]}"
-
-    def print_address(fields: dict[str, Any]) -> None:
-        step = fields["step"]
-        rpc = f", gRPC on port {fields['grpc_port']}" if fields["grpc_port"] else ""
-        model = "waiting for the first checkpoint" if step is None else f"step {step}"
-        print_text(f"serving {options.path} ({model}) on {url}{rpc}")
-        sys.stdout.flush()
-
-    control.reset_stop()
-    with listener:
-        if num_workers == 1:
-            run_worker(options, listener, print_address)
-            return
-        status = Supervisor(options, listener, num_workers, print_address).run()
-    if status:
-        raise typer.Exit(status)
 
 
 def check_packages(needs_grpc: bool) -> None:
