@@ -139,10 +139,12 @@ def plan(
         _default_to_automatic(config, set_),
     )
     if nodes:
-        from colonnade.cli.plan_nodes import print_nodes
+        from colonnade.cli.plan_nodes import count_nodes_of_models
+        from colonnade.cli.plan_tables import print_nodes_as_json, print_nodes_as_text
 
         ranks = _count_node_ranks(topology)
-        print_nodes(chosen, run, ranks, target, host or HOST, node_rates, sample, as_json)
+        counts = count_nodes_of_models(chosen, run, ranks, target, host or HOST, node_rates, sample)
+        (print_nodes_as_json if as_json else print_nodes_as_text)(*counts)
         return
     if simulate is not None:
         _print_simulation(chosen, run, topology, simulate, host or HOST, sample, as_json)

@@ -7,17 +7,23 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from colonnade.cli.plan_tables import print_nodes_as_json, print_nodes_as_text
 from colonnade.config.run import RunConfig
 from colonnade.errors import ConfigError
-from colonnade.plan.cost.nodes import PUBLISHED, ModelShape, Node, NodeRates, count_nodes
+from colonnade.plan.cost.nodes import (
+    PUBLISHED,
+    ModelShape,
+    Node,
+    NodeRates,
+    NodesNeeded,
+    count_nodes,
+)
 from colonnade.report.formatting import format_bytes
 from colonnade.run.planning import PlanningResult
 from colonnade.sizes import parse_positive_bytes
 from colonnade.table import Table
 
 
-def print_nodes(
+def count_nodes_of_models(
     config: RunConfig,
     run: Path,
     ranks: int,
@@ -25,9 +31,9 @@ def print_nodes(
     host: str,
     rates_text: str | None,
     sample: int,
-    as_json: bool,
-) -> None:
-    """Print the nodes for `target` samples/s of the run's model and of published models.
+) -> tuple[list[NodesNeeded], Node, NodeRates, str]:
+    """Count the nodes for `target` samples/s of the run's model and of published models. Return the counts, the node,
+    its rates and their source.
 
     ranks: of a node. rates_text: `--node-rates`; None: the rates are measured from a sample. Raises ConfigError for
     input that is wrong, before anything is measured."""
@@ -47,10 +53,7 @@ def print_nodes(
     if rates is None:
         rates, rates_source = _measure_rates(config, run, ranks, sample)
     results = [count_nodes(model, target, node, rates) for model in (shape, *PUBLISHED)]
-    if as_json:
-        print_nodes_as_json(results, node, rates, rates_source)
-    else:
-        print_nodes_as_text(results, node, rates, rates_source)
+    return results, node, rates, rates_source
 
 
 def parse_node(host: str) -> Node:

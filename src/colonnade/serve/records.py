@@ -190,7 +190,8 @@ class RawColumn:
         return repr(value)
 
     def _parse_hex(self, texts: pa.Array) -> pa.Array:
-        """Parse categories of Criteo's files, 8 hexadecimal digits or nothing."""
+        """Parse categories of Criteo's files, texts of 8 hexadecimal digits, to ids (N,) int64; a missing text has the
+        id that the file gives it. Raises InvalidValue for other texts."""
         ids = np.empty(len(texts), np.int64)
         column = pa.chunked_array([texts.cast(pa.binary())])
         if not criteo.parse_hex_ids(column, out=ids):

@@ -417,7 +417,8 @@ class ServedModel:
                 return version
             if not self.is_publication:
                 raise CheckpointError(
-                    f"got version {step}, wanted {self.step}, the one of this export; serve a publication for others"
+                    f"got version {step}, wanted {self.step}, the one of the export {self.options.path}; to serve "
+                    "other versions, serve a publication folder"
                 )
             predictor = self._open_predictor(step)
             newer_bytes = predictor.rows.newer_bytes

@@ -405,16 +405,16 @@ def open_synthetic(
             f"got groups for label_model={label_model!r}, in which no fields interact; leave them out"
         )
     group_of = _map_fields_to_groups(rows, groups) if "interaction" in shares else {}
-    distribution = _build_click_distribution(
+    uncalibrated = _build_distribution(
         tuple(rows),
         tuple(group_of.items()),
         exponent=exponent,
         tasks=tasks,
         lists=(*(("bag", n) for n in bags), *(("sequence", n) for n in sequences)),
         seed=seed,
-        label_model=label_model,
-        signal=signal,
-        positive_rate=positive_rate,
+    )
+    distribution = _calibrate_tasks(
+        uncalibrated, label_model, signal=signal, positive_rate=positive_rate
     )
     return Splits(
         train=SyntheticSource(distribution, 0, num_train),
@@ -553,37 +553,20 @@ def _task_keys(tasks: int) -> list[tuple[int, ...]]:
 
 
 @lru_cache(maxsize=4)
-def _build_click_distribution(
+def _build_distribution(
     rows: tuple[int, ...],
-    group_of: tuple[tuple[str, int], ...],
+    field_groups: tuple[tuple[str, int], ...],
     *,
     exponent: float,
     tasks: int,
     lists: tuple[tuple[str, int], ...],
     seed: int,
-    label_model: str,
-    signal: float,
-    positive_rate: float,
 ) -> ClickDistribution:
-    """Build and calibrate a distribution, once for all sources with the same options; it is immutable."""
-    distribution = _build_distribution(
-        rows, dict(group_of), exponent=exponent, tasks=tasks, lists=lists, seed=seed
-    )
-    return _calibrate_tasks(
-        distribution, LABEL_MODELS[label_model], signal=signal, positive_rate=positive_rate
-    )
+    """Build a distribution that is not calibrated: it has no scales, and biases are zero.
 
-
-def _build_distribution(
-    rows: Sequence[int],
-    group_of: dict[str, int],
-    *,
-    exponent: float,
-    tasks: int,
-    lists: Sequence[tuple],
-    seed: int,
-) -> ClickDistribution:
-    """Build a distribution that is not calibrated: it has no scales, and biases are zero."""
+    field_groups: fields that interact, with the number of their group. Built once for equal arguments; it is immutable.
+    """
+    group_of = dict(field_groups)
     key = stream_key(seed)
     normal = NormalDist()
     table = 1 << NORMAL_BITS
@@ -622,14 +605,15 @@ def _draw_dense_weights(quantiles: Floats, key: int) -> Floats:
     return quantiles[random_words(key, 0, NUM_DENSE) >> np.uint64(64 - NORMAL_BITS)]
 
 
+@lru_cache(maxsize=4)
 def _calibrate_tasks(
     distribution: ClickDistribution,
-    shares: dict[str, float],
+    label_model: str,
     *,
     signal: float,
     positive_rate: float,
 ) -> ClickDistribution:
-    """Set scales and biases from samples that are used neither for training nor for testing.
+    """Set scales and biases from samples that are used neither for training nor for testing, once for equal arguments.
 
     They are rounded, so that they do not depend on the order in which a machine sums a mean.
     """
@@ -640,6 +624,7 @@ def _calibrate_tasks(
         terms = compute_logit_terms(distribution, i, samples)
         if first is not None:
             terms["first"] = first
+        shares = LABEL_MODELS[label_model]
         task = _calibrate_task(task, terms, shares, signal=signal, positive_rate=positive_rate)
         first = compute_logit(task, terms) if first is None else first
         tasks.append(task)
