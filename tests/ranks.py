@@ -45,7 +45,7 @@ IMPORTED = [
     # A run's board imports these when it is opened.
     "tensorboard.compat.proto.event_pb2", "tensorboard.compat.proto.summary_pb2",
     "tensorboard.summary.writer.record_writer",
-    "colonnade.serve.app", "uvicorn",
+    "colonnade.serve.endpoints", "uvicorn",
 ]  # fmt: skip
 MOST_WORLDS = 2
 """Worlds that stand by at once; the one that was used longest ago is closed for another."""

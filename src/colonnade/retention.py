@@ -15,6 +15,7 @@ from pydantic import Field as Limits
 from colonnade.config.validation import Expected, validate_dataclass_fields
 from colonnade.errors import ConfigError
 
+EvictionOrder = Literal["recency", "frequency", "norm"]
 HalvingSteps = Annotated[int, Limits(ge=1, le=2**32)]
 AgeSteps = Annotated[int, Limits(ge=1, le=2**31)]
 
@@ -90,7 +91,7 @@ class MaxRowsEviction:
     """
 
     rows: Annotated[int, Limits(ge=1, le=2**48)]
-    by: Literal["frequency", "norm", "recency"] = "recency"
+    by: EvictionOrder = "recency"
     halve_steps: HalvingSteps | None = None
     age_steps: AgeSteps | None = None
 

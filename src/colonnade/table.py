@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import BeforeValidator
 from pydantic import Field as Limits
@@ -14,13 +14,10 @@ from colonnade.errors import ConfigError
 from colonnade.optimizers import RowWiseAdagrad, SparseOptimizer
 from colonnade.retention import Admission, Eviction, MaxRowsEviction
 
-Pooling = Literal["mean", "sequence", "sqrtn", "sum"]
-POOLINGS: tuple[Pooling, ...] = (
-    "sum",
-    "mean",
-    "sequence",
-    "sqrtn",
-)  # the native core numbers poolings by this order
+HotOrCold = Literal["hot", "cold"]
+RowDtype = Literal["bfloat16", "float16", "float32", "float64"]
+Pooling = Literal["sum", "mean", "sequence", "sqrtn"]
+POOLINGS: tuple[Pooling, ...] = get_args(Pooling)  # the native core numbers poolings by this order
 ITEM_BYTES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
 CLOCK_BYTES = 8
 MAX_RECORD_BYTES = 1 << 31
@@ -101,7 +98,7 @@ class Table:
     ] = None
     """Initial weights. None: uniform in +-1/sqrt(dim)."""
     dtype: Annotated[
-        Literal["bfloat16", "float16", "float32", "float64"],
+        RowDtype,
         # torch.bfloat16 is accepted for "bfloat16".
         BeforeValidator(lambda value: str(value).removeprefix("torch.")),
     ] = "float32"
@@ -232,14 +229,14 @@ class TableSide(Table):
     `select_table_side` makes one."""
 
     whole: Table = field(kw_only=True)
-    side: Literal["hot", "cold"] = field(kw_only=True)
+    side: HotOrCold = field(kw_only=True)
 
     @property
     def origin(self) -> tuple[str, int]:
         return self.whole.name, 0
 
 
-def select_table_side(table: Table, side: Literal["hot", "cold"]) -> TableSide:
+def select_table_side(table: Table, side: HotOrCold) -> TableSide:
     """Return the hot or cold side of `table`; its rows have the initial values, updates and records of the table."""
     excluded = {"name", "hashes"}  # a side is looked up by row, after hashing
     settings = {

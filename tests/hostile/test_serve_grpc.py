@@ -15,7 +15,7 @@ import served
 from served import serving, to_tensors
 from test_serve_http import count_files, count_threads, resident_bytes
 
-from colonnade.serve.grpc_service import SERVICE, build_message_types
+from colonnade.serve.endpoints.grpc import SERVICE, build_message_types
 
 SMALL, LARGE = 280, 4_000
 REFUSED = {

@@ -18,8 +18,8 @@ from served import to_binary, to_tensors
 
 from colonnade import Predictor
 from colonnade.publish.deltas import CURRENT
-from colonnade.serve.app import build_app
 from colonnade.serve.control import copy_published_step
+from colonnade.serve.endpoints.http import build_app
 from colonnade.serve.protocol import HEADER_LENGTH
 from colonnade.serve.service import Service
 

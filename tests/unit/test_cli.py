@@ -199,6 +199,9 @@ def test_label_is_an_option_of_train_and_of_inspect(colonnade, built, tmp_path):
     assert "no schema suggested" in shown and "--label NAME" in " ".join(shown.split())
     _, shown, _ = colonnade("inspect", str(file), "--label", "bought")
     assert "bought: {type: label" in shown or "type: label" in shown
+    for verb in (["train", "--data", "csv", "--path", str(file)], ["inspect", str(file)]):
+        status, _, output = colonnade(*verb, "--label", "user", "--label", "bought")
+        assert status == 2 and "--label: got user, bought, wanted one column" in output
 
 
 def test_the_shell_completes_verbs(monkeypatch, capsys):

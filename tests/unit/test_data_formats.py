@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import gzip
 import itertools
+import json
+import os
 import pickle
 import random
 import struct
+import subprocess
+import sys
+from dataclasses import fields
+from inspect import signature
 
 import numpy as np
 import pyarrow as pa
@@ -15,10 +21,12 @@ from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colonnade.data import infer_schema, open_source
+from colonnade.data import SOURCES, infer_schema, open_source
 from colonnade.data.tabular import times
 from colonnade.data.tabular.fields import Bag, Category, Key, Label, Number, Sequence
+from colonnade.data.tabular.formats import FORMATS, TableFormat, ValueRules
 from colonnade.data.tabular.hashing import hash_text
+from colonnade.data.tabular.source import ReaderOptions
 from colonnade.data.tabular.tables import detect_file_format, read_first_rows_and_schema
 from colonnade.data.tabular.tfrecord import masked_crc, parse_example
 from colonnade.errors import ColonnadeError, ConfigError, DataError
@@ -342,3 +350,84 @@ def test_times_end_with_the_year_9999(unit):
                 times.convert_to_microseconds(pa.array([last + (1 if inside else -1)]), unit)
         with pytest.raises(pa.ArrowInvalid, match="years 1 to 9999"):
             times.convert_to_microseconds(pa.array([second * 1.001 * ticks]), unit)
+
+
+# --- the table of formats -----------------------------------------------------------------------------------
+
+
+def test_every_source_is_opened_by_a_function_of_its_name():
+    assert {name: opener.__name__ for name, opener in SOURCES.items()} == {
+        name: f"open_{name}" for name in SOURCES
+    }
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_readers_of_all_formats_take_the_same_options(name):
+    shared = {field.name: field.default for field in fields(ReaderOptions)}
+    options = signature(SOURCES[name]).parameters
+    assert {option: options[option].default for option in shared} == shared
+    with pytest.raises(TypeError, match="shuffle_windows"):
+        SOURCES[name]("file", shuffle_windows=3)
+
+
+USE_NEW_FORMAT = """
+import json, sys, types
+from pathlib import Path
+from colonnade.data.tabular import formats
+
+name = "colonnade.data.tabular.columnar"
+module = sys.modules[name] = types.ModuleType(name)
+exec(Path(sys.argv[1]).read_text(), module.__dict__)
+formats.FORMATS["columnar"] = formats.TableFormat(
+    "columnar", (".columnar",), formats.ValueRules(number_pattern=formats.NUMBER)
+)
+from colonnade.cli.app import run_command
+for command in json.loads(sys.argv[2]):
+    assert run_command(command) == 0, command
+"""
+NEW_READER = """
+from colonnade.data.tabular.csv import open_csv_file
+from colonnade.data.tabular.opening import open_table_files
+from colonnade.data.tabular.source import ReaderOptions, with_reader_options
+
+def open_columnar_file(path):
+    return open_csv_file(path, delimiter=";")
+
+@with_reader_options
+def open_columnar(path, **options):
+    return open_table_files(path, "columnar", ReaderOptions(**options))
+"""
+
+
+def test_a_format_needs_its_reader_and_one_line_in_the_table(tmp_path):
+    """Inspect, train and score files of a new format with nothing else changed; `--help` names it."""
+    path = tmp_path / "rows.columnar"
+    rows = [f"{i % 2};{'ab'[i % 2]};{i % 5}" for i in range(60)]
+    path.write_text("\n".join(["label;kind;item_id", *rows]) + "\n")
+    reader = tmp_path / "reader.py"
+    reader.write_text(NEW_READER)
+    run = str(tmp_path / "run")
+    scores = tmp_path / "scores.csv"
+    commands = [
+        ["train", "--help"],
+        ["settings", "data.options.columnar"],
+        ["inspect", str(path)],
+        ["train", "--data", "columnar", "--path", str(path), "--run", run, "--epochs", "1"],
+        ["predict", run, "--path", str(path), "--output", str(scores)],
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", USE_NEW_FORMAT, str(reader), json.dumps(commands)],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"COLUMNS": "200"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(scores.read_text().splitlines()) == 61
+    assert ", columnar," in done.stdout and "validation_fraction" in done.stdout
+
+
+def test_a_format_without_its_package_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "colonnade.data.tabular.missing", None)
+    format = TableFormat("missing", (".missing",), ValueRules(), extra="missing-reader")
+    with pytest.raises(ConfigError, match=r"pip install 'colonnade\[missing-reader\]'"):
+        _ = format.open

@@ -627,6 +627,8 @@ def test_records_are_scored_as_their_tensors(client, trained, batch, steps):
         ({"C1": records[0]["C1"]}, "record 0: got no column"),
         ({"user": 3, "candidates": [{}]}, "wanted an object"),
         ([{}], "record 0: got no column"),
+        ({}, "body: got {}, wanted"),
+        ({"rows": []}, "got ['rows']"),
         ({"user": {}, "candidates": [{}]}, "candidate 0: got no column"),
         (
             [records[0], {k: v for k, v in records[1].items() if k != "C1"}],

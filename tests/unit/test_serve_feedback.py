@@ -22,7 +22,7 @@ from browser import CHROMIUM, FLAGS
 from served import bearer, serving
 
 from colonnade.serve import feedback
-from colonnade.serve.app import build_app
+from colonnade.serve.endpoints.http import build_app
 from colonnade.serve.feedback import PAIR, FeedbackSummary, FeedbackWindow
 from colonnade.serve.service import Service
 

@@ -17,9 +17,9 @@ from colonnade.data import open_tensors
 from colonnade.errors import CheckpointError, ConfigError
 from colonnade.publish.delivery import list_published_steps
 from colonnade.publish.deltas import read_current
-from colonnade.serve.app import build_app
-from colonnade.serve.network import load_network_builder
+from colonnade.serve.endpoints.http import build_app
 from colonnade.serve.service import Service
+from colonnade.serve.versions import load_network_builder
 
 NETWORK = """
 import sizes  # a file beside it

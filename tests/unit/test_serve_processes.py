@@ -192,7 +192,7 @@ def test_grpc_takes_typed_contents(server, batch, expected):
     """Contents in the form of clients other than Triton's."""
     import grpc
 
-    from colonnade.serve.grpc_service import SERVICE, build_message_types
+    from colonnade.serve.endpoints.grpc import SERVICE, build_message_types
 
     types = build_message_types()
     inputs = []
@@ -563,7 +563,7 @@ def test_temporary_folders_of_killed_servers_are_removed(tmp_path):
         (folder / "metrics").mkdir(parents=True)
     link.symlink_to(target)
     then = time.time() - 3600
-    with ControlFolder(locked).owned():
+    with ControlFolder(locked).lock():
         for folder in (stale, locked, other, target):
             os.utime(folder, (then, then))
         remove_stale_folders(tmp_path)
@@ -588,7 +588,7 @@ def run(*arguments: object) -> tuple[int, str]:
 def test_what_cannot_be_served_is_said_in_one_line(trained, server, tmp_path):
     (tmp_path / "short").write_text("abc")
     published, taken = trained / "published", tmp_path / "state"
-    with ControlFolder(taken).owned():  # as by another server
+    with ControlFolder(taken).lock():  # as by another server
         for arguments, words in (
             ([published, "--port", server.port], "--port: got 127.0.0.1"),
             ([published, "--port", server.port, "--workers", "2"], "Address already in use"),

@@ -17,7 +17,7 @@ from colonnade.data import Column, Schema
 from colonnade.data.tabular.hashing import hash_text
 from colonnade.errors import ConfigError
 from colonnade.serve import protocol
-from colonnade.serve.grpc_service import build_message_types, parse_grpc_request
+from colonnade.serve.endpoints.grpc import build_message_types, parse_grpc_request
 from colonnade.serve.protocol import (
     HEADER_LENGTH,
     MAX_LAYOUTS,

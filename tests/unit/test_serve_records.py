@@ -491,6 +491,7 @@ ELEMENTS = st.lists(
 @example(Bucket("x", boundaries=(0.5,)), float("inf"), ())
 @example(Category("x", dtype="integer"), 2**63, ())
 @example(Number("x", missing=0.0), True, ())
+@example(Number("x", missing=0.0), "\xa00\x0c", ())
 @example(Time("x", part="hour", unit="s"), 1e-5, ())
 @example(Time("x", part="hour", unit="ns"), 1717156800000000001, ())
 @example(Time("x", part="weekday", unit="yyyymmdd"), 20240531, ())

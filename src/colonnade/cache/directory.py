@@ -5,10 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
+from typing import get_args
 
 import numpy as np
 
 from colonnade import _native
+from colonnade.config.plan import CachePolicy
 from colonnade.errors import ColonnadeError, ConfigError
 
 MAX_VERSIONS = 2**22
@@ -94,7 +96,7 @@ HIT = 0
 MISS = 1
 EXPIRED = 2
 """Values of `Decision.outcomes`: the copy is used without a request, there is none, or its time-to-live is over."""
-POLICIES = ("lru", "lfu", "lookahead")
+POLICIES: tuple[CachePolicy, ...] = get_args(CachePolicy)
 UNBOUNDED = 2**31 - 2
 """Bound that no count exceeds."""
 MAX_FIRST_BATCH = 2**27

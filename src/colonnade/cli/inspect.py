@@ -9,6 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from colonnade.cli.convert import TAB
+from colonnade.cli.train import get_single_label
+from colonnade.data.tabular.formats import FORMATS
 from colonnade.errors import CheckpointError, ConfigError, DataError
 from colonnade.terminal import print_text
 
@@ -33,7 +35,9 @@ def inspect(
     ],
     data: Annotated[
         str | None,
-        typer.Option("--data", help="Kind of data file: csv, parquet, ... Default: from its name."),
+        typer.Option(
+            "--data", help=f"Kind of data file: {', '.join(FORMATS)}. Default: from its name."
+        ),
     ] = None,
     delimiter: Annotated[
         str | None,
@@ -44,14 +48,15 @@ def inspect(
         typer.Option("--names", help="Column names of a file without a header: label,user,item."),
     ] = None,
     label: Annotated[
-        str | None, typer.Option("--label", help="Label column of a data file, as in train.")
+        list[str] | None,
+        typer.Option("--label", metavar="TEXT", help="Label column of a data file, as in train."),
     ] = None,
 ) -> None:
     """Show steps, tables, rows and bytes; or, of data, columns, first rows and a suggested schema. Changes nothing."""
     options = {
         "delimiter": TAB.get(delimiter or "", delimiter),
         "names": None if names is None else names.split(","),
-        "label": label,
+        "label": get_single_label(label),
     }
     options = {name: value for name, value in options.items() if value is not None}
     if data is not None or options:
@@ -205,7 +210,7 @@ def _inspect_data(path: Path, kind: str | None, options: Mapping[str, Any]) -> N
     from colonnade.data.lines import check_regular_file
     from colonnade.data.tabular.fields import NULL_VALUES, Category
     from colonnade.data.tabular.narrow import count_missing_words, narrow_column
-    from colonnade.data.tabular.tables import FORMATS, read_first_rows_and_schema
+    from colonnade.data.tabular.tables import read_first_rows_and_schema
     from colonnade.report.formatting import format_bytes
 
     if kind is not None and kind not in FORMATS:

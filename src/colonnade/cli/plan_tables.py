@@ -32,24 +32,24 @@ CACHE_NOT_PREDICTED = (
 
 
 def print_plan(
-    planned: PlanningResult, tables: Sequence[Table], target: float | None, table: str | None = None
+    result: PlanningResult, tables: Sequence[Table], target: float | None, table: str | None = None
 ) -> None:
     """Print a plan. target: samples/s for which bytes per second are shown; table: show only its candidates."""
     console = Terminal()
     if table is not None:
         _print_table_choices(
-            console, planned, next(t for t in planned.choice.tables if t.name == table)
+            console, result, next(t for t in result.choice.tables if t.name == table)
         )
         return
-    _print_memory(console, planned, tables, target or planned.prediction.samples_per_second)
-    if planned.world.num_ranks > 1:
-        _print_exchanges(console, planned)
-    _print_total_costs(console, planned, tables)
+    _print_table_memory(console, result, tables, target or result.prediction.samples_per_second)
+    if result.world.num_ranks > 1:
+        _print_exchanges(console, result)
+    _print_total_costs(console, result, tables)
 
 
-def cache_bytes(planned: PlanningResult, tables: Sequence[Table]) -> int:
+def cache_bytes(result: PlanningResult, tables: Sequence[Table]) -> int:
     """Return the bytes of `plan.cache` on each rank, in addition to the memory of its own rows."""
-    caches = [planned.cache for planned in planned.plan.tables]
+    caches = [table_plan.cache for table_plan in result.plan.tables]
     return sum(full_cache_bytes(cache, table) for cache, table in zip(caches, tables, strict=True))
 
 
@@ -68,25 +68,28 @@ def _create_text_table(columns: Sequence[str], left_aligned: Sequence[str]) -> G
     return grid
 
 
-def _print_memory(
-    console: Console, planned: PlanningResult, tables: Sequence[Table], rate: float
+def _print_table_memory(
+    console: Console,
+    result: PlanningResult,
+    tables: Sequence[Table],
+    samples_per_second: float,
 ) -> None:
     console.print(
-        f"memory: {planned.profile.samples:,} samples for {planned.plan.num_ranks} rank(s); rows and bytes of "
-        f"{'a server' if planned.world.has_servers else 'one'}, "
-        f"MB/s at {rate:,.0f} samples/s, lookups per sample, reads per 1,000"
+        f"memory: {result.profile.samples:,} samples for {result.plan.num_ranks} rank(s); rows and bytes of "
+        f"{'a server' if result.world.has_servers else 'one'}, "
+        f"MB/s at {samples_per_second:,.0f} samples/s, lookups per sample, reads per 1,000"
     )
     grid = _create_text_table(
         ("table", "rows", "bytes", "lookups", "MB/s", "memory", "tier", "hits", "reads"), ("tier",)
     )
     lines = []
     for table, table_plan, prediction in zip(
-        tables, planned.plan.tables, planned.prediction.tables, strict=True
+        tables, result.plan.tables, result.prediction.tables, strict=True
     ):
         rows = None if table.rows is None else -(-table.rows // table_plan.sharding.num_owners)
         backing = "+mapped" if table_plan.mapped_rows else ""
         backing += {"run folder": "+files", "ssd": "+ssd"}.get(
-            find_row_files(planned.plan, table_plan), ""
+            find_row_files(result.plan, table_plan), ""
         )
         size = resident_row_bytes(table, table_plan.sharding)
         lines.append(
@@ -98,7 +101,7 @@ def _print_memory(
                     "any" if rows is None else format_count(rows),
                     "-" if rows is None else format_bytes(rows * size),
                     f"{prediction.lookups_per_sample:.3g}",
-                    _format_number(prediction.bytes_per_sample * rate / 1e6),
+                    _format_number(prediction.bytes_per_sample * samples_per_second / 1e6),
                     format_bytes(prediction.rows_in_memory * slot_bytes(table)),
                     table_plan.tier + backing,
                     f"{prediction.hit_rate:.1%}",
@@ -114,7 +117,7 @@ def _print_memory(
         console.print(f"  and {len(lines) - MAX_LINES} more with fewer reads")
 
 
-def _print_exchanges(console: Console, planned: PlanningResult) -> None:
+def _print_exchanges(console: Console, result: PlanningResult) -> None:
     console.print(
         "\nexchange: exchange and owners of each table; bytes that a rank sends per step, in its host and over its "
         "uplink"
@@ -123,13 +126,13 @@ def _print_exchanges(console: Console, planned: PlanningResult) -> None:
         ("table", "choice", "in host", "uplink", "takes", "next best", "more"),
         ("choice", "next best"),
     )
-    lines = sorted(planned.choice.tables, key=lambda table: -table.chosen.seconds)
+    lines = sorted(result.choice.tables, key=lambda table: -table.chosen.seconds)
     for table in lines[:MAX_LINES]:
         best = table.chosen
         runner_up = table.others[0] if table.others else None
         grid.add_row(
             table.name,
-            _describe_choice(best, planned) + ("!" if table.is_forced else ""),
+            _describe_choice(best, result) + ("!" if table.is_forced else ""),
             format_bytes(best.bytes_over("local")),
             format_bytes(best.bytes_over("remote")),
             format_seconds(best.seconds),
@@ -141,17 +144,17 @@ def _print_exchanges(console: Console, planned: PlanningResult) -> None:
         console.print(f"  and {len(lines) - MAX_LINES} more with fewer seconds")
     if any(table.is_forced for table in lines):
         console.print("  !: set by you, not chosen")
-    _print_runners_up(console, planned)
-    _print_consumers(console, planned)
+    _print_runners_up(console, result)
+    _print_consumers(console, result)
 
 
-def _print_runners_up(console: Console, planned: PlanningResult) -> None:
+def _print_runners_up(console: Console, result: PlanningResult) -> None:
     """Print the best plans of other kinds, which a run may time beside the choice."""
-    if not planned.runners_up:
+    if not result.runners_up:
         return
-    best = planned.prediction.step_seconds
+    best = result.prediction.step_seconds
     console.print("\nrunners-up: best plans of other kinds, by prediction")
-    for runner_up in planned.runners_up:
+    for runner_up in result.runners_up:
         seconds = runner_up.prediction.step_seconds
         more = seconds - best
         console.print(
@@ -160,7 +163,7 @@ def _print_runners_up(console: Console, planned: PlanningResult) -> None:
             markup=False,
         )
     count = count_plans_to_time(
-        [best, *(other.prediction.step_seconds for other in planned.runners_up)], None
+        [best, *(other.prediction.step_seconds for other in result.runners_up)], None
     )
     timed = f"the choice and the first {count - 1} of these on all ranks, and keeps the fastest"
     console.print(
@@ -169,10 +172,10 @@ def _print_runners_up(console: Console, planned: PlanningResult) -> None:
     )
 
 
-def _print_consumers(console: Console, planned: PlanningResult) -> None:
+def _print_consumers(console: Console, result: PlanningResult) -> None:
     """Print whether values or partials of each consumer are sent, if owner ranks could evaluate one of them with this
     or another sharding."""
-    consumers = planned.choice.consumers
+    consumers = result.choice.consumers
     if all(
         choice.partial_floats is None and not choice.depends_on_hot_rows for choice in consumers
     ):
@@ -189,7 +192,7 @@ def _print_consumers(console: Console, planned: PlanningResult) -> None:
         )
 
 
-def _print_table_choices(console: Console, planned: PlanningResult, table: TableChoice) -> None:
+def _print_table_choices(console: Console, result: PlanningResult, table: TableChoice) -> None:
     console.print(f"choices of table {table.name}; bytes that a rank sends per step", markup=False)
     columns = ("choice", "route", "fetch", "push", "in host", "uplink", "takes", "more")
     grid = _create_text_table(columns, ("choice",))
@@ -199,7 +202,7 @@ def _print_table_choices(console: Console, planned: PlanningResult, table: Table
             for channel in ("route", "fetch", "push")
         ]
         grid.add_row(
-            _describe_choice(cost, planned),
+            _describe_choice(cost, result),
             *by_channel,
             format_bytes(cost.bytes_over("local")),
             format_bytes(cost.bytes_over("remote")),
@@ -214,37 +217,37 @@ def _print_table_choices(console: Console, planned: PlanningResult, table: Table
         f"--set plan.tables.{name}.exchange=... --set plan.tables.{name}.sharding=...",
         markup=False,
     )
-    console.print(str(planned.world))
+    console.print(str(result.world))
 
 
-def _print_total_costs(console: Console, planned: PlanningResult, tables: Sequence[Table]) -> None:
+def _print_total_costs(console: Console, result: PlanningResult, tables: Sequence[Table]) -> None:
     console.print()
-    prediction = planned.prediction
+    prediction = result.prediction
     used: dict[str, Any] = {"dram": 0, "mapped": 0}
-    for table, table_plan in zip(tables, planned.plan.tables, strict=True):
+    for table, table_plan in zip(tables, result.plan.tables, strict=True):
         used[table_plan.tier] += memory_bytes(table, table_plan)
         used["mapped"] += mapped_cache_bytes(table, table_plan)
-    budget = planned.plan.dram_bytes
+    budget = result.plan.dram_bytes
     memory = f"memory {format_bytes(used['dram'])}"
     memory += " (no limit)" if budget is None else f" of {format_bytes(budget)}"
     if used["mapped"]:
         memory += f", mapped {format_bytes(used['mapped'])}"
-    if cached_bytes := cache_bytes(planned, tables):
+    if cached_bytes := cache_bytes(result, tables):
         memory += f", and up to {format_bytes(cached_bytes)} more for plan.cache"
     console.print(
         f"{memory}; {prediction.hit_rate:.2%} of a batch's rows are in memory or new; a sample reads "
         f"{prediction.reads_per_sample:.3g} rows from files and initialises {prediction.births_per_sample:.3g}; "
         f"{format_bytes(prediction.written_per_second)}/s written; lookahead {prediction.lookahead}"
     )
-    console.print(str(planned.device), markup=False)
-    costs = planned.costs
+    console.print(str(result.device), markup=False)
+    costs = result.costs
     console.print(
         f"a step takes {format_seconds(costs.step_seconds)} with all rows in memory, "
         f"{format_seconds(costs.first_use_seconds)} more for each new row, {format_seconds(costs.moved_seconds)} "
         "for each row read or evicted"
     )
-    if planned.world.num_ranks > 1:
-        _print_link_costs(console, planned.choice, planned)
+    if result.world.num_ranks > 1:
+        _print_link_costs(console, result.choice, result)
     if cached_bytes:
         console.print(CACHE_NOT_PREDICTED, markup=False)
     console.print(
@@ -255,11 +258,11 @@ def _print_total_costs(console: Console, planned: PlanningResult, tables: Sequen
     )
 
 
-def _print_link_costs(console: Console, choice: PlanDecision, planned: PlanningResult) -> None:
-    prediction = planned.prediction
+def _print_link_costs(console: Console, choice: PlanDecision, result: PlanningResult) -> None:
+    prediction = result.prediction
     seconds = choice.seconds
-    console.print(str(planned.world))
-    if planned.world.origin != "measured":
+    console.print(str(result.world))
+    if result.world.origin != "measured":
         console.print("this world is not running: its links are as declared, not measured")
     total = {
         link: sum(size for (_, over), size in choice.sent.items() if over == link)
@@ -279,13 +282,13 @@ def _print_link_costs(console: Console, choice: PlanDecision, planned: PlanningR
     )
 
 
-def _describe_choice(cost: TableCost, planned: PlanningResult) -> str:
+def _describe_choice(cost: TableCost, result: PlanningResult) -> str:
     if cost.exchange == "replicated":
         return "copies"
-    return f"{cost.exchange}, {_describe_owners(cost.sharding, planned)}"
+    return f"{cost.exchange}, {_describe_owners(cost.sharding, result)}"
 
 
-def _describe_owners(sharding: Sharding, planned: PlanningResult) -> str:
+def _describe_owners(sharding: Sharding, result: PlanningResult) -> str:
     first = sharding.ranks[0]
     if sharding.kind == "table_wise":
         return f"rank {first}"
@@ -293,14 +296,14 @@ def _describe_owners(sharding: Sharding, planned: PlanningResult) -> str:
         of = "ranks" if sharding.kind == "column_wise" else "hosts"
         return f"columns on {sharding.slices} {of}"
     if sharding.kind == "host_wise":
-        hosts = {planned.world.host(rank) for rank in sharding.ranks}
+        hosts = {result.world.host(rank) for rank in sharding.ranks}
         if (
             len(hosts) > 1
-            or len(sharding.ranks) < len(planned.world.owners) // planned.world.num_hosts
+            or len(sharding.ranks) < len(result.world.owners) // result.world.num_hosts
         ):
             return f"ranks {first}-{sharding.ranks[-1]}"  # a tower
-        return f"host {planned.world.host(first)}"
-    return "servers" if planned.world.has_servers else "all"
+        return f"host {result.world.host(first)}"
+    return "servers" if result.world.has_servers else "all"
 
 
 def _label_exchange(cost: TableCost) -> str:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from colonnade.errors import ConfigError
 from colonnade.terminal import print_text
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+    from colonnade.terminal import Terminal
 
 EXAMPLES = (
     "Scores are probabilities, one column per label, in the order of the input. The output file appears when it is "
@@ -60,19 +65,11 @@ def predict(
     """Score files with a trained model.
 
     Scores equal those of evaluating the same checkpoint, bit for bit. Rows are mapped read-only."""
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
-
     from colonnade.checkpoint.completeness import print_missing_seal
     from colonnade.checkpoint.header import explain_chosen_step
     from colonnade.cli.score_files import ScoreFile
     from colonnade.cli.score_inputs import open_inputs
-    from colonnade.data.tabular.tables import FORMATS
+    from colonnade.data.tabular.formats import FORMATS
     from colonnade.predict import Predictor
     from colonnade.terminal import Terminal
 
@@ -93,15 +90,7 @@ def predict(
             part=part,
         )
         size = batch_size or config.train.samples_per_step
-        progress = Progress(
-            TextColumn("score"),
-            BarColumn(bar_width=30),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(compact=True),
-            console=console,
-            disable=not console.is_terminal,
-            transient=True,
-        )
+        progress = _create_progress_bar(console)
         started = time.perf_counter()
         with ScoreFile(output, predictor.labels) as file, progress:
             task = progress.add_task("score", total=source.num_samples)
@@ -115,3 +104,24 @@ def predict(
             f"step {predictor.step}{choice}: {file.num_samples:,} samples scored, "
             f"{file.num_samples / max(seconds, 1e-9):,.0f} samples/s\nscores: {output}"
         )
+
+
+def _create_progress_bar(console: Terminal) -> Progress:
+    """Create a progress bar of scored samples; it is hidden where output is no terminal."""
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    return Progress(
+        TextColumn("score"),
+        BarColumn(bar_width=30),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(compact=True),
+        console=console,
+        disable=not console.is_terminal,
+        transient=True,
+    )

@@ -15,7 +15,7 @@ from colonnade.data.lines import check_regular_file
 from colonnade.data.tabular.csv import CsvFile
 from colonnade.data.tabular.encode import InvalidValue
 from colonnade.data.tabular.files import build_data_error
-from colonnade.data.tabular.tables import FORMATS, KINDS
+from colonnade.data.tabular.formats import TableFormat, find_format, list_endings
 from colonnade.errors import ConfigError, DataError
 
 JSON_ENDINGS = (".jsonl", ".ndjson")
@@ -34,15 +34,16 @@ def read_record_batches(path: Path, size: int) -> Iterator[list[dict[str, Any]]]
     suffix = path.suffix.lower()
     if suffix in JSON_ENDINGS:
         return _read_json_lines(path, size)
-    if suffix not in KINDS:
+    format = find_format(suffix)
+    if format is None:
         raise ConfigError(
-            f"got {str(path)!r}, wanted a name that ends in {', '.join([*KINDS, *JSON_ENDINGS])}"
+            f"got {str(path)!r}, wanted a name that ends in {', '.join([*list_endings(), *JSON_ENDINGS])}"
         )
-    return _read_table(path, KINDS[suffix], size)
+    return _read_table(path, format, size)
 
 
-def _read_table(path: Path, kind: str, size: int) -> Iterator[list[dict[str, Any]]]:
-    file: Any = FORMATS[kind]().open_file(check_regular_file(path))
+def _read_table(path: Path, format: TableFormat, size: int) -> Iterator[list[dict[str, Any]]]:
+    file: Any = format.open_file(check_regular_file(path))
     if isinstance(file, CsvFile):
         file = replace(file, types=dict.fromkeys(file.names, pa.string()))
     rows: list[dict[str, Any]] = []

@@ -14,7 +14,7 @@ from colonnade.data.contract import START, LastBatch, Position, Schema, Source, 
 from colonnade.data.lines import LineFile, locate_data_file, open_line_file
 from colonnade.data.sets.criteo import FILE, FOLDER, NAMES, CriteoSource, check_line
 from colonnade.data.tabular.declaration import load_file_schema
-from colonnade.data.tabular.tables import FORMATS, KINDS, detect_file_format
+from colonnade.data.tabular.formats import FORMATS, find_format
 from colonnade.errors import ConfigError
 
 PARTS = ("train", "validation", "test")
@@ -37,9 +37,9 @@ def open_inputs(
         return source
     if name not in SOURCES:
         raise ConfigError(f"unknown source {name!r}; choose from {', '.join(sorted(SOURCES))}")
-    if name in FORMATS and path is not None and Path(path).suffix.lower() in KINDS:
-        name = detect_file_format(path)  # a model trained on one file format can score another
     if name in FORMATS:
+        if path is not None and (format := find_format(Path(path).suffix)) is not None:
+            name = format.name  # a model trained on one file format can score another
         return open_table_file(name, path, options)
     if name != "criteo":
         raise ConfigError(
@@ -68,7 +68,7 @@ def open_table_file(name: str, path: str | Path | None, options: Mapping[str, An
             "trained with (leave --data out)"
         )
     # Options of reading files, not of splitting them into parts.
-    read_options = {"threads", *signature(FORMATS[name]).parameters}
+    read_options = {"threads", *signature(FORMATS[name].open_file).parameters}
     values = {option: value for option, value in options.items() if option in read_options}
     schema = load_file_schema(options["schema"]).inputs()
     return open_source(name, path, **{**values, "schema": schema}).train

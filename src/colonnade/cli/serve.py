@@ -13,10 +13,13 @@ import typer
 
 from colonnade.cli.predict import AtOption
 from colonnade.errors import ConfigError
+from colonnade.serve import run_server
 from colonnade.terminal import print_text
 
 if TYPE_CHECKING:
     from colonnade.serve.options import ServeOptions
+
+    pass
 
 EXAMPLES = (
     "Speaks the Open Inference Protocol v2 (/v2), for Triton's and KServe's clients, and takes raw records (/score). "
@@ -162,23 +165,10 @@ def serve(
 
     Stops on SIGTERM or Ctrl-C after answering the requests in progress."""
     check_packages(grpc_port is not None)
-    from colonnade.checkpoint.completeness import print_missing_seal
-    from colonnade.machine import check_worker_count
-    from colonnade.predict.approximate import check_index_kind
-    from colonnade.processors import count_usable_processors
-    from colonnade.serve.control import open_state_folder
     from colonnade.serve.options import ServeOptions
     from colonnade.serve.security import read_token
 
-    check_index_kind(index)
-    check_model_path(model, copy, at, wait)
-    print_missing_seal(Path(model), at)
-    if (tls_cert is None) != (tls_key is None):
-        raise ConfigError("--tls-cert, --tls-key: got one of the two, wanted both or none")
-    threads = check_worker_count(
-        "--threads", threads or max(1, count_usable_processors() // workers)
-    )
-    token = read_token(token_file)
+    check_serve_settings(index, model, copy, at, wait, tls_cert, tls_key)
     options = ServeOptions(
         path=model,
         name=name,
@@ -188,7 +178,7 @@ def serve(
         at=at,
         poll_seconds=poll,
         host=host,
-        token=token,
+        token=read_token(token_file),
         allowed_hosts=tuple(allowed_host or ()),
         allowed_origins=tuple(allowed_origin or ()),
         tls_certificate=None if tls_cert is None else str(tls_cert),
@@ -206,17 +196,64 @@ def serve(
         max_version_bytes=parse_size("--version-memory", version_memory),
         max_pins=max_pins,
         drain_seconds=drain,
-        threads=threads,
+        threads=choose_thread_count(threads, workers),
         access_log=access_log,
         state_folder="",
     )
+    serve_until_stopped(options, port, workers, items, state)
+
+
+def check_serve_settings(
+    index: str,
+    model: str,
+    copy: str | None,
+    at: str | None,
+    wait: bool,
+    tls_cert: Path | None,
+    tls_key: Path | None,
+) -> None:
+    """Check settings of the model, its index and its certificate; else raise ConfigError."""
+    from colonnade.checkpoint.completeness import print_missing_seal
+    from colonnade.predict.approximate import check_index_kind
+
+    check_index_kind(index)
+    check_model_path(model, copy, at, wait)
+    print_missing_seal(Path(model), at)
+    if (tls_cert is None) != (tls_key is None):
+        raise ConfigError("--tls-cert, --tls-key: got one of the two, wanted both or none")
     if tls_cert is not None and tls_key is not None:
         check_certificate(tls_cert, tls_key)
+
+
+def choose_thread_count(threads: int | None, workers: int) -> int:
+    """Return the threads of each worker: by default, an equal part of the usable processors."""
+    from colonnade.machine import check_worker_count
+    from colonnade.processors import count_usable_processors
+
+    return check_worker_count("--threads", threads or max(1, count_usable_processors() // workers))
+
+
+def serve_until_stopped(
+    options: ServeOptions, port: int, workers: int, items: Path | None, state: Path | None
+) -> None:
+    """Serve until a signal stops the server. Raises typer.Exit with its status if that is not 0."""
+    from colonnade.serve.control import lock_server_folder
+
     signal.signal(signal.SIGTERM, exit_at_once)
-    with open_state_folder(state) as folder:
-        items_file = write_items(items, folder)
+    with lock_server_folder(state) as folder:
+        items_file = convert_items_to_json(items, folder)
         options = replace(options, state_folder=str(folder), items_file=items_file)
-        run_server(options, port, workers)
+
+        def print_address(url: str, fields: dict[str, Any]) -> None:
+            step = fields["step"]
+            rpc = f", gRPC on port {fields['grpc_port']}" if fields["grpc_port"] else ""
+            served = "waiting for the first checkpoint" if step is None else f"step {step}"
+            print_text(f"serving {options.path} ({served}) on {url}{rpc}")
+            sys.stdout.flush()
+
+        status = run_server(options, port, workers, print_address)
+    if status:
+        raise typer.Exit(status)
 
 
 def check_certificate(certificate: Path, key: Path) -> None:
@@ -238,49 +275,15 @@ def exit_at_once(*_: object) -> NoReturn:
     raise SystemExit(EXIT_TERMINATED)
 
 
-def write_items(items: Path | None, folder: Path) -> str | None:
-    """Write the records of a file of items as JSON for the workers; return its path."""
-    if items is None:
+def convert_items_to_json(items_path: Path | None, folder: Path) -> str | None:
+    """Write the records of a file of items as items.json in `folder`, for the workers; return its path."""
+    if items_path is None:
         return None
     from colonnade.cli.record_files import read_records
 
     path = folder / "items.json"
-    path.write_text(json.dumps(read_records(items)), encoding="utf-8")
+    path.write_text(json.dumps(read_records(items_path)), encoding="utf-8")
     return str(path)
-
-
-def run_server(options: ServeOptions, port: int, num_workers: int) -> None:
-    """Bind the address and serve until stopped. Raises ConfigError, and typer.Exit if the workers could not start."""
-    from colonnade.serve.control import ControlFolder
-    from colonnade.serve.security import build_policy
-    from colonnade.serve.workers import Supervisor, bind_socket, run_worker
-
-    build_policy(options.host, options.token, options.allowed_hosts, options.allowed_origins)
-    listener = bind_socket(options.host, port)
-    if options.grpc_port is not None and (options.grpc_port or num_workers > 1):
-        # Raises if another server has it: gRPC writes a line of its own.
-        with bind_socket(options.host, options.grpc_port, "--host, --grpc-port") as free:
-            options = replace(options, grpc_port=free.getsockname()[1])
-    control = ControlFolder(Path(options.state_folder))
-    scheme = "http" if options.tls_certificate is None else "https"
-    address = f"[{options.host}]" if ":" in options.host else options.host
-    url = f"{scheme}://{address}:{listener.getsockname()[1]}"
-
-    def print_address(fields: dict[str, Any]) -> None:
-        step = fields["step"]
-        rpc = f", gRPC on port {fields['grpc_port']}" if fields["grpc_port"] else ""
-        model = "waiting for the first checkpoint" if step is None else f"step {step}"
-        print_text(f"serving {options.path} ({model}) on {url}{rpc}")
-        sys.stdout.flush()
-
-    control.reset_stop()
-    with listener:
-        if num_workers == 1:
-            run_worker(options, listener, print_address)
-            return
-        status = Supervisor(options, listener, num_workers, print_address).run()
-    if status:
-        raise typer.Exit(status)
 
 
 def check_packages(needs_grpc: bool) -> None:

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from colonnade.data import SOURCES
+from colonnade.data.tabular.formats import find_format
 from colonnade.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -34,10 +36,7 @@ EXAMPLES = (
 
 DataOption = Annotated[
     str | None,
-    typer.Option(
-        help="Data set, with its preset of settings: csv, parquet, libsvm, tfrecord, criteo, "
-        "movielens, movielens_retrieval, gowalla, fb15k237, power_law or synthetic."
-    ),
+    typer.Option(help=f"Data set, with its preset of settings: {', '.join(SOURCES)}."),
 ]
 RunOption = Annotated[
     Path | None,
@@ -75,8 +74,9 @@ def train(
     ] = None,
     run: RunOption = None,
     label: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(
+            metavar="TEXT",
             help="Label column of files without a schema: data.options.label.",
             rich_help_panel=SHORT,
         ),
@@ -123,7 +123,7 @@ def train(
 ) -> None:
     """Train a model, validate it after every epoch, save checkpoints and test the best; Ctrl-C saves and ends."""
     short = {
-        "data.options.label": label,
+        "data.options.label": get_single_label(label),
         "model.name": model,
         "train.epochs": epochs,
         "train.batch_size": batch_size,
@@ -134,6 +134,16 @@ def train(
     }
     settings = build_config(config, data, path, short, set_, run)
     train_seeds(settings, choose_run_folder(run, settings.data.name), ranks, seeds, at)
+
+
+def get_single_label(labels: list[str] | None) -> str | None:
+    """Return the column of `--label`. Raises ConfigError if the option was given twice."""
+    if labels and len(labels) > 1:
+        raise ConfigError(
+            f"--label: got {', '.join(labels)}, wanted one column. For several labels, write a schema with a field of "
+            "type label for each: --set data.options.schema=FILE"
+        )
+    return labels[0] if labels else None
 
 
 def choose_run_folder(folder: Path | None, name: str) -> Path:
@@ -227,9 +237,8 @@ def _choose_base_config(
 
 def _guess_reader(path: str | Path) -> str | None:
     """Return the reader of files with this suffix, None if there is none."""
-    from colonnade.data.tabular.tables import KINDS
-
-    return KINDS.get(Path(path).suffix.lower())
+    format = find_format(Path(path).suffix)
+    return None if format is None else format.name
 
 
 def train_run(config: RunConfig, folder: Path, ranks: int, at: int | None = None) -> dict[str, Any]:

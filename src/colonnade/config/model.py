@@ -11,6 +11,11 @@ from colonnade.config.section import CHANGEABLE, Section
 Width = Annotated[int, Field(ge=1)]
 
 
+PairVariables = Literal["ids", "fields"]
+CrossStructure = Literal["parallel", "stacked"]
+LinkLoss = Literal["sigmoid", "softmax"]
+
+
 class ModelConfig(Section):
     """Network and its settings. Leave out settings that the chosen model does not have (none); the model supplies
     their defaults."""
@@ -32,11 +37,11 @@ class ModelConfig(Section):
         "rotate",
         "graphsage",
     ] = "dlrm"
-    """Model to train. `colonnade train --data NAME` has a default for each data set: deepfm for csv, parquet, libsvm,
-    tfrecord and criteo, a model of the data's own kind for others."""
+    """Model to train. `colonnade train --data NAME` has a default for each data set: deepfm for data in files
+    (csv, ..., criteo), a model of the data's own kind for others."""
     dim: int | None = Field(None, ge=1)
     """Width of every embedding row, in elements; default 16. Not used by lr, whose rows hold one weight per label."""
-    over: Literal["ids", "fields"] | None = None
+    over: PairVariables | None = None
     """Variables whose pairs are multiplied (fm, nfm, deepfm): ids, each id of a sample (default); fields, the pooled
     vector of each column. The same where no column has several ids."""
     bottom: list[Width] | None = None
@@ -51,7 +56,7 @@ class ModelConfig(Section):
     """Rank of each cross layer's low-rank matrix (dcnv2); default: full rank."""
     cross_experts: int | None = Field(None, ge=1)
     """Number of low-rank matrices (experts) that each cross layer mixes (dcnv2); default 1."""
-    structure: Literal["parallel", "stacked"] | None = None
+    structure: CrossStructure | None = None
     """Position of the MLP: parallel to the cross layers or stacked after them (dcnv2); default: parallel."""
     towers: int | str | list[list[str]] | None = None
     """Partition of the features into towers (dlrm, dcnv2): lists of feature names, a file with them, or the number of
@@ -82,7 +87,7 @@ class ModelConfig(Section):
     """Constant added to each number of an entity's row (rotate); default 0. Values above 0, e.g. 0.3, learn sooner."""
     reciprocal: bool | None = None
     """Learn a second vector of each relation, for predicting heads (knowledge graph models); default: false."""
-    loss: Literal["sigmoid", "softmax"] | None = None
+    loss: LinkLoss | None = None
     """Loss of knowledge graph models: sigmoid, whether each triple is true (default), or softmax, which entity is the
     answer."""
     penalty: float | None = Field(None, ge=0)

@@ -21,6 +21,7 @@ from colonnade.sizes import (
     parse_positive_bytes,
     parse_storage_location,
 )
+from colonnade.topology.world import ShardingKind
 
 if TYPE_CHECKING:
     from colonnade.topology.sharding import Sharding
@@ -136,9 +137,7 @@ if TYPE_CHECKING:
     ExchangeChoice = str
 else:  # Settings list and check the names of the one table of exchanges.
     ExchangeChoice = Literal[EXCHANGE_CHOICES]
-ShardingChoice = Literal[
-    "row_wise", "host_wise", "table_wise", "column_wise", "grid", "replicated", "auto"
-]
+ShardingChoice = Literal[ShardingKind, "auto"]
 
 
 def _parse_sharding_setting(value: Any) -> Any:

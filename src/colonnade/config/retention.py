@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from pydantic import Field, model_validator
 
 from colonnade.config.section import Section
+from colonnade.retention import EvictionOrder
 
 
 class AdmissionConfig(Section):
@@ -48,7 +47,7 @@ class EvictionConfig(Section):
     max_rows: int | None = Field(None, ge=1)
     """Largest number of rows of a table over all ranks; rows beyond it are evicted after each step. Default: no
     limit."""
-    by: Literal["recency", "frequency", "norm"] = "recency"
+    by: EvictionOrder = "recency"
     """Order of eviction under max_rows: oldest update first (recency), fewest updates first (frequency) or smallest
     weights first (norm)."""
     halve_steps: int | None = Field(None, ge=1)

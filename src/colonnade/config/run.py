@@ -30,6 +30,7 @@ from colonnade.formats import (
 )
 
 Width = Annotated[int, Field(ge=1)]
+LastBatch = Literal["keep", "drop", "merge"]
 DEFAULT_BATCH_SIZE = 4096
 LONGEST_TEXT = 500
 """Number of characters of a setting in JSON beyond which its digest is compared and stored."""
@@ -41,15 +42,14 @@ OWN = "own"
 
 class DataConfig(Section):
     name: Annotated[str, FIXED] = "synthetic"
-    """Source of the samples: parquet, csv, criteo, movielens, movielens_retrieval, gowalla, fb15k237, power_law or
-    synthetic."""
+    """Data set, or format of the files with the samples: a name that `colonnade train --help` lists at --data."""
     path: str | None = None
     """File or folder of the data; default: the source's folder in $COLONNADE_DATA."""
     options: Annotated[dict[str, Any], FIXED] = {}
     """Options of the source, by name (`colonnade settings data.options` lists them)."""
     readers: int = Field(0, ge=0)
     """Number of processes per rank that read training batches ahead; 0: the lookahead thread reads them."""
-    last_batch: Annotated[Literal["keep", "drop", "merge"], FIXED] = "keep"
+    last_batch: Annotated[LastBatch, FIXED] = "keep"
     """Treatment of an epoch's last batch, of all ranks together, if it is smaller than the others: keep it, drop it, or
     merge it into the batch before it. BatchNorm needs two samples on every rank."""
     next_use_hints: bool = False
@@ -228,12 +228,12 @@ class TrainConfig(Section):
     each best score so far."""
     monitor: str | None = None
     """Metric of the validation part that selects the best step and decides early stopping, e.g. auc, log_loss. Default:
-    log_loss for csv, parquet, libsvm, tfrecord and criteo with a validation part; else the metric of the objective
+    log_loss for data in files (csv, ..., criteo) with a validation part; else the metric of the objective
     (auc, ndcg@20, mrr, loss)."""
     patience: int | None = Field(None, ge=0)
     """Number of evaluations without a better monitor on the validation part after which training stops early; 0: never.
-    Default: 3 for csv, parquet, libsvm, tfrecord and criteo with a validation part; 2 or 3 for data sets with one of
-    their own; else 0."""
+    Default: 3 for data in files (csv, ..., criteo) with a validation part; 2 or 3 for data sets with one of their own;
+    else 0."""
     min_delta: float = Field(0.0, ge=0)
     """Smallest improvement of the monitor that counts as better."""
     progressive: Annotated[bool, FIXED] = False

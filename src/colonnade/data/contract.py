@@ -8,10 +8,12 @@ form the same global batch for any N; every rank has the same number of steps; a
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from colonnade.config.run import LastBatch
 from colonnade.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -32,9 +34,8 @@ class Position:
 
 
 START = Position()
-# What becomes of the last global batch of an epoch if it is smaller than the others: it is read as it is, is left out,
-# or is added to the batch before it.
-LastBatch = Literal["keep", "drop", "merge"]
+Block = tuple[int, int]
+"""Samples [begin, end), counted in the order of an epoch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +98,41 @@ class Source(Protocol):
         ...
 
 
+class BlockSource(ABC):
+    """Base of sources with a known number of samples: each reads a rank's blocks of samples of an epoch."""
+
+    __slots__ = ()
+
+    @property
+    @abstractmethod
+    def num_samples(self) -> int: ...
+
+    @abstractmethod
+    def read_epoch(self, epoch: int, blocks: Iterator[Block]) -> Iterator[Batch]:
+        """Return one batch for each of `blocks`, with these samples in the order of `epoch`."""
+        ...
+
+    def batches(
+        self,
+        batch_size: int,
+        *,
+        rank: int = 0,
+        num_ranks: int = 1,
+        start: Position = Position(),
+        last_batch: LastBatch = "keep",
+    ) -> Iterator[Batch]:
+        """Return this rank's batches, as `Source.batches` does."""
+        blocks = iterate_rank_blocks(
+            self.num_samples,
+            batch_size,
+            rank=rank,
+            num_ranks=num_ranks,
+            start=start,
+            last_batch=last_batch,
+        )
+        return self.read_epoch(start.epoch, blocks)
+
+
 def build_batch_options(last_batch: LastBatch) -> dict[str, Any]:
     """Return the keyword arguments of `Source.batches` for the last batch: none for "keep", so that a user's source
     need not know of it."""
@@ -139,7 +175,7 @@ def iterate_rank_blocks(
     num_ranks: int,
     start: Position,
     last_batch: LastBatch = "keep",
-) -> Iterator[tuple[int, int]]:
+) -> Iterator[Block]:
     """Return this rank's samples [begin, end) of each step from `start.step` on, counted in the epoch's order.
 
     Raises ConfigError at the call for arguments out of range.
@@ -157,7 +193,7 @@ def iterate_rank_blocks(
             "least one whole batch: make train.batch_size smaller, or set data.last_batch to merge"
         )
 
-    def iterate_blocks() -> Iterator[tuple[int, int]]:
+    def iterate_blocks() -> Iterator[Block]:
         for step in range(start.step, last + 1):
             first = step * batch_size
             size = num_samples - first if step == last and last_batch != "drop" else batch_size

@@ -7,21 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import tee
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from colonnade.batch import Batch, Ids
-from colonnade.data.contract import (
-    START,
-    Column,
-    LastBatch,
-    Position,
-    Schema,
-    Splits,
-    iterate_rank_blocks,
-)
+from colonnade.data.contract import Block, BlockSource, Column, Schema, Splits
 from colonnade.data.counter import Words, random_words, stream_key
 from colonnade.data.interactions import (
     LOG_Q,
@@ -182,7 +175,7 @@ def open_graph(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class NeighbourSource:
+class NeighbourSource(BlockSource):
     """Source with one sample per pair: its two nodes and the hops of both.
 
     `Batch.key` has the items of the query, which are not its negatives. No hop uses the edge between the two nodes of
@@ -204,28 +197,11 @@ class NeighbourSource:
     def num_samples(self) -> int:
         return self.pairs.num_samples
 
-    def batches(
-        self,
-        batch_size: int,
-        *,
-        rank: int = 0,
-        num_ranks: int = 1,
-        start: Position = START,
-        last_batch: LastBatch = "keep",
-    ) -> Iterator[Batch]:
-        pairs = self.pairs.batches(
-            batch_size, rank=rank, num_ranks=num_ranks, start=start, last_batch=last_batch
-        )
-        blocks = iterate_rank_blocks(
-            self.num_samples,
-            batch_size,
-            rank=rank,
-            num_ranks=num_ranks,
-            start=start,
-            last_batch=last_batch,
-        )
+    def read_epoch(self, epoch: int, blocks: Iterator[Block]) -> Iterator[Batch]:
+        blocks, pair_blocks = tee(blocks)
+        pairs = self.pairs.read_epoch(epoch, pair_blocks)
         return (
-            self._add_neighbour_columns(batch, begin, start.epoch)
+            self._add_neighbour_columns(batch, begin, epoch)
             for batch, (begin, _) in zip(pairs, blocks, strict=True)
         )
 

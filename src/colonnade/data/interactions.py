@@ -14,18 +14,12 @@ import torch
 from torch import Tensor
 
 from colonnade.batch import Batch, Ids
-from colonnade.data.contract import (
-    START,
-    Column,
-    LastBatch,
-    Position,
-    Schema,
-    Splits,
-    iterate_rank_blocks,
-)
+from colonnade.data.contract import Block, BlockSource, Column, Schema, Splits
 from colonnade.data.counter import random_permutation, random_words, stream_key
 from colonnade.data.tensors import TensorColumns, gather_ids
 
+SampleKind = Literal["pairs", "sequences"]
+ItemOrder = Literal["shuffled", "file"]
 LOG_Q = "log_q"
 """Dense column of a pair: log of its item's share of the training interactions."""
 SPLIT_KEY = stream_key(0, 20)
@@ -78,12 +72,12 @@ class Interactions:
 def open_interaction_splits(
     interactions: Interactions,
     *,
-    samples: Literal["pairs", "sequences"],
+    samples: SampleKind,
     seed: int,
     max_history: int,
     max_pairs: int | None,
     negatives: int,
-    order: Literal["shuffled", "file"],
+    order: ItemOrder,
 ) -> Splits:
     """Open training samples (pairs or sequences), and queries that validate and test.
 
@@ -122,7 +116,7 @@ def open_interaction_splits(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PairSource:
+class PairSource(BlockSource):
     """Source with one sample per training interaction, at most `max_pairs` of a user, in a new order each epoch.
 
     A sample has the user, the item, and as history up to `max_history` other items of the user: those that follow the
@@ -136,7 +130,7 @@ class PairSource:
     interactions: Interactions
     max_history: int
     max_pairs: int | None
-    order: Literal["shuffled", "file"]
+    order: ItemOrder
     shuffle_key: int
 
     @property
@@ -148,29 +142,13 @@ class PairSource:
         position = _offsets_and_positions(self.interactions.train.counts)[1]
         return (position < (self.max_pairs or len(position) + 1)).nonzero()[:, 0]
 
-    def batches(
-        self,
-        batch_size: int,
-        *,
-        rank: int = 0,
-        num_ranks: int = 1,
-        start: Position = START,
-        last_batch: LastBatch = "keep",
-    ) -> Iterator[Batch]:
+    def read_epoch(self, epoch: int, blocks: Iterator[Block]) -> Iterator[Batch]:
         pairs = self._select_pairs()
-        blocks = iterate_rank_blocks(
-            len(pairs),
-            batch_size,
-            rank=rank,
-            num_ranks=num_ranks,
-            start=start,
-            last_batch=last_batch,
-        )
-        order = pairs[_epoch_order(len(pairs), self.shuffle_key, start.epoch)]
+        order = pairs[_epoch_order(len(pairs), self.shuffle_key, epoch)]
         lists = self.interactions.train
         log_shares = self.interactions.log_shares()
         if self.order == "shuffled":
-            lists = _shuffle_bags(lists, stream_key(self.shuffle_key, start.epoch, 1))
+            lists = _shuffle_bags(lists, stream_key(self.shuffle_key, epoch, 1))
         return (
             self._build_pair_batch(lists, order[begin:end], log_shares) for begin, end in blocks
         )
@@ -195,7 +173,7 @@ class PairSource:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class SequenceSource:
+class SequenceSource(BlockSource):
     """Source with one sample per user with two or more training items; users in a new order each epoch.
 
     A sample has the user's items without the last (`history`), the same shifted by one (`target`), and `negatives`
@@ -209,7 +187,7 @@ class SequenceSource:
     interactions: Interactions
     max_history: int
     negatives: int
-    order: Literal["shuffled", "file"]
+    order: ItemOrder
     shuffle_key: int
 
     @property
@@ -219,32 +197,13 @@ class SequenceSource:
     def _select_users(self) -> Tensor:
         return (self.interactions.train.counts >= 2).nonzero()[:, 0]
 
-    def batches(
-        self,
-        batch_size: int,
-        *,
-        rank: int = 0,
-        num_ranks: int = 1,
-        start: Position = START,
-        last_batch: LastBatch = "keep",
-    ) -> Iterator[Batch]:
+    def read_epoch(self, epoch: int, blocks: Iterator[Block]) -> Iterator[Batch]:
         users = self._select_users()
-        blocks = iterate_rank_blocks(
-            len(users),
-            batch_size,
-            rank=rank,
-            num_ranks=num_ranks,
-            start=start,
-            last_batch=last_batch,
-        )
-        users = users[_epoch_order(len(users), self.shuffle_key, start.epoch)]
+        users = users[_epoch_order(len(users), self.shuffle_key, epoch)]
         lists = self.interactions.train
         if self.order == "shuffled":
-            lists = _shuffle_bags(lists, stream_key(self.shuffle_key, start.epoch, 1))
-        return (
-            self._build_sequence_batch(lists, users[begin:end], start.epoch)
-            for begin, end in blocks
-        )
+            lists = _shuffle_bags(lists, stream_key(self.shuffle_key, epoch, 1))
+        return (self._build_sequence_batch(lists, users[begin:end], epoch) for begin, end in blocks)
 
     def _build_sequence_batch(self, lists: Ids, users_B: Tensor, epoch: int) -> Batch:
         items = truncate_to_newest_items(gather_ids(lists, users_B), self.max_history + 1)
@@ -271,7 +230,7 @@ class SequenceSource:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class QuerySource:
+class QuerySource(BlockSource):
     """Source of queries: one sample per user with held-out items (`truth`), in the order of users.
 
     A sample has the user's columns, the newest training items as `history` (if given), and as `key` a `HeldOutItems`
@@ -293,24 +252,8 @@ class QuerySource:
     def _select_users(self) -> Tensor:
         return (self.truth.counts > 0).nonzero()[:, 0]
 
-    def batches(
-        self,
-        batch_size: int,
-        *,
-        rank: int = 0,
-        num_ranks: int = 1,
-        start: Position = START,
-        last_batch: LastBatch = "keep",
-    ) -> Iterator[Batch]:
+    def read_epoch(self, epoch: int, blocks: Iterator[Block]) -> Iterator[Batch]:
         users = self._select_users()
-        blocks = iterate_rank_blocks(
-            len(users),
-            batch_size,
-            rank=rank,
-            num_ranks=num_ranks,
-            start=start,
-            last_batch=last_batch,
-        )
         return (self._build_query_batch(users[begin:end]) for begin, end in blocks)
 
     def _build_query_batch(self, users_B: Tensor) -> Batch:

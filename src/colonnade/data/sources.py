@@ -2,39 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
+from importlib import import_module
 from inspect import Parameter, signature
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from colonnade.data.contract import Splits
-from colonnade.data.sets.criteo import open_criteo
-from colonnade.data.sets.fb15k237 import open_fb15k237
-from colonnade.data.sets.gowalla import open_gowalla
-from colonnade.data.sets.movielens import open_movielens
-from colonnade.data.sets.movielens_retrieval import open_movielens_retrieval
-from colonnade.data.sets.power_law import open_power_law
-from colonnade.data.sets.synthetic import open_synthetic
-from colonnade.data.tabular.csv import open_csv
-from colonnade.data.tabular.libsvm import open_libsvm
-from colonnade.data.tabular.parquet import open_parquet
-from colonnade.data.tabular.tfrecord import open_tfrecord
+from colonnade.data.tabular.formats import FORMATS
 from colonnade.errors import ColonnadeError, ConfigError
 
-SOURCES: dict[str, Callable[..., Splits]] = {
-    "criteo": open_criteo,
-    "csv": open_csv,
-    "fb15k237": open_fb15k237,
-    "gowalla": open_gowalla,
-    "libsvm": open_libsvm,
-    "movielens": open_movielens,
-    "movielens_retrieval": open_movielens_retrieval,
-    "parquet": open_parquet,
-    "power_law": open_power_law,
-    "synthetic": open_synthetic,
-    "tfrecord": open_tfrecord,
-}
+if TYPE_CHECKING:
+    from colonnade.data.contract import Splits
+
+DATA_SETS = (
+    "criteo",
+    "fb15k237",
+    "gowalla",
+    "movielens",
+    "movielens_retrieval",
+    "power_law",
+    "synthetic",
+)
+"""Data sets other than files of a format in FORMATS. The module `data/sets/NAME.py` has `open_NAME`."""
+
+
+class SourceRegistry(Mapping[str, "Callable[..., Splits]"]):
+    """Mapping of the name of each data set to the function that opens it, which is imported at its first use."""
+
+    def __getitem__(self, name: str) -> Callable[..., Splits]:
+        if name in FORMATS:
+            return FORMATS[name].open
+        if name not in DATA_SETS:
+            raise KeyError(name)
+        return getattr(import_module(f"colonnade.data.sets.{name}"), f"open_{name}")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter((*FORMATS, *DATA_SETS))
+
+    def __len__(self) -> int:
+        return len(FORMATS) + len(DATA_SETS)
+
+
+SOURCES = SourceRegistry()
 
 
 def open_source(name: str, path: str | Path | None = None, **options: Any) -> Splits:

@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from colonnade.batch import Batch, Ids
-from colonnade.data.contract import START, Column, LastBatch, Position, Schema, iterate_rank_blocks
+from colonnade.data.contract import Block, BlockSource, Column, Schema
 from colonnade.data.counter import random_permutation, stream_key
 from colonnade.errors import DataError, IdRangeError
 
@@ -67,7 +67,7 @@ def gather_ids(ids: Ids, rows_B: Tensor) -> Ids:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class TensorSource:
+class TensorSource(BlockSource):
     """Source over `rows` of `columns`, in the order of `rows`, or with `shuffle_key` in a new order each epoch."""
 
     schema: Schema
@@ -87,24 +87,8 @@ class TensorSource:
         key = stream_key(self.shuffle_key, epoch)
         return rows[torch.from_numpy(random_permutation(self.num_samples, key))]
 
-    def batches(
-        self,
-        batch_size: int,
-        *,
-        rank: int = 0,
-        num_ranks: int = 1,
-        start: Position = START,
-        last_batch: LastBatch = "keep",
-    ) -> Iterator[Batch]:
-        blocks = iterate_rank_blocks(
-            self.num_samples,
-            batch_size,
-            rank=rank,
-            num_ranks=num_ranks,
-            start=start,
-            last_batch=last_batch,
-        )
-        order = self.epoch_order(start.epoch)
+    def read_epoch(self, epoch: int, blocks: Iterator[Block]) -> Iterator[Batch]:
+        order = self.epoch_order(epoch)
         return (self.columns.gather_rows(order[begin:end]) for begin, end in blocks)
 
 

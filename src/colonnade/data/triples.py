@@ -14,15 +14,7 @@ import torch
 from torch import Tensor
 
 from colonnade.batch import Batch, Ids
-from colonnade.data.contract import (
-    START,
-    Column,
-    LastBatch,
-    Position,
-    Schema,
-    Splits,
-    iterate_rank_blocks,
-)
+from colonnade.data.contract import Block, BlockSource, Column, Schema, Splits
 from colonnade.data.counter import random_permutation, random_words, stream_key
 from colonnade.errors import ConfigError
 
@@ -158,7 +150,7 @@ def open_triples(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class TripleSource:
+class TripleSource(BlockSource):
     """Source with one sample per triple: `head`, `relation`, `tail`, and `candidate`, a sequence of random entities.
 
     `Batch.key` is `KnownAnswers`. The order is new each epoch if `is_shuffled`, else that of `triples`.
@@ -181,25 +173,12 @@ class TripleSource:
         """Number of entities, all of which a link prediction model ranks."""
         return self.index.num_entities
 
-    def batches(
-        self,
-        batch_size: int,
-        *,
-        rank: int = 0,
-        num_ranks: int = 1,
-        start: Position = START,
-        last_batch: LastBatch = "keep",
-    ) -> Iterator[Batch]:
+    def read_epoch(self, epoch: int, blocks: Iterator[Block]) -> Iterator[Batch]:
         size = len(self.triples)
-        blocks = iterate_rank_blocks(
-            size, batch_size, rank=rank, num_ranks=num_ranks, start=start, last_batch=last_batch
-        )
         order = torch.arange(size)
         if self.is_shuffled:
-            order = torch.from_numpy(
-                random_permutation(size, stream_key(self.shuffle_key, start.epoch))
-            )
-        return (self._build_triple_batch(order, begin, end, start.epoch) for begin, end in blocks)
+            order = torch.from_numpy(random_permutation(size, stream_key(self.shuffle_key, epoch)))
+        return (self._build_triple_batch(order, begin, end, epoch) for begin, end in blocks)
 
     def _build_triple_batch(self, order: Tensor, begin: int, end: int, epoch: int) -> Batch:
         rows = order[begin:end]

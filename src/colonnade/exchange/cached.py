@@ -65,13 +65,13 @@ from colonnade.lookup.contract import (
     BatchInfo,
     Caller,
     ExchangePart,
+    Kernels,
     LookupRequest,
     PartLookup,
     PinnedRows,
     RowGradients,
     RowSource,
 )
-from colonnade.lookup.kernels import Kernels
 from colonnade.lookup.layout import EmbeddingDeclaration
 from colonnade.lookup.row_layout import RowLayout, build_row_layout
 from colonnade.lookup.views import Slices
@@ -266,18 +266,8 @@ class CachedExchange(FetchedRowsPart[FetchedRowsLookup]):
         ends = self.owner_map.table_offsets(plan).tolist()
         slots = np.empty(len(unique), np.int64)
         pushed = np.empty(len(unique), bool)
-        decisions = []
         rows_by_table = sort_plan_rows_by_id(plan, ends) if preview is None else preview.rows
-        for t, (directory, (_, ids)) in enumerate(
-            zip(self.directories, rows_by_table, strict=True)
-        ):
-            hints = None if preview is None else preview.next_uses[t]
-            if hints is None:
-                decisions.append(directory.decide_batch(ids))
-            else:
-                decisions.append(
-                    directory.decide_batch(ids, hints.next_uses, hints.coming, self.windows[t])
-                )
+        decisions = self._decide_by_table(rows_by_table, preview)
         # All tables at once: a call for each of dozens of tables takes longer than its work.
         rows = np.concatenate([indices for indices, _ in rows_by_table])
         decision = join_decisions(decisions)
@@ -342,6 +332,25 @@ class CachedExchange(FetchedRowsPart[FetchedRowsLookup]):
             ids[message_order],
         )
         return transfer, request_plan, origin[request_order]
+
+    def _decide_by_table(
+        self,
+        rows_by_table: Sequence[tuple[np.ndarray, np.ndarray]],
+        preview: PreviewedBatch | None,
+    ) -> list[Any]:
+        """Return each table's decisions on the rows of a batch. rows_by_table: (indices, ids) of its rows."""
+        decisions = []
+        for t, (directory, (_, ids)) in enumerate(
+            zip(self.directories, rows_by_table, strict=True)
+        ):
+            hints = None if preview is None else preview.next_uses[t]
+            if hints is None:
+                decisions.append(directory.decide_batch(ids))
+            else:
+                decisions.append(
+                    directory.decide_batch(ids, hints.next_uses, hints.coming, self.windows[t])
+                )
+        return decisions
 
     def serve_requests(
         self, request: LookupRequest, received: Sequence[np.ndarray], batch: BatchInfo

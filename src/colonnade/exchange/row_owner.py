@@ -16,8 +16,8 @@ from torch import Tensor
 from colonnade import _native
 from colonnade.batch import Batch
 from colonnade.comm.mesh import Mesh
-from colonnade.lookup.contract import OwnedRows, PartLookup, RowGradients
-from colonnade.lookup.kernels import DeviceKernels, DeviceRowSums, Kernels, NativeKernels
+from colonnade.lookup.contract import Kernels, OwnedRows, PartLookup, RowGradients
+from colonnade.lookup.kernels import DeviceKernels, DeviceRowSums, NativeKernels
 from colonnade.lookup.layout import (
     EmbeddingDeclaration,
     LookupColumns,

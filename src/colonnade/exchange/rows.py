@@ -35,13 +35,14 @@ from colonnade.lookup.contract import (
     ByPage,
     Caller,
     ExchangePart,
+    Kernels,
     LookupRequest,
     PartLookup,
     PinnedRows,
     RowGradients,
     RowSource,
 )
-from colonnade.lookup.kernels import NO_TENSORS, Kernels
+from colonnade.lookup.kernels import NO_TENSORS
 from colonnade.lookup.layout import (
     EmbeddingDeclaration,
     Lookups,

@@ -72,7 +72,7 @@ def export_program(predictor: Predictor, *, with_rows: bool = True) -> ExportedP
         )
     rows = map_rows(predictor.folder, export, verify=True)
     module = WholeModel(predictor.model, collection, schema, rows, with_rows=with_rows)
-    with _traced(predictor.model, collection, module.compute_outputs):
+    with _lookups_replaced(predictor.model, collection, module.compute_outputs):
         return _export(module, inputs)
 
 
@@ -85,7 +85,7 @@ def export_dense_program(predictor: Predictor) -> ExportedProgram:
     collection = find_collection(predictor.model)
     inputs = list_dense_inputs(schema, collection.declaration)
     module = DenseModel(predictor.model, collection, schema)
-    with _traced(predictor.model, collection, module.compute_outputs):
+    with _lookups_replaced(predictor.model, collection, module.compute_outputs):
         return decompose(_export(module, inputs))
 
 
@@ -303,7 +303,7 @@ def _get_schema(predictor: Predictor) -> Schema:
 
 
 @contextmanager
-def _traced(
+def _lookups_replaced(
     model: nn.Module,
     collection: EmbeddingCollection,
     compute_outputs: Callable[[Batch], dict[str, Tensor]],

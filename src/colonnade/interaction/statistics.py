@@ -6,11 +6,12 @@ Legend: B samples, F fields, D dim, E vectors, P floats of a partial.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Literal
+from typing import get_args
 
 import torch
 from torch import Tensor
 
+from colonnade.config.model import PairVariables
 from colonnade.errors import ConfigError
 from colonnade.interaction.contract import SQUARES, Interaction
 from colonnade.ops import interaction as ops
@@ -27,12 +28,10 @@ class PairwiseProducts(Interaction):
     Over ids, each field is followed by its squares among the operator's inputs, except the `single` ones.
     """
 
-    def __init__(
-        self, over: Literal["fields", "ids"] = "fields", *, single: Collection[int] = ()
-    ) -> None:
+    def __init__(self, over: PairVariables = "fields", *, single: Collection[int] = ()) -> None:
         """Create the operator. single: indices of fields with at most one id per sample, which need no squares."""
         super().__init__()
-        if over not in ("fields", "ids"):
+        if over not in get_args(PairVariables):
             raise ConfigError(f"{type(self).__name__}: got over={over!r}, wanted 'fields' or 'ids'")
         self.over = over
         self.single = frozenset(single)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from colonnade import _native
-from colonnade.lookup.contract import PartLookup, RowGradients, RowSource
+from colonnade.lookup.contract import NO_TENSORS, PartLookup, RowGradients, RowSource
 from colonnade.lookup.layout import EmbeddingDeclaration, LookupColumns, Lookups, Output
 from colonnade.lookup.reads import (
     Read,
@@ -40,87 +40,6 @@ from colonnade.ops import reference
 from colonnade.ops.memory import empty
 from colonnade.store.contract import RowView
 from colonnade.table import POOLINGS, Part
-
-NO_TENSORS: Mapping[int, Tensor] = {}
-
-
-class Kernels(Protocol):
-    """Kernels of a step. Outputs and their gradients are stored where the rows are; messages are on the CPU."""
-
-    def locate_rows(
-        self, lookups: Lookups, views: Sequence[RowView], index: Tensor, order: Tensor | None = None
-    ) -> Any:
-        """Return the location of each lookup's row, for `pool`. index: (E,) int32 slots. order: (E,) int32, all lookups
-        in the order of their rows in memory, if it is known (`ByPage.entries`)."""
-        ...
-
-    def pool(
-        self, lookups: Lookups, locations: Any, into: Mapping[int, Tensor] = NO_TENSORS
-    ) -> list[Tensor]:
-        """Pool rows into one tensor per output: pooled fields side by side (B, width), or the rows of a sequence
-        (E_f, dim). into: tensors to write fields into, by output, (B, width) on the CPU; columns of other parts are not
-        changed."""
-        ...
-
-    def zero_outputs(self, lookups: Lookups) -> list[Tensor]:
-        """Return zeros of the shapes of the outputs of `pool`."""
-        ...
-
-    def gather_message(
-        self,
-        source: RowSource,
-        index: Tensor,
-        layout: RowLayout,
-        requests: Any,
-        into: Tensor | None = None,
-    ) -> Tensor:
-        """Gather whole rows into a message. index: (P,) int32 slots of the rows of `requests`, rank by rank, table by
-        table. into: a tensor on the CPU to write them to."""
-        ...
-
-    def gradients_from_outputs(self, lookup: PartLookup, gradients: list[Tensor]) -> RowGradients:
-        """Return gradients of a lookup's pinned rows from gradients of its outputs, in a world of one. gradients:
-        shaped as the result of `pool`; the result refers to them."""
-        ...
-
-    def sum_gradients_by_row(
-        self, lookup: PartLookup, offsets: Tensor, gradients: list[Tensor]
-    ) -> Any:
-        """Sum gradients of a lookup's outputs by row of its plan, in the form that `cache.cached_rows.CachedRows` of
-        the pooled rows takes. offsets: (T + 1,) of these rows by table."""
-        ...
-
-    def gradients_from_sums(
-        self, slots: np.ndarray, counts: np.ndarray, sums: Any, is_selected: np.ndarray
-    ) -> RowGradients:
-        """Return sums of `sum_gradients_by_row` as gradients of the rows in `slots` (n,), table by table. counts: (T,)
-        rows. is_selected: (T,) bool, tables to include. The result refers to the sums."""
-        ...
-
-    def merge_batches(
-        self,
-        batches: Sequence[PartLookup],
-        row_gradients: Sequence[RowGradients],
-        slots: Tensor,
-        plan: _native.Plan,
-    ) -> RowGradients:
-        """Merge gradients of several batches: sum each batch by row, and add the sums in the order of the batches.
-        plan: of the owned rows of all batches, listed batch by batch; slots: by its unique rows."""
-        ...
-
-    def squared_norm(self, row_gradients: RowGradients) -> tuple[RowGradients, float]:
-        """Return gradients that need not be summed again, and the sum of squares of all rows' sums."""
-        ...
-
-    def update(
-        self, store: Any, row_gradients: RowGradients, optimizers: Tensor, settings: Tensor
-    ) -> None:
-        """Apply gradients to pinned rows of `store`, and advance the rows' clocks: see `_native.update`."""
-        ...
-
-    def squared_norms(self, view: RowView, slots: Tensor) -> Tensor:
-        """Return the sum of squares of each row's weights, (N,) float64 on the CPU. slots: (N,) int32."""
-        ...
 
 
 class NativeKernels:

@@ -9,7 +9,6 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
 
 import numpy as np
 import torch
@@ -20,7 +19,7 @@ from colonnade.batch import Batch, Ids
 from colonnade.errors import ConfigError, DataError, IdRangeError, NonFiniteError
 from colonnade.interaction import Interaction
 from colonnade.interaction.contract import SQUARES
-from colonnade.table import POOLINGS, Feature, Part, Table
+from colonnade.table import POOLINGS, Feature, Part, RowDtype, Table
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +54,7 @@ class EmbeddingDeclaration:
     tables: tuple[Table, ...]
     features: tuple[Feature, ...]
     consumers: Mapping[str, Consumer]
-    output: Literal["float32", "float64", "bfloat16", "float16"]
+    output: RowDtype
     shared: tuple[Output, ...] | None = None
     """Outputs of the whole, where this is a part of a declaration: each with the fields that are in this part, at their
     columns in the whole's output. None: this is whole."""

@@ -6,11 +6,11 @@ Legend: B samples, W width of x_0 = dense columns and fields (or tower outputs),
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor, cat, nn
 
+from colonnade.config.model import CrossStructure
 from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import ConfigError
 from colonnade.interaction import Concat, Interaction, LowRankCross, TowerModule
@@ -44,7 +44,7 @@ class DCNv2(Scorer):
         cross_layers: int = 3,
         cross_rank: int | None = None,
         cross_experts: int = 1,
-        structure: Literal["parallel", "stacked"] = "parallel",
+        structure: CrossStructure = "parallel",
         top: Sequence[int] = (128, 64),
         towers: Partition | None = None,
         tower_dim: int | None = None,

@@ -6,10 +6,10 @@ Legend: B samples, F fields, D dim, n dense columns.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Literal
 
 from torch import Tensor
 
+from colonnade.config.model import PairVariables
 from colonnade.embedding import EmbeddingCollection
 from colonnade.interaction import FM, Sum
 from colonnade.models.fields import DEEP, build_pairs, find_field_dims, find_first_order_fields
@@ -32,7 +32,7 @@ class DeepFM(Scorer):
         num_dense: int,
         top: Sequence[int] = (128, 64),
         tasks: int = 1,
-        over: Literal["ids", "fields"] = "ids",
+        over: PairVariables = "ids",
         bags: Collection[str] | None = None,
         seed: int = 0,
     ) -> None:

@@ -7,8 +7,9 @@ so each id is sent to its owner once for both.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Literal, TypeVar
+from typing import TypeVar
 
+from colonnade.config.model import PairVariables
 from colonnade.errors import ConfigError
 from colonnade.interaction import FM, BiInteraction
 from colonnade.table import Feature, Table
@@ -60,7 +61,7 @@ def find_first_order_fields(
 def build_pairs(
     operator: type[Pairs],
     features: Sequence[Feature],
-    over: Literal["ids", "fields"],
+    over: PairVariables,
     bags: Collection[str] | None,
 ) -> Pairs:
     """Return `FM` or `BiInteraction` over these features' ids or fields. bags: names of the features of which a sample

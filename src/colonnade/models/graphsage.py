@@ -105,7 +105,7 @@ class GraphSAGE(Retriever):
                     f"graphsage: got {len(below)} nodes in {role}_hop{hop} below {len(own)}, wanted "
                     "equally many, at least one, below each"
                 )
-        return self.run_network(levels[0], *levels)
+        return self.evaluate_network(*levels, out_like=levels[0])
 
 
 def _aggregate(layer: nn.Module, own: Tensor, neighbours: Tensor, *, relu: bool) -> Tensor:

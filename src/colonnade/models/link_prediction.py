@@ -14,7 +14,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from torch.nn.functional import cross_entropy, logsigmoid
 from colonnade.batch import Batch, Ids
 from colonnade.comm.collectives import concatenate_over_ranks
 from colonnade.comm.mesh import Mesh
+from colonnade.config.model import LinkLoss
 from colonnade.data.contract import Source
 from colonnade.data.triples import RELATION, KnownAnswers
 from colonnade.embedding import EmbeddingCollection
@@ -37,7 +38,6 @@ from colonnade.models.split import SplitModel
 from colonnade.table import Feature, Table
 
 FEATURES = ("head", "relation", "tail", "candidate")
-LinkLoss = Literal["sigmoid", "softmax"]
 HITS = (1, 3, 10)
 CHUNK = 4096  # entities embedded, and ranked, at a time
 QUERIES = 128
@@ -281,7 +281,7 @@ def compute_link_loss(
         (links.tail_queries, links.tails, known.tails),
         (links.head_queries, links.heads, known.heads),
     ):
-        right, wrong = model.run_network(queries, queries, answers, candidates)
+        right, wrong = model.evaluate_network(queries, answers, candidates, out_like=queries)
         is_excluded = mark_matching_candidates(true.samples, true.values, len(queries), ids).to(
             wrong.device
         )

@@ -176,7 +176,7 @@ class SASRec(Retriever):
         rows_used = rows_used.to(rows_ED.device)
         padded = rows_ED.new_zeros(num_samples * longest, rows_ED.shape[1])
         padded = padded.index_copy(0, padded_index, rows_ED.index_select(0, rows_used))
-        predictions = self.run_network(rows_ED, padded.view(num_samples, longest, -1))
+        predictions = self.evaluate_network(padded.view(num_samples, longest, -1), out_like=rows_ED)
         return predictions.flatten(0, 1).index_select(0, padded_index)
 
 

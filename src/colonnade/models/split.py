@@ -63,16 +63,18 @@ class SplitModel(nn.Module):
     def network(self, *inputs: Any) -> Any:
         """Compute a tensor, or a tuple of tensors, from tensors."""
 
-    def run_network(self, like: Tensor, *inputs: Any) -> Any:
-        """Evaluate `network(*inputs)`, compiled and with autocast if set. Outputs have the dtype of `like`."""
+    def evaluate_network(self, *inputs: Any, out_like: Tensor) -> Any:
+        """Evaluate `network(*inputs)`, compiled and with autocast if set.
+
+        out_like: a tensor of the dtype of the outputs, on the device of the inputs."""
         network = self._compiled or self.network
         if self.autocast is None:
             return network(*inputs)
-        with torch.autocast(like.device.type, self.autocast):
+        with torch.autocast(out_like.device.type, self.autocast):
             outputs = network(*inputs)
         if isinstance(outputs, tuple):
-            return tuple(output.to(like.dtype) for output in outputs)
-        return outputs.to(like.dtype)
+            return tuple(output.to(out_like.dtype) for output in outputs)
+        return outputs.to(out_like.dtype)
 
     def compile(self, **options: Any) -> None:  # type: ignore[override]
         """Compile the network with `torch.compile` and its options. Lookups are not torch code and stay outside."""
@@ -92,5 +94,5 @@ class Scorer(SplitModel):
 
     def forward(self, batch: Batch) -> Tensor:
         fields = self.embeddings(batch)
-        like = next(iter(fields.values()))
-        return self.run_network(like, fields, batch.dense.to(like))
+        first = next(iter(fields.values()))
+        return self.evaluate_network(fields, batch.dense.to(first), out_like=first)

@@ -58,7 +58,8 @@ class DLRMTower(nn.Module):
     def __init__(
         self, fields: int, dim: int, out_dim: int, *, vectors: int, summaries: int
     ) -> None:
-        """Create the module. vectors: c; summaries: p."""
+        """Create the module. fields: F; dim: N, width of an input vector; out_dim: D, of an output vector; vectors: c,
+        outputs per field; summaries: p, outputs of all fields together. Raises ConfigError if it has no output."""
         super().__init__()
         if vectors < 0 or summaries < 0 or not vectors + summaries:
             raise ConfigError(

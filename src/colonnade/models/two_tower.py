@@ -121,4 +121,4 @@ class TwoTower(Retriever):
         fields = self.embeddings(batch)
         like = fields["item fields"]
         dense = batch.dense[:, self.dense_columns].to(like)
-        return self.run_network(like, fields, dense)
+        return self.evaluate_network(fields, dense, out_like=like)

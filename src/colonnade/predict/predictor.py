@@ -14,6 +14,7 @@ import queue
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -52,6 +53,16 @@ READ_AHEAD = 2
 T = TypeVar("T")
 
 
+@dataclass(frozen=True, slots=True)
+class RowReading:
+    """Settings by which the rows of exports are mapped."""
+
+    verifies_all: bool = False
+    """True: every byte is read and verified before anything is scored."""
+    memory_bytes: int | None = None
+    """Memory of this process for rows; None: the system decides which of the mapped files it holds."""
+
+
 class Predictor:
     """Model that scores batches without training state, with rows mapped from files that processes share.
 
@@ -68,9 +79,7 @@ class Predictor:
         config: RunConfig | None,
         step: int,
         folder: Path,
-        run: str = "",
-        is_full: bool = False,
-        row_memory: int | None = None,
+        row_reading: RowReading = RowReading(),
     ) -> None:
         self.model = model
         self.rows = rows
@@ -78,9 +87,9 @@ class Predictor:
         self.config = config
         self.step = step
         self.folder = folder
-        self.run = run
-        self._is_full = is_full
-        self._row_memory = row_memory
+        self.run = ""
+        """Identity of the run that wrote the checkpoint."""
+        self._row_reading = row_reading
         # Error that left rows and weights of different checkpoints.
         self._torn: BaseException | None = None
         self._subscriber: Subscriber | None = None
@@ -118,9 +127,9 @@ class Predictor:
         """
         if verify not in ("lazy", "full"):
             raise ConfigError(f"got verify={verify!r}, choose from 'lazy', 'full'")
-        num_bytes = _parse_row_memory(row_memory)
+        row_reading = RowReading(verify == "full", _parse_row_memory(row_memory))
         if not is_url(path):
-            return cls._open_folder(Path(path), None, model, at, verify == "full", num_bytes)
+            return cls._open_folder(Path(path), None, model, at, row_reading)
         if copy is None:
             raise ConfigError(
                 f"{path} is a URL, and rows are mapped from files; give a folder to copy it to: "
@@ -130,7 +139,7 @@ class Predictor:
         copy = Path(copy)
         copy_publication(source, open_location(copy))
         try:
-            return cls._open_folder(copy, source, model, at, verify == "full", num_bytes)
+            return cls._open_folder(copy, source, model, at, row_reading)
         except CorruptionError:
             invalidate_copy(copy)
             raise
@@ -142,8 +151,7 @@ class Predictor:
         source: RemoteFolder | None,
         model: nn.Module | None,
         at: int | str | None,
-        is_full: bool,
-        row_memory: int | None,
+        row_reading: RowReading,
     ) -> Predictor:
         subscriber = None
         last_number = 0
@@ -162,7 +170,7 @@ class Predictor:
         if model is None:
             model = _build_network(export, config, folder)
         keep_freed_memory()
-        dense, rows = _load_export(folder, export, model, is_full, row_memory)
+        dense, rows = _read_export(folder, export, model, row_reading)
         load_dense(model, dense)
         find_collection(model).open_exported(rows)
         model.eval().requires_grad_(False)
@@ -173,10 +181,9 @@ class Predictor:
             config=config,
             step=export.step,
             folder=folder,
-            run=export.run,
-            is_full=is_full,
-            row_memory=row_memory,
+            row_reading=row_reading,
         )
+        predictor.run = export.run
         try:
             if subscriber is not None and at is None:
                 predictor._subscriber = subscriber
@@ -304,10 +311,9 @@ class Predictor:
                 config=self.config,
                 step=self.step,
                 folder=self.folder,
-                run=self.run,
-                is_full=self._is_full,
-                row_memory=self._row_memory,
+                row_reading=self._row_reading,
             )
+            other.run = self.run
             other._torn = self._torn
             other._subscriber = None if self._subscriber is None else self._subscriber.fork()
         return other
@@ -365,9 +371,7 @@ class Predictor:
         check_file_lengths(folder, export)
         _check_schema(self.schema, export, folder)
         # Outside the lock: other threads may predict meanwhile.
-        dense, rows = _load_export(
-            folder, export, self.model, self._is_full, self._row_memory, self.rows
-        )
+        dense, rows = _read_export(folder, export, self.model, self._row_reading, self.rows)
         with self._lock:
             load_dense(self.model, dense)
             self.rows.replace_files(rows)
@@ -453,16 +457,16 @@ def _build_network(export: Export, config: RunConfig | None, folder: Path) -> nn
     return build_model(export.schema, config)
 
 
-def _load_export(
+def _read_export(
     folder: Path,
     export: Export,
     model: nn.Module,
-    is_full: bool,
-    row_memory: int | None,
-    known: MappedRows | None = None,
+    row_reading: RowReading,
+    previous_rows: MappedRows | None = None,
 ) -> tuple[dict[str, Tensor], MappedRows]:
-    """Read the dense weights and map the rows of an export of this network. Raises CheckpointError for another
-    network's, CorruptionError, StorageError."""
+    """Read the dense weights and map the rows of an export of this network. `previous_rows`: those of an older export,
+    whose mapped files may be used again. Raises CheckpointError for another network's, CorruptionError, StorageError.
+    """
     collection = find_collection(model)
     _check_tables(collection, export, folder)
     dense = read_dense(folder, export)
@@ -474,9 +478,9 @@ def _load_export(
         folder,
         files,
         seed=seed,
-        full=is_full,
-        known=known,
-        row_memory=row_memory,
+        full=row_reading.verifies_all,
+        known=previous_rows,
+        row_memory=row_reading.memory_bytes,
     )
     rows.start_scrub()
     return dense, rows

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 from pydantic import Field
@@ -24,7 +24,7 @@ from colonnade.store.untrusted import (
     read_regular,
 )
 from colonnade.store.verification import VerifiedFile, verify_file
-from colonnade.table import ITEM_BYTES
+from colonnade.table import ITEM_BYTES, RowDtype
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,7 +57,7 @@ class ExportedTable(StrictRecord):
     dim: Positive
     rows: Positive | None
     parts: tuple[ExportedPart, ...]
-    dtype: Literal["float32", "float64", "bfloat16", "float16"]
+    dtype: RowDtype
     optimizer: str
     file: FileName
     count: Count

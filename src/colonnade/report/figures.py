@@ -185,7 +185,10 @@ def draw_phase_total_chart(run: RunRecord) -> Figure | None:
         f"{format_seconds(total)} on the training thread in {steps:,} steps. Each bar is labelled with its share and "
         "its time in one step."
     )
-    return build_chart("Phases of a step", note, data, x="seconds", bars=len(names), room=0.68)
+    figure = build_chart("Phases of a step", note, data, x="seconds", bars=len(names))
+    # Room to the right of the longest bar for its label.
+    figure["layout"]["xaxis"]["range"] = [0, max(seconds, default=0) / 0.32]
+    return figure
 
 
 def draw_phase_history_chart(run: RunRecord) -> Figure | None:
@@ -265,7 +268,9 @@ def draw_table_size_chart(tables: Sequence[TableFigures]) -> Figure | None:
     if rest:
         more = format_bytes(sum(t.bytes_in_memory for t in rest))
         note += f" Not drawn: {len(rest):,} smaller tables, {more} in memory."
-    return build_chart("Table sizes", note, data, x=unit, bars=len(names), barmode="group")
+    figure = build_chart("Table sizes", note, data, x=unit, bars=len(names))
+    figure["layout"]["barmode"] = "group"
+    return figure
 
 
 def draw_table_traffic_chart(tables: Sequence[TableFigures]) -> Figure | None:
@@ -288,9 +293,9 @@ def draw_table_traffic_chart(tables: Sequence[TableFigures]) -> Figure | None:
     )
     if rest:
         note += f" Not drawn: {len(rest):,} tables with fewer rows in a batch."
-    return build_chart(
-        "Table traffic", note, data, x="per batch", bars=len(names), barmode="overlay"
-    )
+    figure = build_chart("Table traffic", note, data, x="per batch", bars=len(names))
+    figure["layout"]["barmode"] = "overlay"
+    return figure
 
 
 def draw_overlay_charts(runs: Mapping[str, RunRecord]) -> list[Figure]:
@@ -437,23 +442,17 @@ def build_chart(
     y: str = "",
     from_zero: bool = False,
     bars: int = 0,
-    barmode: str = "stack",
-    room: float = 0.0,
 ) -> Figure:
-    """Build a figure from traces. bars: number of horizontal bars; 0: curves. room: share of the width left free
-    right of the longest bar, for its label."""
+    """Build a figure from traces. bars: number of horizontal bars; 0: curves."""
     in_legend = [trace for trace in data if trace.get("showlegend", True)]
     layout: dict[str, Any] = {
         "xaxis": {"title": {"text": x}, "rangemode": "tozero" if bars else "normal"},
         "yaxis": {"title": {"text": y}, "rangemode": "tozero" if from_zero else "normal"},
         "showlegend": len(in_legend) > 1,
-        "barmode": barmode,
+        "barmode": "stack",
         "height": 120 + 26 * bars if bars else 320 + 12 * max(0, len(in_legend) - 3),
         "hovermode": "closest" if bars else "x unified",
     }
     if bars:
         layout["yaxis"] |= {"type": "category", "showgrid": False, "ticks": ""}
-    if room:
-        longest = max((max(t["x"], default=0) for t in data), default=0)
-        layout["xaxis"]["range"] = [0, longest / (1 - room)]
     return {"title": title, "note": note, "data": data, "layout": layout}

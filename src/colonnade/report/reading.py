@@ -68,7 +68,7 @@ def clean_metrics_line(line: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def clean_tier_counts(values: Any) -> dict[str, dict[str, Any]]:
-    """Return the counts of each tier, by tier."""
+    """Return the counts of each tier, without entries that are no mappings and values that are no numbers."""
     if not isinstance(values, Mapping):
         return {}
     return {

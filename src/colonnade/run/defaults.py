@@ -21,6 +21,7 @@ from rich.console import Console
 from colonnade.checkpoint.header import list_checkpoints
 from colonnade.config.run import RunConfig, build_config, load_config, override_settings
 from colonnade.data import SOURCES, Source, Splits, load_file_schema, open_source
+from colonnade.data.tabular.formats import FORMATS
 from colonnade.errors import ConfigError
 from colonnade.models.build import MODEL_SPECS
 from colonnade.models.split import Scorer
@@ -67,7 +68,7 @@ def get_preset(data: str, model: str | None = None) -> RunConfig:
     return override_settings(build_config(values), MODEL_PRESETS[data].get(model, {}))
 
 
-FILES = ("csv", "parquet", "libsvm", "tfrecord", "criteo")
+FILES = (*FORMATS, "criteo")
 """Data sets of user files, with a size that is not known in advance."""
 PATIENCE = 3
 """Default patience in evaluations, one after each epoch."""

@@ -76,7 +76,7 @@ class ControlFolder:
         return self._order
 
     @contextmanager
-    def owned(self) -> Iterator[None]:
+    def lock(self) -> Iterator[None]:
         """Let one server at a time use the folder. Raises ConfigError if another one does."""
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         with open(self.folder / LOCK, "a", encoding="utf-8") as file:
@@ -166,18 +166,18 @@ class ControlFolder:
 
 
 @contextmanager
-def open_state_folder(folder: Path | None) -> Iterator[Path]:
+def lock_server_folder(folder: Path | None) -> Iterator[Path]:
     """Create the private folder of a server and lock it; None: a temporary one, which is removed at the end.
 
     Raises ConfigError if another server uses it."""
     if folder is not None:
-        with ControlFolder(folder).owned():
+        with ControlFolder(folder).lock():
             yield folder
         return
     remove_stale_folders(Path(tempfile.gettempdir()))
     temporary = Path(tempfile.mkdtemp(prefix=TEMPORARY))
     try:
-        with ControlFolder(temporary).owned():
+        with ControlFolder(temporary).lock():
             yield temporary
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

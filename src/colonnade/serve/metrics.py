@@ -62,6 +62,13 @@ class Metrics:
             multiprocess_mode="livesum",
             **registry,
         )
+        self._add_model_gauges(registry)
+        self._children: dict[tuple[str, int], tuple[Any, Any]] = {}
+
+    def _add_model_gauges(self, registry: dict[str, Any]) -> None:
+        """Add the gauges of the served model, and the counts of feedback."""
+        from prometheus_client import Counter, Gauge
+
         self.step = Gauge(
             "colonnade_model_step",
             "Step that is served; the oldest of all workers.",
@@ -120,7 +127,6 @@ class Metrics:
             multiprocess_mode="livemostrecent",
             **registry,
         )
-        self._children: dict[tuple[str, int], tuple[Any, Any]] = {}
 
     def observe_request(self, route: str, status: int, seconds: float) -> None:
         """Count an answer. route: one of a fixed set, so that clients cannot create series."""

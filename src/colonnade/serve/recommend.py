@@ -440,8 +440,8 @@ def open_data_catalogue(config: RunConfig) -> Catalogue:
         splits = open_source(config.data.name, config.data.path, **config.data.options)
     except (DataError, OSError) as error:
         raise ConfigError(
-            f"the items of the data that the model was trained on cannot be read: {error}. Or give the records of all "
-            "items: items=[...], or --items FILE"
+            f"the items of the data that the model was trained on cannot be read: {error}. Repair that, or "
+            "give the records of all items: items=[...], or --items FILE"
         ) from None
     parts = (splits.test, splits.validation, splits.train)
     features = next(

@@ -34,7 +34,6 @@ from colonnade.data.contract import Schema
 from colonnade.data.sets import criteo
 from colonnade.data.tabular.arrow import MISSING_NUMBER
 from colonnade.data.tabular.columns import resolve_dtypes
-from colonnade.data.tabular.csv import NUMBER
 from colonnade.data.tabular.declaration import FileSchema, load_file_schema
 from colonnade.data.tabular.encode import InvalidValue, encode_block, encode_ids
 from colonnade.data.tabular.fields import (
@@ -51,7 +50,7 @@ from colonnade.data.tabular.fields import (
     suggest_name,
 )
 from colonnade.data.tabular.fields import Sequence as SequenceField
-from colonnade.data.tabular.tables import FORMATS
+from colonnade.data.tabular.formats import FORMATS, NUMBER, ValueRules
 from colonnade.errors import ConfigError, DataError
 
 Record = Mapping[str, Any]
@@ -60,22 +59,6 @@ PLAIN = frozenset((str, int, float, bool, type(None), list))
 """Types of the values of parsed JSON, except objects."""
 MAX_NAME = 100
 """Number of characters of an unknown column's name that are shown and compared."""
-
-
-@dataclass(frozen=True, slots=True)
-class ValueRules:
-    """Rules of the training format for values that do not have the column's type."""
-
-    null_texts: frozenset[str] = frozenset()
-    """Texts that are missing values, besides the empty one: `null_values` of CSV files."""
-    number_pattern: re.Pattern[str] | None = None
-    """Pattern of a number written as text; None: what Arrow parses."""
-    has_fractions: bool = True
-    """True if numbers may have fractions; Criteo's have none."""
-    has_booleans: bool = False
-    """True if true and false are the numbers 1 and 0, as in typed files. A CSV file has no such number."""
-    has_float32: bool = False
-    """True if fractions are stored as float32, as TFRecord files do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +190,8 @@ class RawColumn:
         return repr(value)
 
     def _parse_hex(self, texts: pa.Array) -> pa.Array:
-        """Parse categories of Criteo's files, 8 hexadecimal digits or nothing."""
+        """Parse categories of Criteo's files, texts of 8 hexadecimal digits, to ids (N,) int64; a missing text has the
+        id that the file gives it. Raises InvalidValue for other texts."""
         ids = np.empty(len(texts), np.int64)
         column = pa.chunked_array([texts.cast(pa.binary())])
         if not criteo.parse_hex_ids(column, out=ids):
@@ -571,7 +555,7 @@ def build_encoder(config: RunConfig | None, schema: Schema) -> RecordEncoder:
     """Build the encoder of raw records for a model. Raises ConfigError for a recorded schema that cannot be used.
 
     The model was trained on            a record has
-    files with a schema (csv, parquet)  the columns of the files
+    files with a schema (FORMATS)       the columns of the files
     criteo                              I1 .. I13, C1 .. C26, as in the file: integers and 8 hexadecimal digits
     any other reader, or its own loop   the features and dense columns of `schema`: integer ids, numbers, lists of ids
     """
@@ -590,18 +574,13 @@ def build_encoder(config: RunConfig | None, schema: Schema) -> RecordEncoder:
 
 
 def _build_file_encoder(name: str, options: Mapping[str, Any]) -> RecordEncoder:
-    """Build the encoder for files with a schema."""
+    """Build the encoder for files of the format `name` with a schema."""
     declared = load_file_schema(options["schema"])
     inputs = declared.inputs()
     fields = tuple(f for f in inputs.fields if not isinstance(f, Group | Key))
     file_schema = resolve_dtypes(replace(inputs, fields=fields), {})
-    is_csv = name == "csv"
-    rules = ValueRules(
-        null_texts=frozenset(options.get("null_values") or ()) if is_csv else frozenset(),
-        number_pattern=NUMBER if is_csv else None,
-        has_booleans=not is_csv,
-        has_float32=name == "tfrecord",
-    )
+    null_texts = frozenset(options.get("null_values") or ())
+    rules = replace(FORMATS[name].value_rules, null_texts=null_texts)
     others = {*declared.columns, *(options.get("names") or ())}
     if options.get("split_by"):
         others.add(options["split_by"])

@@ -260,7 +260,7 @@ class Service:
         if isinstance(fields, list):
             fields = {"records": fields}
         if not isinstance(fields, dict) or set(fields) not in ({"records"}, {"user", "candidates"}):
-            names = list(fields) if isinstance(fields, dict) else fields
+            names = list(fields) if isinstance(fields, dict) and fields else fields
             raise RequestError(400, f"body: got {describe_value(names)}, wanted {MODEL_FIELDS}")
         is_shared = "user" in fields
         records = fields["candidates" if is_shared else "records"]
@@ -297,7 +297,7 @@ class Service:
         fields = parse_json(body)
         unknown = set(fields) - RECOMMEND_FIELDS if isinstance(fields, dict) else {"no object"}
         if unknown or not isinstance(fields.get("user"), dict):
-            names = list(fields) if isinstance(fields, dict) else fields
+            names = list(fields) if isinstance(fields, dict) and fields else fields
             raise RequestError(
                 400,
                 f"body: got {describe_value(names)}, wanted 'user': {{...}}, and 'k', 'exclude': [...], 'exclude_seen'",

@@ -6,8 +6,10 @@ when the publication deletes their files.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -33,13 +35,14 @@ from colonnade.publish.delivery import is_url, list_published_steps
 from colonnade.publish.deltas import CURRENT, read_current
 from colonnade.publish.exported import MODEL
 from colonnade.serve.control import ControlFolder, ServeOrder
-from colonnade.serve.network import load_network_builder
 from colonnade.serve.recommend import Recommendations, Recommender
 
 if TYPE_CHECKING:
     from colonnade.serve.options import ServeOptions
     from colonnade.serve.records import Record
 
+NETWORK_MODULE = "colonnade_network"
+"""Name of the module of a file with a network, so that its `if __name__ == "__main__"` does not run."""
 NO_ITEMS = "got /recommend for a model that scores candidates, or one of --network; use /score"
 
 
@@ -414,7 +417,8 @@ class ServedModel:
                 return version
             if not self.is_publication:
                 raise CheckpointError(
-                    f"got version {step}, wanted {self.step}, the one of this export; serve a publication for others"
+                    f"got version {step}, wanted {self.step}, the one of the export {self.options.path}; to serve "
+                    "other versions, serve a publication folder"
                 )
             predictor = self._open_predictor(step)
             newer_bytes = predictor.rows.newer_bytes
@@ -560,3 +564,49 @@ class ServedModel:
         if text != self._problem:
             self._report("problem", {"problem": text})
         self._problem = text
+
+
+def load_network_builder(text: str) -> Callable[[], nn.Module]:
+    """Load the function that FILE.py:FUNCTION names. Runs the file. Raises ConfigError.
+
+    The function takes no arguments and returns a new network at each call.
+    """
+    file, colon, name = text.rpartition(":")
+    path = Path(file)
+    if not colon or not name.isidentifier() or not path.is_file():
+        raise ConfigError(
+            f"--network: got {text!r}, wanted FILE.py:FUNCTION, a file and the function in it that builds the network"
+        )
+    spec = importlib.util.spec_from_file_location(NETWORK_MODULE, path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"--network: got {file!r}, wanted a file that ends in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[NETWORK_MODULE] = module
+    sys.path.insert(0, str(path.resolve().parent))  # as for a script, which imports files beside it
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        raise ConfigError(
+            f"--network: {file} ended with {type(error).__name__}: {error}; give a file that can be imported"
+        ) from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ConfigError(
+            f"--network: {file} has no function {name!r}; give the one that builds the network"
+        )
+
+    def build_network() -> nn.Module:
+        try:
+            network = function()
+        except Exception as error:
+            raise ConfigError(
+                f"--network: {name}() of {file} ended with {type(error).__name__}: {error}; give a function without "
+                "arguments that builds the network"
+            ) from error
+        if not isinstance(network, nn.Module):
+            raise ConfigError(
+                f"--network: {name} returned a {type(network).__name__}, wanted the nn.Module that was trained"
+            )
+        return network
+
+    return build_network

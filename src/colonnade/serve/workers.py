@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import json
 import os
 import selectors
@@ -83,36 +82,17 @@ def run_worker(
         signal.signal(number, lambda *_: stop.set())
     import torch
 
-    from colonnade.serve.app import HttpServer
+    from colonnade.serve.endpoints import serve_requests
     from colonnade.serve.service import Service
 
     torch.set_num_threads(options.threads)
     sys.setswitchinterval(SWITCH_SECONDS)
     service = Service(options)
-    rpc = None
 
     def should_stop() -> bool:
         return stop.is_set() or is_orphan() or service.model.control.read().is_stopped
 
-    def announce() -> None:
-        on_ready({"step": service.model.step, "grpc_port": rpc.port if rpc else None})
-
-    try:
-        service.start()
-        if options.grpc_port is not None:
-            from colonnade.serve.grpc_service import GrpcServer
-
-            rpc = GrpcServer(
-                service, options.host, options.grpc_port, is_shared=options.is_grpc_shared
-            )
-            rpc.start()
-        gc.collect()
-        gc.freeze()  # later collections then look at requests only
-        HttpServer(service, should_stop, announce).run(sockets=[listener])
-    finally:
-        if rpc is not None:
-            rpc.close(options.drain_seconds)
-        service.close()
+    serve_requests(service, listener, should_stop, on_ready)
 
 
 @dataclass(slots=True)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -436,6 +436,19 @@ class LogBacking:
         self._other_bytes = manifest.lifetime_bytes
         self._manifests[manifest.step] = manifest
 
+    def _start(
+        self,
+        step: int | None,
+        by_step: dict[int, Manifest],
+        damaged: Collection[int],
+        read_only: bool,
+    ) -> None:
+        """Load the commit of `step`, if any, and start writing unless the store is only read."""
+        if step is not None:
+            self._load_commit(by_step[step])
+        if not read_only:
+            self._start_writing(by_step, damaged)
+
     def _start_writing(self, retained: dict[int, Manifest], damaged: Collection[int]) -> None:
         """Start writing: remove every commit that is not in `retained`, and files that no commit lists.
 
@@ -513,21 +526,12 @@ def open_log(
     """
     directory = Path(directory)
     disk = disk or Disk()
-    if record_bytes < 1:
-        raise ValueError(f"got record_bytes={record_bytes}, wanted at least 1")
-    allow_many_files()
     home_lock = None if read_only else _lock_store_directory(directory, disk, step)
     store = opened = None
     try:
-        read = partial(
-            manifests.read_manifest,
-            directory,
-            table=table_name,
-            identity=identity,
-            record_bytes=record_bytes,
+        by_step, damaged, store_id, known = _read_commits(
+            directory, table_name, identity, record_bytes, step, read_only
         )
-        older = () if read_only else manifests.committed_steps(directory)
-        by_step, damaged, store_id, known = _read_manifests(read, step, older)
         opened = open_stripes(
             directory,
             stripes,
@@ -538,19 +542,9 @@ def open_log(
         )
         shape = SegmentShape(record_bytes, owner_digest(table_name, identity))
         longest = max(segment_bytes, HEADER.size + shape.stride)
-        numbers = [entry.number for manifest in by_step.values() for entry in manifest.segments]
-        if damaged:
-            numbers += [number for number, _ in list_segment_files(opened)]
-        log = _native.RowLog(
-            record_bytes,
-            rows or 0,
-            num_owners,
-            owner_index,
-            longest,
-            shape.chunk_bytes(chunk_bytes),
-            3,
-            1 + max(numbers, default=0),
-        )
+        first_number = 1 + _find_last_segment_number(by_step, damaged, opened)
+        keys = (record_bytes, rows or 0, num_owners, owner_index)
+        log = _native.RowLog(*keys, longest, shape.chunk_bytes(chunk_bytes), 3, first_number)
         pages = -(-longest // 4096) * 4096
         is_mapped = access == "mapped"
         store = LogBacking(
@@ -567,14 +561,44 @@ def open_log(
             collector=None if read_only else collector or Collector(),
             segment_bytes=longest,
         )
-        if step is not None:
-            store._load_commit(by_step[step])
-        if not read_only:
-            store._start_writing(by_step, damaged)
+        store._start(step, by_step, damaged, read_only)
     except BaseException:
         _close_partially_opened(store, opened, home_lock)
         raise
     return store
+
+
+def _find_last_segment_number(
+    by_step: Mapping[int, Manifest], damaged: Sequence[int], opened: Stripes
+) -> int:
+    """Return the largest number of a segment; those of damaged commits are known by their files only."""
+    numbers = [entry.number for manifest in by_step.values() for entry in manifest.segments]
+    if damaged:
+        numbers += [number for number, _ in list_segment_files(opened)]
+    return max(numbers, default=0)
+
+
+def _read_commits(
+    directory: Path,
+    table_name: str,
+    identity: str,
+    record_bytes: int,
+    step: int | None,
+    read_only: bool,
+) -> tuple[dict[int, Manifest], list[int], str, dict[int, str]]:
+    """Read the manifest of `step` and, for writing, the earlier ones, as `_read_manifests` does."""
+    if record_bytes < 1:
+        raise ValueError(f"got record_bytes={record_bytes}, wanted at least 1")
+    allow_many_files()
+    read = partial(
+        manifests.read_manifest,
+        directory,
+        table=table_name,
+        identity=identity,
+        record_bytes=record_bytes,
+    )
+    older = () if read_only else manifests.committed_steps(directory)
+    return _read_manifests(read, step, older)
 
 
 def _read_manifests(

@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from colonnade import _native
 from colonnade.errors import ConfigError
+from colonnade.topology.world import ShardingKind as Kind
 from colonnade.topology.world import World
 
 Side = Literal["both", "hot", "cold"]
@@ -70,15 +71,7 @@ def is_hot(ids: Tensor, hot: Tensor) -> Tensor:
     return hot[torch.searchsorted(hot, ids).clamp(max=len(hot) - 1)] == ids
 
 
-Kind = Literal["row_wise", "host_wise", "table_wise", "column_wise", "grid", "replicated"]
-KINDS: tuple[Kind, ...] = (
-    "row_wise",
-    "host_wise",
-    "table_wise",
-    "column_wise",
-    "grid",
-    "replicated",
-)
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 COLUMN_KINDS = ("column_wise", "grid")

@@ -8,6 +8,7 @@ from typing import Literal
 from colonnade.errors import ConfigError
 
 Origin = Literal["assumed", "planned", "measured"]
+ShardingKind = Literal["row_wise", "host_wise", "table_wise", "column_wise", "grid", "replicated"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -24,15 +24,7 @@ import torch
 from numpy.typing import NDArray
 
 from colonnade.batch import Batch, Ids
-from colonnade.data.contract import (
-    START,
-    Column,
-    LastBatch,
-    Position,
-    Schema,
-    Splits,
-    iterate_rank_blocks,
-)
+from colonnade.data.contract import Block, BlockSource, Column, Schema, Splits
 from colonnade.data.counter import mix64
 from colonnade.data.lines import (
     LineFile,
@@ -127,7 +119,7 @@ def open_criteo(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class CriteoSource:
+class CriteoSource(BlockSource):
     """Source over lines start .. stop-1 of a file, counted from 0, in file order in every epoch."""
 
     file: LineFile
@@ -144,23 +136,7 @@ class CriteoSource:
     def num_samples(self) -> int:
         return self.stop - self.start
 
-    def batches(
-        self,
-        batch_size: int,
-        *,
-        rank: int = 0,
-        num_ranks: int = 1,
-        start: Position = START,
-        last_batch: LastBatch = "keep",
-    ) -> Iterator[Batch]:
-        blocks = iterate_rank_blocks(
-            self.num_samples,
-            batch_size,
-            rank=rank,
-            num_ranks=num_ranks,
-            start=start,
-            last_batch=last_batch,
-        )
+    def read_epoch(self, epoch: int, blocks: Iterator[Block]) -> Iterator[Batch]:
         return chain.from_iterable(map(self._read_run, _group_adjacent(blocks)))
 
     def read(self, begin: int, end: int) -> Batch:

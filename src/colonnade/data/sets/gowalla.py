@@ -21,6 +21,8 @@ from colonnade.data.interactions import (
     SEQUENCE_SETTINGS,
     SPLIT_KEY,
     Interactions,
+    ItemOrder,
+    SampleKind,
     group_items_by_user,
     hold_out,
     open_interaction_splits,
@@ -61,11 +63,11 @@ def open_gowalla(
     path: str | Path | None = None,
     *,
     seed: int = 0,
-    samples: Literal["pairs", "sequences", "neighbours"] = "pairs",
+    samples: Literal[SampleKind, "neighbours"] = "pairs",
     max_history: int = 100,
     max_pairs: int | None = None,
     negatives: int = 8,
-    order: Literal["shuffled", "file"] = "shuffled",
+    order: ItemOrder = "shuffled",
     fan_outs: Sequence[int] = FAN_OUTS,
 ) -> Splits:
     """Open the folder `path` with train.txt and valid.txt (a user, then its items, on each line).

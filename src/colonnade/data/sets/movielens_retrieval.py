@@ -7,7 +7,6 @@ the rest validates. The files have no times, so the task is not to predict the n
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
@@ -19,6 +18,8 @@ from colonnade.data.interactions import (
     SEQUENCE_SETTINGS,
     SPLIT_KEY,
     Interactions,
+    ItemOrder,
+    SampleKind,
     group_items_by_user,
     hold_out,
     open_interaction_splits,
@@ -50,11 +51,11 @@ def open_movielens_retrieval(
     path: str | Path | None = None,
     *,
     seed: int = 0,
-    samples: Literal["pairs", "sequences"] = "pairs",
+    samples: SampleKind = "pairs",
     max_history: int = 100,
     max_pairs: int | None = None,
     negatives: int = 8,
-    order: Literal["shuffled", "file"] = "shuffled",
+    order: ItemOrder = "shuffled",
 ) -> Splits:
     """Open the folder `path`, as in `movielens`. Users and items are numbered as users.dat and movies.dat list them.
 

@@ -28,15 +28,7 @@ import torch
 from numpy.typing import NDArray
 
 from colonnade.batch import Batch, Ids
-from colonnade.data.contract import (
-    START,
-    Column,
-    LastBatch,
-    Position,
-    Schema,
-    Splits,
-    iterate_rank_blocks,
-)
+from colonnade.data.contract import Block, BlockSource, Column, Schema, Splits
 from colonnade.data.counter import GAMMA, MASK, mix64, random_permutation, random_words, stream_key
 from colonnade.errors import ConfigError
 
@@ -413,16 +405,16 @@ def open_synthetic(
             f"got groups for label_model={label_model!r}, in which no fields interact; leave them out"
         )
     group_of = _map_fields_to_groups(rows, groups) if "interaction" in shares else {}
-    distribution = _build_click_distribution(
+    uncalibrated = _build_distribution(
         tuple(rows),
         tuple(group_of.items()),
         exponent=exponent,
         tasks=tasks,
         lists=(*(("bag", n) for n in bags), *(("sequence", n) for n in sequences)),
         seed=seed,
-        label_model=label_model,
-        signal=signal,
-        positive_rate=positive_rate,
+    )
+    distribution = _calibrate_tasks(
+        uncalibrated, label_model, signal=signal, positive_rate=positive_rate
     )
     return Splits(
         train=SyntheticSource(distribution, 0, num_train),
@@ -431,7 +423,7 @@ def open_synthetic(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class SyntheticSource:
+class SyntheticSource(BlockSource):
     """Source of samples start .. stop-1 of a distribution, in that order in every epoch.
 
     `Batch.key`: p, (B,) float64; with several tasks (B, tasks).
@@ -458,23 +450,7 @@ class SyntheticSource:
     def num_samples(self) -> int:
         return self.stop - self.start
 
-    def batches(
-        self,
-        batch_size: int,
-        *,
-        rank: int = 0,
-        num_ranks: int = 1,
-        start: Position = START,
-        last_batch: LastBatch = "keep",
-    ) -> Iterator[Batch]:
-        blocks = iterate_rank_blocks(
-            self.num_samples,
-            batch_size,
-            rank=rank,
-            num_ranks=num_ranks,
-            start=start,
-            last_batch=last_batch,
-        )
+    def read_epoch(self, epoch: int, blocks: Iterator[Block]) -> Iterator[Batch]:
         return (self.read(begin, end) for begin, end in blocks)
 
     def read(self, begin: int, end: int) -> Batch:
@@ -577,37 +553,20 @@ def _task_keys(tasks: int) -> list[tuple[int, ...]]:
 
 
 @lru_cache(maxsize=4)
-def _build_click_distribution(
+def _build_distribution(
     rows: tuple[int, ...],
-    group_of: tuple[tuple[str, int], ...],
+    field_groups: tuple[tuple[str, int], ...],
     *,
     exponent: float,
     tasks: int,
     lists: tuple[tuple[str, int], ...],
     seed: int,
-    label_model: str,
-    signal: float,
-    positive_rate: float,
 ) -> ClickDistribution:
-    """Build and calibrate a distribution, once for all sources with the same options; it is immutable."""
-    distribution = _build_distribution(
-        rows, dict(group_of), exponent=exponent, tasks=tasks, lists=lists, seed=seed
-    )
-    return _calibrate_tasks(
-        distribution, LABEL_MODELS[label_model], signal=signal, positive_rate=positive_rate
-    )
+    """Build a distribution that is not calibrated: it has no scales, and biases are zero.
 
-
-def _build_distribution(
-    rows: Sequence[int],
-    group_of: dict[str, int],
-    *,
-    exponent: float,
-    tasks: int,
-    lists: Sequence[tuple],
-    seed: int,
-) -> ClickDistribution:
-    """Build a distribution that is not calibrated: it has no scales, and biases are zero."""
+    field_groups: fields that interact, with the number of their group. Built once for equal arguments; it is immutable.
+    """
+    group_of = dict(field_groups)
     key = stream_key(seed)
     normal = NormalDist()
     table = 1 << NORMAL_BITS
@@ -627,7 +586,11 @@ def _build_distribution(
         name = f"B{i + 1}" if kind == "bag" else f"S{i - num_bags + 1}"
         key_parts = (4, i) if kind == "bag" else (5, i - num_bags)
         field = build_field(name, n, *key_parts)
-        columns.append(ListColumn(field, kind, stream_key(key, *key_parts, 0)))
+        columns.append(
+            ListColumn(
+                field, "bag" if kind == "bag" else "sequence", stream_key(key, *key_parts, 0)
+            )
+        )
     return ClickDistribution(
         key=stream_key(key, 0),
         fields=tuple(build_field(f"C{f + 1}", n, 1, f) for f, n in enumerate(rows)),
@@ -646,14 +609,15 @@ def _draw_dense_weights(quantiles: Floats, key: int) -> Floats:
     return quantiles[random_words(key, 0, NUM_DENSE) >> np.uint64(64 - NORMAL_BITS)]
 
 
+@lru_cache(maxsize=4)
 def _calibrate_tasks(
     distribution: ClickDistribution,
-    shares: dict[str, float],
+    label_model: str,
     *,
     signal: float,
     positive_rate: float,
 ) -> ClickDistribution:
-    """Set scales and biases from samples that are used neither for training nor for testing.
+    """Set scales and biases from samples that are used neither for training nor for testing, once for equal arguments.
 
     They are rounded, so that they do not depend on the order in which a machine sums a mean.
     """
@@ -664,6 +628,7 @@ def _calibrate_tasks(
         terms = compute_logit_terms(distribution, i, samples)
         if first is not None:
             terms["first"] = first
+        shares = LABEL_MODELS[label_model]
         task = _calibrate_task(task, terms, shares, signal=signal, positive_rate=positive_rate)
         first = compute_logit(task, terms) if first is None else first
         tasks.append(task)

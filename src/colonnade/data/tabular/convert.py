@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -16,7 +17,7 @@ import pyarrow.parquet as pq
 from colonnade.data.lines import LineFile, locate_data_file, open_line_file
 from colonnade.data.sets.criteo import CATEGORIES, DENSE, FILE, FOLDER, parse_columns
 from colonnade.data.tabular.columns import check_unique_column_names
-from colonnade.data.tabular.csv import CsvFile, build_csv_dialect, open_csv_file
+from colonnade.data.tabular.csv import CsvFile, open_csv_file
 from colonnade.data.tabular.infer import INFER_ROWS, UNNAMED, infer_fields
 from colonnade.data.tabular.narrow import BLANKS, find_narrowest_type
 from colonnade.data.tabular.parquet import SCHEMA_KEY
@@ -88,14 +89,10 @@ def _read_criteo_tables(file: LineFile, schema: pa.Schema) -> Iterator[pa.Table]
 
 def open_csv_conversion(
     path: str | Path,
-    *,
-    delimiter: str | None = None,
-    quote: str | None = '"',
-    names: Sequence[str] | None = None,
-    null_values: Sequence[str] = (),
     on_rows: Callable[[int, int], object] = lambda rows, total: None,
+    **syntax: Any,
 ) -> Conversion:
-    """Open the conversion of a CSV file, column by column; an empty field is null. The options are `open_csv`'s.
+    """Open the conversion of a CSV file, column by column; an empty field is null. `syntax`: as in `open_csv`.
 
     Every row is read once here, to choose the type of each column, so that no value is changed or refused later:
 
@@ -105,9 +102,7 @@ def open_csv_conversion(
 
     Raises DataError naming file, line and column; calls `on_rows` with the rows of each block and of the file.
     """
-    file = open_csv_file(
-        Path(path).expanduser(), build_csv_dialect(delimiter, quote, names, null_values)
-    )
+    file = open_csv_file(Path(path).expanduser(), **syntax)
     check_unique_column_names(file.path, file.names)
     total = int(file.lengths.sum())
     if total == 0:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import csv
 import dataclasses
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -37,16 +35,12 @@ from colonnade.data.tabular.fields import Sequence as SequenceField
 from colonnade.data.tabular.files import read_first_rows
 from colonnade.data.tabular.infer import TYPES, UNNAMED
 from colonnade.data.tabular.narrow import can_parse_texts
-from colonnade.data.tabular.opening import TableFormat, open_table_files
-from colonnade.data.tabular.source import SplitOptions
+from colonnade.data.tabular.opening import open_table_files
+from colonnade.data.tabular.source import ReaderOptions, with_reader_options
 from colonnade.data.tabular.text_rows import BLOCK_BYTES, TextRows, find_row_ends, index_rows
 from colonnade.errors import ConfigError, DataError
 
 TABBED = (".tsv", ".tab", ".inter")
-NUMBER = re.compile(
-    r"[ \t]*[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?[ \t]*|[ \t]*[+-]?(nan|inf|infinity)[ \t]*",
-    re.IGNORECASE,
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,8 +253,16 @@ class CsvFile:
         return records[0]
 
 
-def open_csv_file(path: Path, dialect: Dialect) -> CsvFile:
-    """Index the file and read its header. Raises DataError."""
+def open_csv_file(
+    path: Path,
+    *,
+    delimiter: str | None = None,
+    quote: str | None = '"',
+    names: Sequence[str] | None = None,
+    null_values: Sequence[str] = (),
+) -> CsvFile:
+    """Index the file and read its header. Raises DataError, and ConfigError for arguments that cannot work."""
+    dialect = build_csv_dialect(delimiter, quote, names, null_values)
     if dialect.delimiter_of(path) == dialect.quote:
         raise ConfigError(
             f"{path}: got delimiter and quote both {dialect.quote!r}, wanted two characters"
@@ -269,8 +271,8 @@ def open_csv_file(path: Path, dialect: Dialect) -> CsvFile:
         path, dialect.quote, has_header=dialect.names is None, block_bytes=BLOCK_BYTES
     )
     if dialect.names is not None:
-        names, header_types = parse_csv_header(path, dialect.names)
-        return CsvFile(rows, names, dialect, {}, header_types)
+        columns, header_types = parse_csv_header(path, dialect.names)
+        return CsvFile(rows, columns, dialect, {}, header_types)
     try:
         header = rows.header.decode().rstrip("\r\n")
     except UnicodeDecodeError:
@@ -284,7 +286,7 @@ def open_csv_file(path: Path, dialect: Dialect) -> CsvFile:
         ) from None
     unnamed = CsvFile(rows, [], dialect, {}, {})
     try:
-        names = unnamed._split_row_cells(header)
+        cells = unnamed._split_row_cells(header)
     except csv.Error as error:
         raise build_field_error(
             path,
@@ -294,7 +296,7 @@ def open_csv_file(path: Path, dialect: Dialect) -> CsvFile:
             wanted="quotes around whole names",
             fix="Repair the header, or say that the file has no quotes: quote: none",
         ) from None
-    if names == [""]:
+    if cells == [""]:
         raise build_field_error(
             path,
             1,
@@ -303,8 +305,8 @@ def open_csv_file(path: Path, dialect: Dialect) -> CsvFile:
             wanted="a header with the names of the columns",
             fix="Add one, or give names",
         )
-    names, header_types = parse_csv_header(path, names)
-    return CsvFile(rows, names, dialect, {}, header_types)
+    columns, header_types = parse_csv_header(path, cells)
+    return CsvFile(rows, columns, dialect, {}, header_types)
 
 
 def parse_csv_header(path: Path, cells: Sequence[str]) -> tuple[list[str], dict[str, str]]:
@@ -367,28 +369,15 @@ def _is_utf8(field: bytes) -> bool:
     return True
 
 
-ENDINGS = (".csv", ".tsv", ".tab", ".inter")
-"""Endings of the files that are read in a folder; a file given by its path may have any name."""
-
-
+@with_reader_options
 def open_csv(
     path: str | Path | Sequence[str | Path],
     *,
-    schema: Any = None,
-    label: str | None = None,
-    validation: str | Path | None = None,
-    test: str | Path | None = None,
-    validation_fraction: float = 0.0,
-    test_fraction: float = 0.0,
-    split_by: str | None = None,
-    days: bool = False,
-    shuffle_window: int = 0,
-    seed: int = 0,
-    threads: int = 1,
     delimiter: str | None = None,
     quote: str | None = '"',
     names: Sequence[str] | None = None,
     null_values: Sequence[str] = (),
+    **options: Any,
 ) -> Splits:
     """Open delimited text under a declared schema, or one inferred from the first block of the first file.
 
@@ -402,33 +391,12 @@ def open_csv(
     A column is text or integers, by its field's dtype; default text. Every file is read once at opening, to
     index it. Raises DataError naming file, line (from 1, the header included) and column.
     """
-    splitting = SplitOptions(
-        test_fraction=test_fraction,
-        validation_fraction=validation_fraction,
-        split_by=split_by,
-        days=days,
-        shuffle_window=shuffle_window,
-        seed=seed,
-        threads=threads,
-    )
     return open_table_files(
         path,
-        build_csv_format(delimiter=delimiter, quote=quote, names=names, null_values=null_values),
-        schema=schema,
-        label=label,
-        validation=validation,
-        test=test,
-        splitting=splitting,
+        "csv",
+        ReaderOptions(**options),
+        delimiter=delimiter,
+        quote=quote,
+        names=names,
+        null_values=null_values,
     )
-
-
-def build_csv_format(
-    *,
-    delimiter: str | None = None,
-    quote: str | None = '"',
-    names: Sequence[str] | None = None,
-    null_values: Sequence[str] = (),
-) -> TableFormat:
-    """Return the format of CSV files with these options. Raises ConfigError for options that cannot work."""
-    dialect = build_csv_dialect(delimiter, quote, names, null_values)
-    return TableFormat(ENDINGS, partial(open_csv_file, dialect=dialect))

@@ -38,6 +38,7 @@ Real = Annotated[float, Strict(), AllowInfNan(False)]
 Value = Annotated[str, Strict()] | Annotated[int, Strict(), Limits(ge=-(2**63), lt=2**64)]
 Name = Annotated[str, Strict()]
 Missing = Literal["row", "error"]
+KeptEnd = Literal["first", "last"]
 Moment = Annotated[
     str, Strict(), BeforeValidator(lambda v: v.isoformat() if isinstance(v, date) else v)
 ]
@@ -223,7 +224,7 @@ class _ListField(_IdField):
     """Separator of the values of a text; a list column needs none. A missing text has no value."""
     max_length: Count | None = None
     """Maximal number of values of a sample."""
-    keep: Literal["first", "last"] = "first"
+    keep: KeptEnd = "first"
     """Values that are used of a sample with more than max_length."""
     padding: Value | None = None
     """Value that only fills lists up to a length: it is no item."""
@@ -256,7 +257,7 @@ class Bag(_ListField):
 class Sequence(_ListField):
     """List of ids per sample, oldest first: a list column, or text with a separator."""
 
-    keep: Literal["first", "last"] = "last"
+    keep: KeptEnd = "last"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

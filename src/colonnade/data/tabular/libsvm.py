@@ -27,56 +27,23 @@ from colonnade.data.tabular.encode import FIX, InvalidValue
 from colonnade.data.tabular.fields import Dtype
 from colonnade.data.tabular.files import build_data_error, read_first_rows
 from colonnade.data.tabular.infer import VALUES, WEIGHTS
-from colonnade.data.tabular.opening import TableFormat, open_table_files
-from colonnade.data.tabular.source import SplitOptions
+from colonnade.data.tabular.opening import open_table_files
+from colonnade.data.tabular.source import ReaderOptions, with_reader_options
 from colonnade.data.tabular.text_rows import BLOCK_BYTES, TextRows, index_rows
 
-ENDINGS = (".libsvm", ".svm", ".libfm", ".libffm", ".ffm")
 FIELD = re.compile(r"(field|values)_[0-9]+")
 
 
+@with_reader_options
 def open_libsvm(
     path: str | Path | Sequence[str | Path],
-    *,
-    schema: Any = None,
-    label: str | None = None,
-    validation: str | Path | None = None,
-    test: str | Path | None = None,
-    validation_fraction: float = 0.0,
-    test_fraction: float = 0.0,
-    split_by: str | None = None,
-    days: bool = False,
-    shuffle_window: int = 0,
-    seed: int = 0,
-    threads: int = 1,
+    **options: Any,
 ) -> Splits:
     """Open samples as `open_csv` does, with the columns above. Labels -1 and 1 become 0 and 1 where inferred.
 
     Raises DataError naming file, line and column.
     """
-    splitting = SplitOptions(
-        test_fraction=test_fraction,
-        validation_fraction=validation_fraction,
-        split_by=split_by,
-        days=days,
-        shuffle_window=shuffle_window,
-        seed=seed,
-        threads=threads,
-    )
-    return open_table_files(
-        path,
-        build_libsvm_format(),
-        schema=schema,
-        label=label,
-        validation=validation,
-        test=test,
-        splitting=splitting,
-    )
-
-
-def build_libsvm_format() -> TableFormat:
-    """Return the format of libsvm and libffm files."""
-    return TableFormat(ENDINGS, open_libsvm_file)
+    return open_table_files(path, "libsvm", ReaderOptions(**options))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,51 +18,36 @@ from colonnade.data.tabular.files import (
     find_days,
     find_files,
 )
+from colonnade.data.tabular.formats import FORMATS
 from colonnade.data.tabular.infer import INFER_ROWS, InferredSchema, infer_fields
-from colonnade.data.tabular.source import SplitOptions
+from colonnade.data.tabular.source import ReaderOptions
 from colonnade.data.tabular.times import Unit, format_time
 from colonnade.errors import ConfigError, DataError
 
 
-@dataclass(frozen=True, slots=True)
-class TableFormat:
-    """File format: endings and the function that indexes a file, which raises DataError."""
-
-    endings: tuple[str, ...]  # of the files that are read in a folder
-    open_file: Callable[[Path], TableFile]
-
-
 def open_table_files(
-    path: str | Path | Sequence[str | Path],
-    format: TableFormat,
-    *,
-    schema: Any,
-    label: str | None,
-    validation: str | Path | None,
-    test: str | Path | None,
-    splitting: SplitOptions,
+    path: str | Path | Sequence[str | Path], name: str, options: ReaderOptions, **syntax: Any
 ) -> Splits:
-    """Open files of one format as splits; `open_parquet` describes the options. Raises ConfigError, DataError."""
+    """Open files of the format `name` as splits. Raises ConfigError, DataError.
+
+    syntax: further arguments of the format's `open_file`."""
+    format = FORMATS[name]
     days = find_days(path, format.endings)
-    files = [format.open_file(file) for day in days for file in day]
-    if schema is None:
-        file_schema = infer_schema_from_files(files, label).file_schema
-    elif label is not None:
-        raise ConfigError(
-            f"got both schema and label={label!r}; the schema says which field is the label"
-        )
+    files = [format.open_file(file, **syntax) for day in days for file in day]
+    if options.schema is None:
+        file_schema = infer_schema_from_files(files, options.label).file_schema
     else:
-        file_schema = load_file_schema(schema)
-    bound = resolve_schema(files, file_schema, splitting)
-    held_out = [
-        None
-        if part is None
-        else bind_files_to_schema(
-            [format.open_file(file) for file in find_files(part, format.endings)], bound.file_schema
-        )
-        for part in (validation, test)
-    ]
-    return splitting.split_files(bound, days, *held_out)
+        file_schema = load_file_schema(options.schema)
+    bound = resolve_schema(files, file_schema, options)
+
+    def open_held_out_part(part: str | Path | None) -> TableFiles | None:
+        if part is None:
+            return None
+        part_files = [format.open_file(file, **syntax) for file in find_files(part, format.endings)]
+        return bind_files_to_schema(part_files, bound.file_schema)
+
+    validation = open_held_out_part(options.validation)
+    return options.split_files(bound, days, validation, open_held_out_part(options.test))
 
 
 def infer_schema_from_files(files: Sequence[TableFile], label: str | None) -> InferredSchema:
@@ -78,13 +63,13 @@ def infer_schema_from_files(files: Sequence[TableFile], label: str | None) -> In
 
 
 def resolve_schema(
-    files: Sequence[TableFile], file_schema: FileSchema, splitting: SplitOptions
+    files: Sequence[TableFile], file_schema: FileSchema, options: ReaderOptions
 ) -> TableFiles:
     """Bind files to the schema with every dtype, unit and time set, so that it reads changed files the same."""
-    bound = bind_files_to_schema(files, file_schema, splitting.split_by)
+    bound = bind_files_to_schema(files, file_schema, options.split_by)
     if file_schema.encoding_version > 1:
         bound = replace(bound, file_schema=_resolve_time_units(bound))
-    return replace(bound, file_schema=_resolve_newest_times(bound, splitting))
+    return replace(bound, file_schema=_resolve_newest_times(bound, options))
 
 
 def bind_files_to_schema(
@@ -123,12 +108,12 @@ def _resolve_time_units(files: TableFiles) -> FileSchema:
     return replace(files.file_schema, fields=tuple(fields))
 
 
-def _resolve_newest_times(files: TableFiles, splitting: SplitOptions) -> FileSchema:
+def _resolve_newest_times(files: TableFiles, options: ReaderOptions) -> FileSchema:
     """Replace `newest` in the schema by the newest time of the training samples."""
     fields = list(files.file_schema.fields)
     for i, field in enumerate(fields):
         if isinstance(field, Number) and field.days_before == NEWEST:
-            num_train = splitting.count_train_samples(int(files.lengths.sum()))
+            num_train = options.count_train_samples(int(files.lengths.sum()))
             newest = _find_newest_time(files, field, num_train)
             fields[i] = replace(field, days_before=format_time(newest))
     return replace(files.file_schema, fields=tuple(fields))

@@ -22,29 +22,18 @@ from colonnade.data.tabular.columns import (
 )
 from colonnade.data.tabular.declaration import FileSchema
 from colonnade.data.tabular.fields import Dtype
-from colonnade.data.tabular.opening import TableFormat, open_table_files
-from colonnade.data.tabular.source import SplitOptions
+from colonnade.data.tabular.opening import open_table_files
+from colonnade.data.tabular.source import ReaderOptions, with_reader_options
 from colonnade.errors import ConfigError, DataError
 
-ENDINGS = (".parquet", ".pq", ".parq")
 SCHEMA_KEY = b"colonnade.schema"
 """Key in a footer's metadata of a file schema as YAML."""
 
 
+@with_reader_options
 def open_parquet(
     path: str | Path | Sequence[str | Path],
-    *,
-    schema: Any = None,
-    label: str | None = None,
-    validation: str | Path | None = None,
-    test: str | Path | None = None,
-    validation_fraction: float = 0.0,
-    test_fraction: float = 0.0,
-    split_by: str | None = None,
-    days: bool = False,
-    shuffle_window: int = 0,
-    seed: int = 0,
-    threads: int = 1,
+    **options: Any,
 ) -> Splits:
     """Open Parquet files under a declared schema, or one inferred from the first file.
 
@@ -64,29 +53,7 @@ def open_parquet(
     At most two windows are in memory, each at least a row group. Raises DataError naming file, row (from 0) and
     column: here for faults in footers, for values when they are read.
     """
-    splitting = SplitOptions(
-        test_fraction=test_fraction,
-        validation_fraction=validation_fraction,
-        split_by=split_by,
-        days=days,
-        shuffle_window=shuffle_window,
-        seed=seed,
-        threads=threads,
-    )
-    return open_table_files(
-        path,
-        build_parquet_format(),
-        schema=schema,
-        label=label,
-        validation=validation,
-        test=test,
-        splitting=splitting,
-    )
-
-
-def build_parquet_format() -> TableFormat:
-    """Return the format of Parquet files."""
-    return TableFormat(ENDINGS, open_parquet_file)
+    return open_table_files(path, "parquet", ReaderOptions(**options))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

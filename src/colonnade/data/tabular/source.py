@@ -9,18 +9,19 @@ lengths alone.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from inspect import Parameter, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field as Limits
 
 from colonnade.config.validation import Expected, Fraction, validate_dataclass_fields
-from colonnade.data.contract import START, LastBatch, Position, Schema, Splits, iterate_rank_blocks
+from colonnade.data.contract import Block, BlockSource, Schema, Splits
 from colonnade.data.counter import mix64, random_permutation, stream_key
 from colonnade.data.tabular.chunk import Chunk, concat_chunks
 from colonnade.data.tabular.declaration import FileSchema
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from colonnade.batch import Batch
 
 
+Opener = TypeVar("Opener", bound=Callable[..., Splits])
 READ_SAMPLES = 1 << 16
 """Minimal number of samples in a window if nothing is shuffled."""
 
@@ -98,7 +100,7 @@ class HashRange:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class TableSource:
+class TableSource(BlockSource):
     """Source over samples of tabular files. Holds at most two windows in memory, and the blocks of one.
 
     Every rank reads all blocks of a window and yields its own samples of each batch.
@@ -123,45 +125,20 @@ class TableSource:
     def num_samples(self) -> int:
         return int((self.pieces[:, 2] - self.pieces[:, 1]).sum())
 
-    def batches(
-        self,
-        batch_size: int,
-        *,
-        rank: int = 0,
-        num_ranks: int = 1,
-        start: Position = START,
-        last_batch: LastBatch = "keep",
-    ) -> Iterator[Batch]:
-        blocks = iterate_rank_blocks(
-            self.num_samples,
-            batch_size,
-            rank=rank,
-            num_ranks=num_ranks,
-            start=start,
-            last_batch=last_batch,
-        )
-        return self._read_batches(blocks, self.plan_epoch(start.epoch), start.step * batch_size)
-
-    def plan_epoch(self, epoch: int) -> WindowPlan:
-        """Plan the order in which `epoch` reads the pieces."""
-        lengths = self.pieces[:, 2] - self.pieces[:, 1]
-        key = stream_key(self.seed, epoch) if self.shuffle_window else None
-        return plan_shuffle_windows(lengths, self.shuffle_window, key)
-
-    def _read_batches(
-        self, blocks: Iterator[tuple[int, int]], plan: WindowPlan, first: int
-    ) -> Iterator[Batch]:
-        names = [column.name for column in self.schema.categorical]
-        if first >= self.num_samples:
+    def read_epoch(self, epoch: int, blocks: Iterator[Block]) -> Iterator[Batch]:
+        first = next(blocks, None)
+        if first is None:
             return
+        names = [column.name for column in self.schema.categorical]
+        plan = self.plan_epoch(epoch)
         with ThreadPoolExecutor(self.threads, "table") as threads:
             # The batches of `window` are yielded while the futures in `upcoming` read the next one.
-            window = plan.find_window(first)
+            window = plan.find_window(min(first[0], self.num_samples - 1))
             chunk = self._wait_for_window(self._start_reading_window(threads, plan, window))
             order = plan.permute_window(window)
             upcoming = self._start_reading_window(threads, plan, window + 1)
             try:
-                for begin, end in blocks:
+                for begin, end in itertools.chain([first], blocks):
                     parts: list[Chunk] = []
                     while True:
                         low = int(plan.starts[window])
@@ -181,6 +158,12 @@ class TableSource:
             finally:
                 for future in upcoming:
                     future.cancel()
+
+    def plan_epoch(self, epoch: int) -> WindowPlan:
+        """Plan the order in which `epoch` reads the pieces."""
+        lengths = self.pieces[:, 2] - self.pieces[:, 1]
+        key = stream_key(self.seed, epoch) if self.shuffle_window else None
+        return plan_shuffle_windows(lengths, self.shuffle_window, key)
 
     def _start_reading_window(
         self, threads: ThreadPoolExecutor, plan: WindowPlan, window: int
@@ -211,11 +194,17 @@ def _select_samples(chunk: Chunk, order: NDArray[np.int64] | None, begin: int, e
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SplitOptions:
-    """Options of splitting samples into train, validation and test, and of reading them."""
+class ReaderOptions:
+    """Options of readers of all formats: of the schema, of splitting samples and of reading them.
 
-    test_fraction: Fraction = 0.0
+    `open_parquet` describes them."""
+
+    schema: Any = None
+    label: str | None = None
+    validation: str | Path | None = None
+    test: str | Path | None = None
     validation_fraction: Fraction = 0.0
+    test_fraction: Fraction = 0.0
     split_by: Annotated[str | None, Expected("the name of a column")] = None
     days: bool = False
     shuffle_window: Annotated[int, Limits(ge=0)] = 0
@@ -224,6 +213,10 @@ class SplitOptions:
 
     def __post_init__(self) -> None:
         validate_dataclass_fields(self, subject="")
+        if self.schema is not None and self.label is not None:
+            raise ConfigError(
+                f"got both schema and label={self.label!r}; the schema says which field is the label"
+            )
         if self.test_fraction + self.validation_fraction >= 1:
             raise ConfigError(
                 f"got test_fraction={self.test_fraction} and validation_fraction={self.validation_fraction}, "
@@ -290,10 +283,22 @@ class SplitOptions:
         )
 
 
+def with_reader_options(opener: Opener) -> Opener:
+    """Decorate a function whose `**options` are those of ReaderOptions: list them in its signature."""
+    own = signature(opener)
+    path, *others = own.parameters.values()
+    shared = [
+        Parameter(field.name, Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type)
+        for field in fields(ReaderOptions)
+    ]
+    opener.__signature__ = own.replace(parameters=[path, *shared, *others[:-1]])  # type: ignore[attr-defined]
+    return opener
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Splitter:
     files: TableFiles
-    options: SplitOptions
+    options: ReaderOptions
 
     @property
     def total(self) -> int:

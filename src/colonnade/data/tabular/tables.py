@@ -1,9 +1,9 @@
-"""Registry of tabular formats; detection of a path's format, schema inference, and options that a run records."""
+"""Detection of a path's format, schema inference, and options that a run records."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,35 +11,23 @@ from typing import Any
 import pyarrow as pa
 
 from colonnade.data.contract import Splits
-from colonnade.data.tabular import csv, libsvm, parquet, tfrecord
 from colonnade.data.tabular.declaration import FileSchema
 from colonnade.data.tabular.files import find_files
+from colonnade.data.tabular.formats import FORMATS, find_format, list_endings
 from colonnade.data.tabular.infer import INFER_ROWS
-from colonnade.data.tabular.opening import TableFormat, infer_schema_from_files, resolve_schema
-from colonnade.data.tabular.source import SplitOptions, TableSource
+from colonnade.data.tabular.opening import infer_schema_from_files, resolve_schema
+from colonnade.data.tabular.source import ReaderOptions, TableSource
 from colonnade.errors import ConfigError
-
-FORMATS: dict[str, Callable[..., TableFormat]] = {
-    "csv": csv.build_csv_format,
-    "parquet": parquet.build_parquet_format,
-    "libsvm": libsvm.build_libsvm_format,
-    "tfrecord": tfrecord.build_tfrecord_format,
-}
-"""Functions by name in SOURCES that return a format from its options of reading (keyword arguments)."""
-KINDS = {
-    ending: kind for kind, build_format in FORMATS.items() for ending in build_format().endings
-}
-"""Names in SOURCES by file ending."""
 
 
 def detect_file_format(path: str | Path) -> str:
     """Return the name in SOURCES of the format of the first file, by its ending. Raises ConfigError, DataError."""
-    file = find_files(path, tuple(KINDS))[0]
-    ending = file.suffix.lower()
-    if ending in KINDS or ending == ".txt":
-        return KINDS.get(ending, "csv")
+    file = find_files(path, list_endings())[0]
+    format = FORMATS["csv"] if file.suffix.lower() == ".txt" else find_format(file.suffix)
+    if format is not None:
+        return format.name
     raise ConfigError(
-        f"{file}: got a name that ends in none of {', '.join(KINDS)}; say which kind it is with "
+        f"{file}: got a name that ends in none of {', '.join(list_endings())}; say which kind it is with "
         + " or ".join(f"--data {kind}" for kind in FORMATS)
     )
 
@@ -62,9 +50,9 @@ def read_first_rows_and_schema(
 ) -> TableHead:
     """Read the first rows and infer a schema. `options`: of the format. Raises ConfigError, DataError."""
     kind = kind or detect_file_format(path)
-    format = FORMATS[kind](**options)
+    format = FORMATS[kind]
     paths = find_files(path, format.endings)
-    files = [format.open_file(file) for file in paths]
+    files = [format.open_file(file, **options) for file in paths]
     first = next((file for file in files if len(file.lengths)), files[0])
     file_schema = None
     left_out = {}
@@ -72,7 +60,7 @@ def read_first_rows_and_schema(
     try:
         inferred = infer_schema_from_files(files, label)
         left_out = inferred.left_out
-        file_schema = resolve_schema(files, inferred.file_schema, SplitOptions()).file_schema
+        file_schema = resolve_schema(files, inferred.file_schema, ReaderOptions()).file_schema
     except ConfigError as error:
         problem = str(error)
     return TableHead(

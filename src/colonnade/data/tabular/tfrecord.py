@@ -28,8 +28,8 @@ from colonnade.data.tabular.encode import InvalidValue
 from colonnade.data.tabular.fields import Bag, Dtype
 from colonnade.data.tabular.fields import Sequence as SequenceField
 from colonnade.data.tabular.files import build_data_error, read_first_rows
-from colonnade.data.tabular.opening import TableFormat, open_table_files
-from colonnade.data.tabular.source import SplitOptions
+from colonnade.data.tabular.opening import open_table_files
+from colonnade.data.tabular.source import ReaderOptions, with_reader_options
 from colonnade.data.tabular.text_rows import BLOCK_BYTES
 from colonnade.errors import DataError
 
@@ -133,7 +133,6 @@ def _to_signed(value: int) -> int:
     return value - (1 << 64) if value >> 63 else value
 
 
-ENDINGS = (".tfrecord", ".tfrecords")
 HEADER_BYTES = 12
 FOOTER_BYTES = 4
 """Number of bytes before and after the content of a record."""
@@ -142,48 +141,16 @@ MAX_RECORD_BYTES = 1 << 30
 TYPES = {"bytes": pa.binary(), "floats": pa.float32(), "integers": pa.int64()}
 
 
+@with_reader_options
 def open_tfrecord(
     path: str | Path | Sequence[str | Path],
-    *,
-    schema: Any = None,
-    label: str | None = None,
-    validation: str | Path | None = None,
-    test: str | Path | None = None,
-    validation_fraction: float = 0.0,
-    test_fraction: float = 0.0,
-    split_by: str | None = None,
-    days: bool = False,
-    shuffle_window: int = 0,
-    seed: int = 0,
-    threads: int = 1,
+    **options: Any,
 ) -> Splits:
     """Open samples as `open_parquet` does; a block has the records that end within 4 MiB.
 
     Every file is scanned once at opening, to index it. Raises DataError naming file, record (from 0) and column.
     """
-    splitting = SplitOptions(
-        test_fraction=test_fraction,
-        validation_fraction=validation_fraction,
-        split_by=split_by,
-        days=days,
-        shuffle_window=shuffle_window,
-        seed=seed,
-        threads=threads,
-    )
-    return open_table_files(
-        path,
-        build_tfrecord_format(),
-        schema=schema,
-        label=label,
-        validation=validation,
-        test=test,
-        splitting=splitting,
-    )
-
-
-def build_tfrecord_format() -> TableFormat:
-    """Return the format of TFRecord files."""
-    return TableFormat(ENDINGS, open_tfrecord_file)
+    return open_table_files(path, "tfrecord", ReaderOptions(**options))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

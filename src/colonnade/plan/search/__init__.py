@@ -14,7 +14,7 @@ from colonnade.plan.search.candidates import OPTIONS, Constraint, Memory, Option
 from colonnade.plan.search.explanation import explain_choice
 from colonnade.plan.search.initial_candidates import build_initial_states
 from colonnade.plan.search.runners_up import build_runner_up_states
-from colonnade.plan.search.search import Search
+from colonnade.plan.search.search import Search, State
 from colonnade.topology.sharding import Kind
 from colonnade.topology.towers import list_tower_ranks
 from colonnade.topology.world import World
@@ -63,44 +63,33 @@ def choose(
     for state in (best, *others):
         search.apply_tower_compression(state)
     check_tables_with_partials(best.partials, search.partials.model, loads, best.chosen)
-    with_partials = [
-        state for state in states if state.partials is not None and state.partials.consumers
-    ]
-    partials_step = min((search.compute_objective(state) for state in with_partials), default=None)
-    partials_delay = (
-        None if partials_step is None else max(partials_step - search.compute_objective(best), 0.0)
-    )
-    without_towers = explain_choice(search, best, partials_delay)
+    without_towers = explain_choice(search, best, _find_partials_delay(search, states, best))
     decisions = [without_towers]
     for exchange in BY_TOWERS:
-        in_towers = (
-            {}
-            if model is None
-            else constrain_to_towers(
-                loads,
-                world,
-                model,
-                search.num_towers,
-                memory=search.memory,
-                forced=forced or {},
-                options=options,
-                exchange=exchange,
-            )
-        )
-        if not in_towers:
-            continue
-        other = choose(
+        in_towers = model and constrain_to_towers(
             loads,
             world,
-            memory=memory,
-            rates=rates,
-            forced={**(forced or {}), **in_towers},
+            model,
+            search.num_towers,
+            memory=search.memory,
+            forced=forced or {},
             options=options,
-            is_fetched_ahead=is_fetched_ahead,
-            model=model,
-            towers=towers,
+            exchange=exchange,
         )
-        decisions.append(unforce_tables(other, without_towers, in_towers))
+        if in_towers:
+            constraints = {**(forced or {}), **in_towers}
+            other = choose(
+                loads,
+                world,
+                memory=memory,
+                rates=rates,
+                forced=constraints,
+                options=options,
+                is_fetched_ahead=is_fetched_ahead,
+                model=model,
+                towers=towers,
+            )
+            decisions.append(unforce_tables(other, without_towers, in_towers))
     choice = min(decisions, key=lambda decision: decision.seconds.step)
     if not num_runners_up:
         return choice
@@ -186,3 +175,13 @@ def _is_free(constraint: Constraint | None) -> bool:
     return constraint is None or (
         constraint.exchange is None and constraint.ranks is None and constraint.kind in (None, KIND)
     )
+
+
+def _find_partials_delay(search: Search, states: Sequence[State], best: State) -> float | None:
+    """Return the seconds that a step takes longer in the best state with partials; None: there is none."""
+    steps = [
+        search.compute_objective(state)
+        for state in states
+        if state.partials is not None and state.partials.consumers
+    ]
+    return max(min(steps) - search.compute_objective(best), 0.0) if steps else None
