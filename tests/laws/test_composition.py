@@ -72,7 +72,7 @@ def test_each_kind_of_hop_has_a_function_that_opens_it():
 
 
 def test_hops_that_are_no_exchange_are_refused():
-    """Of all tuples of one or two hops, only the exchanges in the table open."""
+    """Tuples of one or two hops: only the exchanges in the table open."""
     kinds = [
         RowsHop(),
         RowsHop("tower"),

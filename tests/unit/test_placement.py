@@ -313,7 +313,7 @@ def test_a_table_with_bytes_of_its_own_gets_these():
 
 
 def test_a_table_with_bytes_of_its_own_reads_files_also_without_a_limit_on_the_others():
-    """It was predicted to read nothing, because memory without a limit holds all rows."""
+    """A run that was predicted to read nothing, because memory without a limit holds all rows."""
     tables, result = sample(2, 5000)
     own = {"t1": 400 * (tables[1].record_bytes + 16)}
     wanted = predict_demands(

@@ -215,7 +215,7 @@ class RowsHop(Hop):
 
 @dataclass(frozen=True, slots=True)
 class CopiesHop(Hop):
-    """Every rank has all rows: unique ids and gradients are sent to all, and no values."""
+    """Hop without values, because ranks have all rows: unique ids and gradients are sent to all, and no values."""
 
     name: ClassVar[str] = "copies"
     sends_unique_ids: ClassVar[bool] = True
@@ -324,7 +324,7 @@ class PartialsHop(Hop):
 
 @dataclass(frozen=True, slots=True)
 class RelayHop(Hop):
-    """A sample's peer, one rank of the table's tower, sends its values, and may evaluate operators of them."""
+    """Relay of values: a sample's peer, one rank of the table's tower, sends its values, and may evaluate operators of them."""
 
     pools_rows: bool
     """True if the peer also receives the lookups, and pools rows that it requests from its tower."""
