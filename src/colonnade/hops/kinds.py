@@ -324,7 +324,7 @@ class PartialsHop(Hop):
 
 @dataclass(frozen=True, slots=True)
 class RelayHop(Hop):
-    """Relay of values: a sample's peer, one rank of the table's tower, sends its values, and may evaluate operators of them."""
+    """Relay of values: one rank of the table's tower sends them to its peer, and may evaluate operators of them."""
 
     pools_rows: bool
     """True if the peer also receives the lookups, and pools rows that it requests from its tower."""
