@@ -27,28 +27,14 @@ std::string number(std::int64_t n) {
   refuse("dtype " + std::string(name_of(dtype)) + ", wanted float32 or float64");
 }
 
-std::int64_t state_elements(Optimizer optimizer, std::int64_t dim) {
-  switch (optimizer) {
-    case Optimizer::sgd:
-      return 0;
-    case Optimizer::rowwise_adagrad:
-      return 1;
-    case Optimizer::momentum:
-    case Optimizer::adagrad:
-      return dim;
-    case Optimizer::rowwise_adam:
-      return dim + 1;
-    default:
-      return 2 * dim;
-  }
+const OptimizerKernel& optimizer_of_kind(std::int32_t kind, const std::string& subject) {
+  const std::int32_t num_optimizers = kernels().num_optimizers;
+  if (kind < 0 || kind >= num_optimizers)
+    refuse(subject + " " + number(kind) + ", wanted 0 .. " + number(num_optimizers - 1));
+  return *kernels().optimizers[kind];
 }
 
-bool has_moments(Optimizer optimizer) {
-  return optimizer == Optimizer::adam || optimizer == Optimizer::rowwise_adam ||
-         optimizer == Optimizer::adamw || optimizer == Optimizer::lamb;
-}
-
-OptimizerSettings checked_settings(std::int64_t p, Optimizer optimizer, std::span<const double> s) {
+OptimizerSettings checked_settings(std::int64_t p, SettingGroup group, std::span<const double> s) {
   constexpr double kInfinity = std::numeric_limits<double>::infinity();
   const auto want = [&](const char* name, double value, bool is_right, const char* wanted) {
     if (!is_right)
@@ -60,16 +46,25 @@ OptimizerSettings checked_settings(std::int64_t p, Optimizer optimizer, std::spa
   want_amount("lr", s[0]);
   want_amount("weight_decay", s[1]);
   want_amount("eps", s[2]);
-  const bool is_ftrl = optimizer == Optimizer::ftrl;
-  if (has_moments(optimizer) || optimizer == Optimizer::momentum) {
-    want(optimizer == Optimizer::momentum ? "momentum" : "beta1", s[3], s[3] >= 0 && s[3] < 1, "0 .. 1, not 1");
-  }
-  if (has_moments(optimizer)) want("beta2", s[4], s[4] >= 0 && s[4] < 1, "0 .. 1, not 1");
-  if (is_ftrl) {
-    want("lr", s[0], s[0] > 0, "more than 0 with FTRL");
-    want_amount("l1", s[6]);
-    want_amount("l2", s[7]);
-    want_amount("beta", s[8]);
+  const auto want_decay = [&](const char* name, double value) {
+    want(name, value, value >= 0 && value < 1, "0 .. 1, not 1");
+  };
+  switch (group) {
+    case SettingGroup::common:
+      break;
+    case SettingGroup::momentum:
+      want_decay("momentum", s[3]);
+      break;
+    case SettingGroup::moments:
+      want_decay("beta1", s[3]);
+      want_decay("beta2", s[4]);
+      break;
+    case SettingGroup::proximal:
+      want("lr", s[0], s[0] > 0, "more than 0, because it is a divisor");
+      want_amount("l1", s[6]);
+      want_amount("l2", s[7]);
+      want_amount("beta", s[8]);
+      break;
   }
   want("max_norm", s[9], s[9] > 0, "more than 0, inf for none");
   want("clip_value", s[10], s[10] > 0, "more than 0, inf for none");
@@ -104,6 +99,17 @@ std::vector<double> powers_of(double base) {
 }
 
 }  // namespace
+
+std::vector<std::string> optimizer_names() {
+  std::vector<std::string> names;
+  for (std::int32_t kind = 0; kind < kernels().num_optimizers; ++kind)
+    names.emplace_back(kernels().optimizers[kind]->name);
+  return names;
+}
+
+std::int64_t optimizer_state_elements(std::int32_t kind, std::int64_t dim) {
+  return optimizer_of_kind(kind, "optimizer").state_elements(dim);
+}
 
 void sum_rows(const Segments& segments, const GradientSource& source, const Parts& parts, std::int64_t out,
               std::span<const std::uint32_t> out_index, Dtype dtype) {
@@ -150,20 +156,19 @@ void update(Dram& dram, std::span<const std::uint32_t> given_slots, const Segmen
            " unique rows");
   }
   std::map<double, std::vector<double>> powers;
-  std::vector<UpdateTask> tasks;  // by part: fields that all its runs share
+  std::vector<UpdateTask> tasks;                     // by part: fields that all its runs share
+  std::vector<void (*)(const UpdateTask&)> updates;  // by part
   for (std::int64_t t = 0; t < parts.num_tables(); ++t) {
     const RowLayout& layout = dram.layout(t);
     std::int64_t state_end = 0;
     for (std::int64_t p = parts.first(t); p < parts.first(t + 1); ++p) {
       const Part& part = parts.all()[p];
-      if (optimizers[p] < 0 || optimizers[p] >= kNumOptimizers) {
-        refuse("part " + number(p) + " has optimizer " + number(optimizers[p]) + ", wanted 0 .. " +
-               number(kNumOptimizers - 1));
-      }
-      const auto optimizer = static_cast<Optimizer>(optimizers[p]);
+      const OptimizerKernel& optimizer =
+          optimizer_of_kind(optimizers[p], "part " + number(p) + " has optimizer");
+      updates.push_back(dtype == Dtype::float32 ? optimizer.update_float32 : optimizer.update_float64);
       UpdateTask task{};
-      task.settings = checked_settings(p, optimizer, settings.subspan(p * kSettings, kSettings));
-      if (has_moments(optimizer)) {
+      task.settings = checked_settings(p, optimizer.settings, settings.subspan(p * kSettings, kSettings));
+      if (optimizer.settings == SettingGroup::moments) {
         const auto table = [&](double beta) {
           auto& values = powers[beta];
           if (values.empty()) values = powers_of(beta);
@@ -172,7 +177,7 @@ void update(Dram& dram, std::span<const std::uint32_t> given_slots, const Segmen
         task.settings.powers1 = table(task.settings.beta1);
         task.settings.powers2 = table(task.settings.beta2);
       }
-      if (const auto wanted = state_elements(optimizer, part.dim)) {
+      if (const auto wanted = optimizer.state_elements(part.dim)) {
         if (part.state < state_end || part.state + wanted > layout.state_elements) {
           refuse("part " + number(p) + " keeps " + number(wanted) + " state elements from " +
                  number(part.state) + " on, but they must follow those of the parts before, which end at " +
@@ -206,11 +211,10 @@ void update(Dram& dram, std::span<const std::uint32_t> given_slots, const Segmen
       refuse("a slot of table " + number(t) + " is not in 0 .. " +
              number(static_cast<std::int64_t>(capacity) - 1));
   }
-  const auto& updates = dtype == Dtype::float32 ? kernels().float32.updates : kernels().float64.updates;
   summation.for_each_task([&](const SumTask& sum, std::int64_t p) {
     UpdateTask task = tasks[p];
     task.sum = sum;
-    updates[optimizers[p]](task);
+    updates[p](task);
   });
 }
 

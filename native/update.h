@@ -3,6 +3,8 @@
 
 #include <cstdint>
 #include <span>
+#include <string>
+#include <vector>
 
 #include "dram.h"
 #include "gradients.h"
@@ -17,25 +19,20 @@ struct Segments {
   std::span<const std::int32_t> entries;          // (E,)
 };
 
-enum class Optimizer : std::int32_t {
-  sgd = 0,
-  rowwise_adagrad = 1,
-  momentum = 2,
-  adagrad = 3,
-  adam = 4,
-  rowwise_adam = 5,
-  adamw = 6,
-  ftrl = 7,
-  lamb = 8,
-};
 inline constexpr std::int64_t kSettings = 16;  // numbers of a part's optimizer, see _native.pyi
 
 // Write the sum of row u to base + out_index[u] elements. invalid_argument: nothing written.
 void sum_rows(const Segments& segments, const GradientSource& source, const Parts& parts, std::int64_t out,
               std::span<const std::uint32_t> out_index, Dtype dtype);
 
-// Update rows: row u is slots[u] of its table. optimizers (P,), settings (P, kSettings). invalid_argument: nothing
-// changed.
+// Names of the optimizers by kind.
+std::vector<std::string> optimizer_names();
+
+// Return the number of state elements of a row's part that an optimizer has. invalid_argument: no such kind.
+std::int64_t optimizer_state_elements(std::int32_t kind, std::int64_t dim);
+
+// Update rows: row u is slots[u] of its table. optimizers (P,) kinds, settings (P, kSettings). invalid_argument:
+// nothing changed.
 void update(Dram& dram, std::span<const std::uint32_t> slots, const Segments& segments,
             const GradientSource& source, const Parts& parts, std::span<const std::int32_t> optimizers,
             std::span<const double> settings);

@@ -43,6 +43,8 @@ void bind_update(nb::module_& m) {
   nb::class_<HeldRowGradients>(m, "RowGradients")
       .def(nb::init<int64_t, In, const std::string&>(), "base"_a, "index"_a, "dtype"_a);
 
+  m.attr("OPTIMIZERS") = nb::tuple(nb::cast(optimizer_names()));
+  m.def("optimizer_state_elements", &optimizer_state_elements, "kind"_a, "dim"_a);
   m.def(
       "sum_rows",
       [](In segment_offsets, In entries, nb::handle source, In offsets, const Parts& parts,

@@ -1,6 +1,6 @@
 // Adagrad, with a sum of squares per column or one per row.
+#include "optimizer_list.h"
 #include "optimizers.h"
-#include "rows.h"
 
 namespace colonnade::COLONNADE_ISA {
 
@@ -10,6 +10,7 @@ namespace {
 template <class T>
 struct Adagrad {
   static constexpr bool kIsDecayAdded = true;
+  static constexpr SettingGroup kSettings = SettingGroup::common;
   static constexpr std::int64_t state_elements(std::int64_t dim) { return dim; }
   T lr, eps;
   explicit Adagrad(const OptimizerSettings& s) : lr(static_cast<T>(s.lr)), eps(static_cast<T>(s.eps)) {}
@@ -29,6 +30,7 @@ struct Adagrad {
 template <class T>
 struct RowwiseAdagrad {
   static constexpr bool kIsDecayAdded = true;
+  static constexpr SettingGroup kSettings = SettingGroup::common;
   static constexpr std::int64_t state_elements(std::int64_t) { return 1; }
   T lr, eps;
   explicit RowwiseAdagrad(const OptimizerSettings& s) : lr(static_cast<T>(s.lr)), eps(static_cast<T>(s.eps)) {}
@@ -45,17 +47,7 @@ struct RowwiseAdagrad {
 
 }  // namespace
 
-template <class T>
-void update_adagrad(const UpdateTask& task) {
-  run_updates<T, Adagrad>(task);
-}
-template <class T>
-void update_rowwise_adagrad(const UpdateTask& task) {
-  run_updates<T, RowwiseAdagrad>(task);
-}
-template void update_adagrad<float>(const UpdateTask&);
-template void update_adagrad<double>(const UpdateTask&);
-template void update_rowwise_adagrad<float>(const UpdateTask&);
-template void update_rowwise_adagrad<double>(const UpdateTask&);
+constinit const OptimizerKernel adagrad_kernel = optimizer_kernel<Adagrad>("adagrad");
+constinit const OptimizerKernel rowwise_adagrad_kernel = optimizer_kernel<RowwiseAdagrad>("rowwise_adagrad");
 
 }  // namespace colonnade::COLONNADE_ISA

@@ -1,6 +1,6 @@
 // Adam and AdamW. State: first moment, then second moment, of each column.
 #include "moments.h"
-#include "rows.h"
+#include "optimizer_list.h"
 
 namespace colonnade::COLONNADE_ISA {
 
@@ -9,6 +9,7 @@ namespace {
 template <class T>
 struct Adam {
   static constexpr bool kIsDecayAdded = true;
+  static constexpr SettingGroup kSettings = SettingGroup::moments;
   static constexpr std::int64_t state_elements(std::int64_t dim) { return 2 * dim; }
   Moments<T> moments;
   explicit Adam(const OptimizerSettings& s) : moments(s) {}
@@ -28,6 +29,7 @@ struct Adam {
 template <class T>
 struct AdamW {
   static constexpr bool kIsDecayAdded = false;
+  static constexpr SettingGroup kSettings = SettingGroup::moments;
   static constexpr std::int64_t state_elements(std::int64_t dim) { return 2 * dim; }
   Adam<T> adam;
   T keep;
@@ -43,17 +45,7 @@ struct AdamW {
 
 }  // namespace
 
-template <class T>
-void update_adam(const UpdateTask& task) {
-  run_updates<T, Adam>(task);
-}
-template <class T>
-void update_adamw(const UpdateTask& task) {
-  run_updates<T, AdamW>(task);
-}
-template void update_adam<float>(const UpdateTask&);
-template void update_adam<double>(const UpdateTask&);
-template void update_adamw<float>(const UpdateTask&);
-template void update_adamw<double>(const UpdateTask&);
+constinit const OptimizerKernel adam_kernel = optimizer_kernel<Adam>("adam");
+constinit const OptimizerKernel adamw_kernel = optimizer_kernel<AdamW>("adamw");
 
 }  // namespace colonnade::COLONNADE_ISA

@@ -1,6 +1,6 @@
 // FTRL-proximal. State: n, the sum of squares, then z, of each column.
+#include "optimizer_list.h"
 #include "optimizers.h"
-#include "rows.h"
 
 namespace colonnade::COLONNADE_ISA {
 
@@ -9,6 +9,7 @@ namespace {
 template <class T>
 struct Ftrl {
   static constexpr bool kIsDecayAdded = false;
+  static constexpr SettingGroup kSettings = SettingGroup::proximal;
   static constexpr std::int64_t state_elements(std::int64_t dim) { return 2 * dim; }
   T inverse_lr, l1, l2, beta;
   explicit Ftrl(const OptimizerSettings& s)
@@ -37,11 +38,6 @@ struct Ftrl {
 
 }  // namespace
 
-template <class T>
-void update_ftrl(const UpdateTask& task) {
-  run_updates<T, Ftrl>(task);
-}
-template void update_ftrl<float>(const UpdateTask&);
-template void update_ftrl<double>(const UpdateTask&);
+constinit const OptimizerKernel ftrl_kernel = optimizer_kernel<Ftrl>("ftrl");
 
 }  // namespace colonnade::COLONNADE_ISA

@@ -94,7 +94,22 @@ struct UpdateTask {
   std::uint64_t num_owners, place;
 };
 
-inline constexpr int kNumOptimizers = 9;
+// What an optimizer reads of OptimizerSettings beside lr, weight_decay and eps. update.cc checks the limits.
+enum class SettingGroup : std::uint8_t {
+  common,
+  momentum,  // beta1 is its momentum
+  moments,   // beta1, beta2
+  proximal,  // l1, l2, beta; lr is a divisor
+};
+
+// An optimizer, defined in its own file.
+struct OptimizerKernel {
+  const char* name;
+  std::int64_t (*state_elements)(std::int64_t dim);  // of a row's part
+  SettingGroup settings;
+  void (*update_float32)(const UpdateTask&);
+  void (*update_float64)(const UpdateTask&);
+};
 
 // Initial values of some columns of a row.
 struct BirthTask {
@@ -204,7 +219,6 @@ struct SquareGradientTask {
 template <class T>
 struct RowKernels {
   void (*sum)(const SumTask&);
-  void (*updates[kNumOptimizers])(const UpdateTask&);  // by kind
   void (*birth)(const BirthTask&, std::int64_t id, T* out);
   bool (*all_finite)(const T* values, std::int64_t n);
   double (*squared_norm)(const T* values, std::int64_t n);
@@ -221,6 +235,8 @@ struct RowKernels {
 struct Kernels {
   const char* name;
   void (*pool[4])(const PoolTask&);  // by Dtype of the rows
+  const OptimizerKernel* const* optimizers;  // by kind, see optimizer_list.h
+  std::int32_t num_optimizers;
   RowKernels<float> float32;
   RowKernels<double> float64;
   // 16-bit rows are initialised as float32 and rounded. Split ones get the high halves of their masters; lows may be

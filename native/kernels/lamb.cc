@@ -1,6 +1,6 @@
 // Optimizers that need a whole row before they step: LAMB and row-wise Adam.
 #include "moments.h"
-#include "rows.h"
+#include "optimizer_list.h"
 
 namespace colonnade::COLONNADE_ISA {
 
@@ -10,6 +10,7 @@ namespace {
 template <class T>
 struct RowwiseAdam {
   static constexpr bool kIsDecayAdded = true;
+  static constexpr SettingGroup kSettings = SettingGroup::moments;
   static constexpr std::int64_t state_elements(std::int64_t dim) { return dim + 1; }
   Moments<T> moments;
   explicit RowwiseAdam(const OptimizerSettings& s) : moments(s) {}
@@ -31,6 +32,7 @@ struct RowwiseAdam {
 template <class T>
 struct Lamb {
   static constexpr bool kIsDecayAdded = false;
+  static constexpr SettingGroup kSettings = SettingGroup::moments;
   static constexpr std::int64_t state_elements(std::int64_t dim) { return 2 * dim; }
   Moments<T> moments;
   T lr, weight_decay;
@@ -57,17 +59,7 @@ struct Lamb {
 
 }  // namespace
 
-template <class T>
-void update_rowwise_adam(const UpdateTask& task) {
-  run_updates<T, RowwiseAdam>(task);
-}
-template <class T>
-void update_lamb(const UpdateTask& task) {
-  run_updates<T, Lamb>(task);
-}
-template void update_rowwise_adam<float>(const UpdateTask&);
-template void update_rowwise_adam<double>(const UpdateTask&);
-template void update_lamb<float>(const UpdateTask&);
-template void update_lamb<double>(const UpdateTask&);
+constinit const OptimizerKernel rowwise_adam_kernel = optimizer_kernel<RowwiseAdam>("rowwise_adam");
+constinit const OptimizerKernel lamb_kernel = optimizer_kernel<Lamb>("lamb");
 
 }  // namespace colonnade::COLONNADE_ISA

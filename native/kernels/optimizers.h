@@ -199,6 +199,7 @@ COLONNADE_INLINE void clamp(RowValues<T, kVectors>& values, T most) {
 
 // An optimizer is constructed from a task's settings, and has
 //   kIsDecayAdded           weight decay is added to the gradient
+//   kSettings               the settings that it reads
 //   state_elements(dim)     number of elements of a row's state that it uses
 //   step(w, g, state, dim, steps)    steps: number of earlier ones of the row; may overwrite g
 template <template <class> class Optimizer>
@@ -251,10 +252,16 @@ struct Updates {
 };
 
 template <class T, template <class> class Optimizer>
-COLONNADE_INLINE void run_updates(const UpdateTask& task) {
+void run_updates(const UpdateTask& task) {
   if (task.sum.begin == task.sum.end) return;
   run_by_dim<T, Updates<Optimizer>>(task, task.sum.dim,
                                     is_16_bit(task.dtype) || is_16_bit(task.sum.gradient_dtype));
+}
+
+template <template <class> class Optimizer>
+constexpr OptimizerKernel optimizer_kernel(const char* name) {
+  return {name, Optimizer<float>::state_elements, Optimizer<float>::kSettings, run_updates<float, Optimizer>,
+          run_updates<double, Optimizer>};
 }
 
 }  // namespace

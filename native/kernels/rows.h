@@ -11,24 +11,6 @@ void pool(const PoolTask& task);
 template <class T>
 void sum(const SumTask& task);
 template <class T>
-void update_sgd(const UpdateTask& task);
-template <class T>
-void update_rowwise_adagrad(const UpdateTask& task);
-template <class T>
-void update_momentum(const UpdateTask& task);
-template <class T>
-void update_adagrad(const UpdateTask& task);
-template <class T>
-void update_adam(const UpdateTask& task);
-template <class T>
-void update_rowwise_adam(const UpdateTask& task);
-template <class T>
-void update_adamw(const UpdateTask& task);
-template <class T>
-void update_ftrl(const UpdateTask& task);
-template <class T>
-void update_lamb(const UpdateTask& task);
-template <class T>
 void birth(const BirthTask& task, std::int64_t id, T* out);
 void birth_bfloat16(const BirthTask& task, std::int64_t id, std::uint16_t* out);
 void birth_float16(const BirthTask& task, std::int64_t id, std::uint16_t* out);

@@ -1,6 +1,6 @@
 // SGD and momentum SGD.
+#include "optimizer_list.h"
 #include "optimizers.h"
-#include "rows.h"
 
 namespace colonnade::COLONNADE_ISA {
 
@@ -9,6 +9,7 @@ namespace {
 template <class T>
 struct Sgd {
   static constexpr bool kIsDecayAdded = true;
+  static constexpr SettingGroup kSettings = SettingGroup::common;
   static constexpr std::int64_t state_elements(std::int64_t) { return 0; }
   T lr;
   explicit Sgd(const OptimizerSettings& s) : lr(static_cast<T>(s.lr)) {}
@@ -24,6 +25,7 @@ struct Sgd {
 template <class T>
 struct Momentum {
   static constexpr bool kIsDecayAdded = true;
+  static constexpr SettingGroup kSettings = SettingGroup::momentum;
   static constexpr std::int64_t state_elements(std::int64_t dim) { return dim; }
   T lr, momentum;
   bool is_nesterov;
@@ -43,17 +45,7 @@ struct Momentum {
 
 }  // namespace
 
-template <class T>
-void update_sgd(const UpdateTask& task) {
-  run_updates<T, Sgd>(task);
-}
-template <class T>
-void update_momentum(const UpdateTask& task) {
-  run_updates<T, Momentum>(task);
-}
-template void update_sgd<float>(const UpdateTask&);
-template void update_sgd<double>(const UpdateTask&);
-template void update_momentum<float>(const UpdateTask&);
-template void update_momentum<double>(const UpdateTask&);
+constinit const OptimizerKernel sgd_kernel = optimizer_kernel<Sgd>("sgd");
+constinit const OptimizerKernel momentum_kernel = optimizer_kernel<Momentum>("momentum");
 
 }  // namespace colonnade::COLONNADE_ISA

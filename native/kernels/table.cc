@@ -1,4 +1,5 @@
 // Table of the functions of one compilation.
+#include "optimizer_list.h"
 #include "rows.h"
 
 #define COLONNADE_QUOTE(name) #name
@@ -10,8 +11,6 @@ namespace {
 template <class T>
 constexpr RowKernels<T> row_kernels() {
   return {sum<T>,
-          {update_sgd<T>, update_rowwise_adagrad<T>, update_momentum<T>, update_adagrad<T>, update_adam<T>,
-           update_rowwise_adam<T>, update_adamw<T>, update_ftrl<T>, update_lamb<T>},
           birth<T>,
           all_finite<T>,
           squared_norm<T>,
@@ -24,10 +23,16 @@ constexpr RowKernels<T> row_kernels() {
           pool_squares<T>,
           square_gradients<T>};
 }
+
+#define COLONNADE_ADDRESS(name) &name##_kernel,
+constexpr const OptimizerKernel* kOptimizers[] = {COLONNADE_OPTIMIZERS(COLONNADE_ADDRESS)};
+#undef COLONNADE_ADDRESS
 }  // namespace
 
 constinit const Kernels kernels{COLONNADE_NAME(COLONNADE_ISA),
                                 {pool<float>, pool<double>, pool<Bfloat16>, pool<Float16>},
+                                kOptimizers,
+                                sizeof(kOptimizers) / sizeof(kOptimizers[0]),
                                 row_kernels<float>(),
                                 row_kernels<double>(),
                                 birth_bfloat16,

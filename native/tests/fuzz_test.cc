@@ -45,11 +45,6 @@ enum Wrong : std::uint64_t {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
-std::int64_t state_of(std::int32_t optimizer, std::int64_t dim) {
-  const std::int64_t elements[] = {0, 1, dim, dim, 2 * dim, dim + 1, 2 * dim, 2 * dim, 2 * dim};
-  return elements[optimizer];
-}
-
 struct Case {
   Fuzz fuzz;
   Wrong wrong;
@@ -91,7 +86,7 @@ struct Case {
       std::int64_t width = 0, state = 0;
       for (std::uint64_t n = 1 + fuzz.below(3); n > 0; --n) {
         const std::int32_t dim = fuzz.one_in(40) ? 1024 : fuzz.pick({1, 3, 16, 17, 64});
-        const auto optimizer = static_cast<std::int32_t>(fuzz.below(9));
+        const auto optimizer = static_cast<std::int32_t>(fuzz.below(optimizer_names().size()));
         part_tables.push_back(t);
         part_columns.push_back(static_cast<std::int32_t>(width));
         part_dims.push_back(dim);
@@ -102,7 +97,7 @@ struct Case {
                                          plain ? kInfinity : 1, plain ? kInfinity : 0.1,
                                          plain ? kInfinity : 0.5, 1, 0, 0, 0});
         width += dim;
-        state += state_of(optimizer, dim);
+        state += optimizer_state_elements(optimizer, dim);
       }
       widths.push_back(width);
       state_elements.push_back(state);

@@ -523,6 +523,12 @@ def squared_norm(base: int, num_elements: int, dtype: str) -> float:
     """Return the sum of squares in float64, added in an order that depends only on num_elements. dtype: float32 or
     float64."""
 
+OPTIMIZERS: tuple[str, ...]
+"""Names of the optimizers' kernels; the kind of each is its position. `ops/optimizers.py` defines what they do."""
+
+def optimizer_state_elements(kind: int, dim: int) -> int:
+    """Return the number of state scalars of a row's part. ValueError for an unknown kind."""
+
 def by_page(
     slots: Array,  # (U,) int32
     offsets: Array,  # (T + 1,) int64
@@ -542,8 +548,7 @@ def update(
     entries: Array,
     source: OutputGradients | RowGradients,
     parts: Parts,
-    optimizers: Array,  # (P,) int32, see ops/reference.py: 0 SGD, 1 row-wise Adagrad, 2 momentum SGD,
-    #                     3 Adagrad, 4 Adam, 5 row-wise Adam, 6 AdamW, 7 FTRL, 8 LAMB
+    optimizers: Array,  # (P,) int32: positions in OPTIMIZERS
     settings: Array,  # (P, 16) float64: 0 lr, 1 weight_decay, 2 eps, 3 beta1 (2: momentum), 4 beta2,
     #                   5 nesterov (0 or 1), 6 l1, 7 l2, 8 beta (FTRL), 9 max_norm, 10 clip_value,
     #                   11 weight_bound, 12 gradient_scale; 9 to 11 are inf where unused

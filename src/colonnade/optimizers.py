@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import AllowInfNan
 from pydantic import Field as Limits
 
+from colonnade import _native
 from colonnade.config.validation import Expected, Fraction, NonNegative, validate_dataclass_fields
 from colonnade.errors import ConfigError
 
@@ -26,8 +27,6 @@ class SparseOptimizer:
     """Base of the sparse optimizers: a name, optimizer state of each row, and settings of a param group."""
 
     name: ClassVar[str]
-    kind: ClassVar[int]
-    """Number of the optimizer in the native core (`_native.update`)."""
     is_of_rows: ClassVar[bool] = False
     """True if the update of a weight depends on other columns of its row."""
     counts_steps: ClassVar[bool] = False
@@ -38,9 +37,19 @@ class SparseOptimizer:
     def __post_init__(self) -> None:
         validate_dataclass_fields(self)
 
+    @property
+    def kernel(self) -> str:
+        """Name of the native kernel, as in `_native.OPTIMIZERS`."""
+        return self.name
+
+    @property
+    def kind(self) -> int:
+        """Number of the native kernel in `_native.update`."""
+        return _native.OPTIMIZERS.index(self.kernel)
+
     def state_floats(self, dim: int) -> int:
         """Return the number of scalars of optimizer state that are stored with each row of a part of width `dim`."""
-        return 0
+        return _native.optimizer_state_elements(self.kind, dim)
 
     def initial_state(self, dim: int) -> tuple[float, int]:
         """Return (value, count): the first `count` state scalars of a new row start at `value`, the others at 0."""
@@ -68,11 +77,8 @@ class SGD(SparseOptimizer):
             raise ConfigError("SGD: got nesterov=True without momentum; set momentum, e.g. 0.9")
 
     @property
-    def kind(self) -> int:  # type: ignore[override]
-        return 2 if self.momentum else 0
-
-    def state_floats(self, dim: int) -> int:
-        return dim if self.momentum else 0
+    def kernel(self) -> str:
+        return "momentum" if self.momentum else self.name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,14 +87,10 @@ class Adagrad(SparseOptimizer):
     w -= lr * g / (sqrt(s) + eps)`."""
 
     name = "adagrad"
-    kind = 3
 
     eps: NonNegative = 1e-10
     initial_accumulator: NonNegative = 0.0
     weight_decay: NonNegative = 0.0
-
-    def state_floats(self, dim: int) -> int:
-        return dim
 
     def initial_state(self, dim: int) -> tuple[float, int]:
         return self.initial_accumulator, dim
@@ -103,15 +105,11 @@ class RowWiseAdagrad(SparseOptimizer):
     """
 
     name = "rowwise_adagrad"
-    kind = 1
     is_of_rows = True
 
     eps: NonNegative = 1e-8
     initial_accumulator: NonNegative = 0.0
     weight_decay: NonNegative = 0.0
-
-    def state_floats(self, dim: int) -> int:
-        return 1
 
     def initial_state(self, dim: int) -> tuple[float, int]:
         return self.initial_accumulator, 1
@@ -122,15 +120,11 @@ class Adam(SparseOptimizer):
     """Adam as torch.optim.Adam (Kingma and Ba 2015); `weight_decay` is added to the gradient."""
 
     name = "adam"
-    kind = 4
     counts_steps = True
 
     betas: Betas = (0.9, 0.999)
     eps: NonNegative = 1e-8
     weight_decay: NonNegative = 0.0
-
-    def state_floats(self, dim: int) -> int:
-        return 2 * dim
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,16 +132,12 @@ class RowWiseAdam(SparseOptimizer):
     """Adam with one second moment per row, of the mean of g**2 (FBGEMM: PARTIAL_ROWWISE_ADAM)."""
 
     name = "rowwise_adam"
-    kind = 5
     counts_steps = True
     is_of_rows = True
 
     betas: Betas = (0.9, 0.999)
     eps: NonNegative = 1e-8
     weight_decay: NonNegative = 0.0
-
-    def state_floats(self, dim: int) -> int:
-        return dim + 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,15 +146,11 @@ class AdamW(SparseOptimizer):
     gradient."""
 
     name = "adamw"
-    kind = 6
     counts_steps = True
 
     betas: Betas = (0.9, 0.999)
     eps: NonNegative = 1e-8
     weight_decay: NonNegative = 1e-2
-
-    def state_floats(self, dim: int) -> int:
-        return 2 * dim
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -172,7 +158,6 @@ class FTRL(SparseOptimizer):
     """FTRL-proximal with per-coordinate rates (McMahan et al. 2013, algorithm 1); `lr` is the paper's alpha."""
 
     name = "ftrl"
-    kind = 7
 
     lr: Annotated[
         float,
@@ -185,9 +170,6 @@ class FTRL(SparseOptimizer):
     l2: NonNegative = 0.0
     initial_accumulator: NonNegative = 0.0
 
-    def state_floats(self, dim: int) -> int:
-        return 2 * dim
-
     def initial_state(self, dim: int) -> tuple[float, int]:
         return self.initial_accumulator, dim
 
@@ -197,7 +179,6 @@ class LAMB(SparseOptimizer):
     """LAMB (You et al. 2020, algorithm 2) with each row as a layer; the trust ratio is |w| / |update|."""
 
     name = "lamb"
-    kind = 8
     counts_steps = True
     is_of_rows = True
 
@@ -205,10 +186,8 @@ class LAMB(SparseOptimizer):
     eps: NonNegative = 1e-6
     weight_decay: NonNegative = 0.0
 
-    def state_floats(self, dim: int) -> int:
-        return 2 * dim
-
 
 SPARSE_OPTIMIZERS: dict[str, type[SparseOptimizer]] = {
     kind.name: kind for kind in (SGD, Adagrad, RowWiseAdagrad, Adam, RowWiseAdam, AdamW, FTRL, LAMB)
 }
+"""Optimizers by the name that settings use (`embedding.optimizer`)."""

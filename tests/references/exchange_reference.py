@@ -125,7 +125,7 @@ class ReferenceRows:
             columns = slice(part.column, part.column + part.dim)
             states = slice(part.state, part.state + part.optimizer.state_floats(part.dim))
             optimizers.apply_optimizer(
-                part.optimizer.kind, weights[:, columns], state[:, states], clock,
+                part.optimizer.kernel, weights[:, columns], state[:, states], clock,
                 gradient[None, columns], settings_of(part, table),
             )  # fmt: skip
         self.clocks[key] += 1

@@ -15,11 +15,7 @@ from colonnade import _native
 from colonnade.ops import optimizers, reference
 
 DIMS = (1, 3, 16, 17, 32, 64, 128, 530)
-SUMS_OF_SQUARES = {
-    1: 1,
-    3: -1,
-    7: -1,
-}  # kinds whose first state elements begin where the user says; -1: D of them
+KINDS = {name: kind for kind, name in enumerate(_native.OPTIMIZERS)}
 LAST = optimizers.LAST_UPDATE
 CLOCKS = [0, 0, 0, 1, 254, 255, 256, 65535, 2**24, LAST - 1, LAST]
 CLOCKS += [optimizers.IS_LOADED | updates for updates in (1, 1, 2, 256, LAST)]
@@ -206,9 +202,11 @@ class Table:
         for i, dim in enumerate(gradients.dims[t]):
             column, state, p = gradients.columns[t][i], self.states[i], first_part + i
             values = self.weights[:, column : column + dim].to(self.state.dtype)
-            own = self.state[:, state : state + optimizers.state_elements(kinds[p], dim)]
+            own = self.state[:, state : state + _native.optimizer_state_elements(kinds[p], dim)]
             sums = gradients.sums(t, i)
-            optimizers.apply_optimizer(kinds[p], values, own, self.clocks, sums, all_settings[p])
+            optimizers.apply_optimizer(
+                _native.OPTIMIZERS[kinds[p]], values, own, self.clocks, sums, all_settings[p]
+            )
             if self.weights.dtype.itemsize == 2:
                 values = optimizers.round_stochastically(
                     values, self.ids, self.clocks, self.seed, self.row_dtype, column=column
@@ -227,7 +225,7 @@ class Table:
 @settings(max_examples=examples(20, 50), deadline=None)
 @given(
     batches(dims=DIMS),
-    st.lists(st.tuples(st.integers(0, 8), SETTINGS), min_size=12, max_size=12),
+    st.lists(st.tuples(st.sampled_from(range(len(KINDS))), SETTINGS), min_size=12, max_size=12),
     st.sampled_from(["plain", "plain", "bfloat16", "float16", "split"]),
     NARROW,
     st.booleans(),
@@ -246,7 +244,7 @@ def test_update_equals_twin(batch, chosen, rows, dtype, from_rows):
     states, num_states = [], [1] * num_tables  # with gaps
     for p, (t, _, _, dim) in enumerate(gradients.parts):
         states.append(num_states[t])
-        num_states[t] += optimizers.state_elements(kinds[p], dim) + p % 2
+        num_states[t] += _native.optimizer_state_elements(kinds[p], dim) + p % 2
     parts = gradients.native_parts(states)
 
     source, segment_offsets, entries = gradients.source, plan.segment_offsets, plan.entries
@@ -400,21 +398,21 @@ def test_what_is_no_rows_with_segments_is_left_to_update():
 
 
 @pytest.mark.parametrize(
-    ("kind", "make"),
+    ("name", "make"),
     [
-        (0, lambda p: torch.optim.SGD(p, 0.1, weight_decay=0.05)),
-        (2, lambda p: torch.optim.SGD(p, 0.1, 0.9, weight_decay=0.05)),
-        (3, lambda p: torch.optim.Adagrad(p, 0.1, weight_decay=0.05, eps=1e-8)),
-        (4, lambda p: torch.optim.Adam(p, 0.1, weight_decay=0.05)),
-        (6, lambda p: torch.optim.AdamW(p, 0.1, weight_decay=0.05)),
+        ("sgd", lambda p: torch.optim.SGD(p, 0.1, weight_decay=0.05)),
+        ("momentum", lambda p: torch.optim.SGD(p, 0.1, 0.9, weight_decay=0.05)),
+        ("adagrad", lambda p: torch.optim.Adagrad(p, 0.1, weight_decay=0.05, eps=1e-8)),
+        ("adam", lambda p: torch.optim.Adam(p, 0.1, weight_decay=0.05)),
+        ("adamw", lambda p: torch.optim.AdamW(p, 0.1, weight_decay=0.05)),
     ],
 )
-def test_learns_what_torch_learns(kind, make):
+def test_learns_what_torch_learns(name, make):
     """Known answer in float64: torch's optimizer on one parameter a row, stepped when touched; duplicates add up."""
     dim, rng = 5, np.random.default_rng(3)
     rows = [torch.nn.Parameter(torch.zeros(dim, dtype=torch.float64)) for _ in range(4)]
     stepped = [make([row]) for row in rows]
-    num_states = optimizers.state_elements(kind, dim)
+    num_states = _native.optimizer_state_elements(KINDS[name], dim)
     dram = _native.Dram(
         one_part(dim), [num_states], [4], [4], [1], [0.5], [0.0], [0], "float64", False, [1], [0]
     )
@@ -440,7 +438,7 @@ def test_learns_what_torch_learns(kind, make):
             plan.entries,
             gradients_of(lookups, gradients),
             one_part(dim),
-            int32(kind),
+            int32(KINDS[name]),
             torch.tensor([numbers(s)], dtype=torch.float64),
         )
     trained = torch.empty(4, dim, dtype=torch.float64)
@@ -462,12 +460,12 @@ def test_squared_norm():
         _native.squared_norm(0, 0, "bfloat16")
 
 
-def two_rows(kind, **change):
+def two_rows(name, **change):
     row = numbers(optimizers.Settings(lr=0.1))
     for column, value in change.items():
         row[int(column.removeprefix("s"))] = value
     return {
-        "optimizers": int32(1, kind),
+        "optimizers": int32(KINDS["rowwise_adagrad"], KINDS[name]),
         "settings": torch.tensor([numbers(optimizers.Settings(lr=0.1)), row], dtype=torch.float64),
     }
 
@@ -518,7 +516,7 @@ def small_update(**change):
                 lookups, reads, torch.tensor(bases), torch.tensor([16, 16]), dtype
             ),
             "parts": parts,
-            **two_rows(0),
+            **two_rows("sgd"),
             **change,
         }
         if arguments["source"] == "two row gradients":
@@ -571,18 +569,18 @@ def parts(tables, columns, dims, states):
         ({"settings": torch.zeros(2, 7, dtype=torch.float64)}, r"settings: got float64 \(2, 7\)"),
         ({"settings": torch.zeros(3, 16, dtype=torch.float64)}, "speak of 2 and 3 parts"),
         ({"state_elements": [0, 8]}, "part 0 keeps 1 state elements from 0 on"),
-        ({"state_elements": [1, 7], **two_rows(4)}, "part 1 keeps 8 state elements"),
-        (two_rows(0, s0=-0.1), "part 1 has lr -0.1"),
-        (two_rows(0, s0=math.nan), "part 1 has lr nan"),
-        (two_rows(7, s0=0.0), "wanted more than 0 with FTRL"),
-        (two_rows(7, s6=-1.0), "part 1 has l1 -1"),
-        (two_rows(4, s3=1.0), "part 1 has beta1 1"),
-        (two_rows(2, s3=-0.1), "part 1 has momentum -0.1"),
-        (two_rows(8, s4=1.0), "part 1 has beta2 1"),
-        (two_rows(0, s9=0.0), "part 1 has max_norm 0.0+, wanted more than 0, inf for none"),
-        (two_rows(0, s10=math.nan), "part 1 has clip_value nan"),
-        (two_rows(0, s11=-1.0), "part 1 has weight_bound -1"),
-        (two_rows(0, s12=math.inf), "part 1 has gradient_scale inf"),
+        ({"state_elements": [1, 7], **two_rows("adam")}, "part 1 keeps 8 state elements"),
+        (two_rows("sgd", s0=-0.1), "part 1 has lr -0.1"),
+        (two_rows("sgd", s0=math.nan), "part 1 has lr nan"),
+        (two_rows("ftrl", s0=0.0), "wanted more than 0, because it is a divisor"),
+        (two_rows("ftrl", s6=-1.0), "part 1 has l1 -1"),
+        (two_rows("adam", s3=1.0), "part 1 has beta1 1"),
+        (two_rows("momentum", s3=-0.1), "part 1 has momentum -0.1"),
+        (two_rows("lamb", s4=1.0), "part 1 has beta2 1"),
+        (two_rows("sgd", s9=0.0), "part 1 has max_norm 0.0+, wanted more than 0, inf for none"),
+        (two_rows("sgd", s10=math.nan), "part 1 has clip_value nan"),
+        (two_rows("sgd", s11=-1.0), "part 1 has weight_bound -1"),
+        (two_rows("sgd", s12=math.inf), "part 1 has gradient_scale inf"),
         ({"weights": torch.ones(3).double()}, "weights are float64, the sums float32"),
     ],
 )

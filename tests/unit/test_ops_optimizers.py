@@ -7,10 +7,32 @@ import numpy as np
 import pytest
 import torch
 
+from colonnade import _native
 from colonnade.ops import optimizers
 from colonnade.ops.optimizers import Settings
 
 NUM_ROWS, DIM, NUM_STEPS = 7, 5, 12
+STATE_FLOATS = {
+    "sgd": lambda dim: 0,
+    "rowwise_adagrad": lambda dim: 1,
+    "momentum": lambda dim: dim,
+    "adagrad": lambda dim: dim,
+    "adam": lambda dim: 2 * dim,
+    "rowwise_adam": lambda dim: dim + 1,
+    "adamw": lambda dim: 2 * dim,
+    "ftrl": lambda dim: 2 * dim,
+    "lamb": lambda dim: 2 * dim,
+}
+
+
+def test_every_kernel_has_a_twin_and_its_state():
+    assert sorted(STATE_FLOATS) == sorted(optimizers.STEPS) == sorted(_native.OPTIMIZERS)
+    for kind, name in enumerate(_native.OPTIMIZERS):
+        for dim in (1, 5, 128):
+            assert _native.optimizer_state_elements(kind, dim) == STATE_FLOATS[name](dim)
+    for kind in (-1, len(STATE_FLOATS)):
+        with pytest.raises(ValueError, match=f"optimizer {kind}, wanted 0 .. 8"):
+            _native.optimizer_state_elements(kind, 1)
 
 
 class Steps:
@@ -24,14 +46,14 @@ class Steps:
             torch.from_numpy(rng.standard_normal((3, 4, DIM))).to(dtype) for _ in range(NUM_STEPS)
         ]
 
-    def twin(self, kind, s, first_state=0.0, first_count=0):
+    def twin(self, name, s, first_state=0.0, first_count=0):
         weights, clocks = self.weights.clone(), torch.zeros(NUM_ROWS, dtype=torch.int64)
-        state = weights.new_zeros(NUM_ROWS, optimizers.state_elements(kind, DIM))
+        state = weights.new_zeros(NUM_ROWS, STATE_FLOATS[name](DIM))
         state[:, :first_count] = first_state
         for rows, terms in zip(self.touched, self.terms, strict=True):
             own, its_state = weights[rows], state[rows]
             gradients = terms[0] + terms[1] + terms[2]
-            optimizers.apply_optimizer(kind, own, its_state, clocks[rows], gradients, s)
+            optimizers.apply_optimizer(name, own, its_state, clocks[rows], gradients, s)
             weights[rows], state[rows] = own, its_state
             clocks[rows] += 1
         return weights
@@ -74,38 +96,38 @@ BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @BOTH
 @pytest.mark.parametrize("decay", [0.0, 0.05])
 @pytest.mark.parametrize(
-    ("kind", "s", "make"),
+    ("name", "s", "make"),
     [
-        (0, {"lr": 0.1}, lambda p, wd: torch.optim.SGD(p, 0.1, weight_decay=wd)),
+        ("sgd", {"lr": 0.1}, lambda p, wd: torch.optim.SGD(p, 0.1, weight_decay=wd)),
         (
-            2,
+            "momentum",
             {"lr": 0.02, "beta1": 0.8},
             lambda p, wd: torch.optim.SGD(p, 0.02, 0.8, weight_decay=wd),
         ),
         (
-            2,
+            "momentum",
             {"lr": 0.02, "beta1": 0.8, "nesterov": True},
             lambda p, wd: torch.optim.SGD(p, 0.02, 0.8, weight_decay=wd, nesterov=True),
         ),
         (
-            3,
+            "adagrad",
             {"lr": 0.1, "eps": 1e-6},
             lambda p, wd: torch.optim.Adagrad(
                 p, 0.1, eps=1e-6, weight_decay=wd, initial_accumulator_value=0.5
             ),
         ),
-        (4, {"lr": 0.01}, lambda p, wd: torch.optim.Adam(p, 0.01, weight_decay=wd)),
+        ("adam", {"lr": 0.01}, lambda p, wd: torch.optim.Adam(p, 0.01, weight_decay=wd)),
         (
-            4,
+            "adam",
             {"lr": 0.01, "beta1": 0.5, "beta2": 0.9, "eps": 1e-3},
             lambda p, wd: torch.optim.Adam(p, 0.01, (0.5, 0.9), 1e-3, weight_decay=wd),
         ),
-        (6, {"lr": 0.01}, lambda p, wd: torch.optim.AdamW(p, 0.01, weight_decay=wd)),
+        ("adamw", {"lr": 0.01}, lambda p, wd: torch.optim.AdamW(p, 0.01, weight_decay=wd)),
     ],
 )
-def test_equals_torch(dtype, decay, kind, s, make):
+def test_equals_torch(dtype, decay, name, s, make):
     steps = Steps(dtype)
-    got = steps.twin(kind, Settings(weight_decay=decay, **s), 0.5, DIM if kind == 3 else 0)
+    got = steps.twin(name, Settings(weight_decay=decay, **s), 0.5, DIM if name == "adagrad" else 0)
     assert_equal(got, steps.torch(lambda p: make(p, decay)))
 
 
@@ -118,7 +140,7 @@ def test_rowwise_adagrad(dtype, decay):
         return w - 0.1 * g / (np.sqrt(s) + 1e-6), s
 
     steps = Steps(dtype)
-    got = steps.twin(1, Settings(lr=0.1, eps=1e-6, weight_decay=decay), 0.5, 1)
+    got = steps.twin("rowwise_adagrad", Settings(lr=0.1, eps=1e-6, weight_decay=decay), 0.5, 1)
     assert_equal(got, steps.paper(step, 0.5))
 
 
@@ -132,7 +154,7 @@ def test_rowwise_adam(dtype, decay):
         return w - 0.01 * (m / (1 - 0.9**t)) / (np.sqrt(v / (1 - 0.999**t)) + 1e-8), m, v
 
     steps = Steps(dtype)
-    got = steps.twin(5, Settings(lr=0.01, weight_decay=decay))
+    got = steps.twin("rowwise_adam", Settings(lr=0.01, weight_decay=decay))
     assert_equal(got, steps.paper(step, np.zeros(DIM), 0.0))
 
 
@@ -150,7 +172,7 @@ def test_ftrl_is_algorithm_1(dtype, l1):
         return np.where(np.abs(z) <= l1, 0.0, w), n, z
 
     steps = Steps(dtype)
-    got = steps.twin(7, Settings(lr=alpha, beta=beta, l1=l1, l2=l2), 0.1, DIM)
+    got = steps.twin("ftrl", Settings(lr=alpha, beta=beta, l1=l1, l2=l2), 0.1, DIM)
     assert_equal(got, steps.paper(step, np.full(DIM, 0.1), np.zeros(DIM)))
     assert bool((got == 0).any()) == (l1 > 0)
 
@@ -169,7 +191,7 @@ def test_lamb_is_algorithm_2(dtype, decay):
 
     steps = Steps(dtype)
     steps.weights[2] = 0
-    got = steps.twin(8, Settings(lr=0.01, eps=1e-6, weight_decay=decay))
+    got = steps.twin("lamb", Settings(lr=0.01, eps=1e-6, weight_decay=decay))
     assert_equal(got, steps.paper(step, np.zeros(DIM), np.zeros(DIM)))
 
 
@@ -181,7 +203,7 @@ def test_scale_clip_and_max_norm():
     torch.embedding_renorm_(wanted, torch.arange(9), 1.5, 2.0)
     s = Settings(lr=0.1, clip_value=0.3, gradient_scale=0.5, max_norm=1.5)
     optimizers.apply_optimizer(
-        0, weights, torch.empty(9, 0), torch.zeros(9, dtype=torch.int64), g, s
+        "sgd", weights, torch.empty(9, 0), torch.zeros(9, dtype=torch.int64), g, s
     )
     torch.testing.assert_close(weights, wanted, equal_nan=True, rtol=1e-6, atol=1e-6)
     assert weights[0, 0].isnan()
@@ -194,7 +216,7 @@ def test_weights_are_bounded():
     wanted = (weights - g * 0.1).clamp(-0.4, 0.4)
     s = Settings(lr=0.1, weight_bound=0.4)
     optimizers.apply_optimizer(
-        0, weights, torch.empty(9, 0), torch.zeros(9, dtype=torch.int64), g, s
+        "sgd", weights, torch.empty(9, 0), torch.zeros(9, dtype=torch.int64), g, s
     )
     torch.testing.assert_close(weights, wanted, equal_nan=True, rtol=0, atol=0)
 

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import pickle
-from dataclasses import FrozenInstanceError, replace
+from dataclasses import FrozenInstanceError, fields, replace
 from types import MappingProxyType
 
 import pytest
 import torch
 
-from colonnade import SGD, Adam, EmbeddingCollection, Feature, RowWiseAdagrad, Table, Uniform
+from colonnade import (
+    SGD,
+    Adam,
+    EmbeddingCollection,
+    Feature,
+    RowWiseAdagrad,
+    Table,
+    Uniform,
+    _native,
+)
+from colonnade.config.run import OPTIMIZER_SETTINGS
 from colonnade.errors import ConfigError
 from colonnade.optimizers import FTRL, SPARSE_OPTIMIZERS
 
@@ -84,10 +94,15 @@ def test_bytes_of_a_record(dtype, master, record_bytes):
     assert table.record_bytes == record_bytes
 
 
+def test_settings_of_optimizers_are_settings_of_a_run():
+    names = {field.name for kind in SPARSE_OPTIMIZERS.values() for field in fields(kind)}
+    assert names == {"lr", *OPTIMIZER_SETTINGS}
+
+
 def test_names_of_optimizers():
     assert all(SPARSE_OPTIMIZERS[name].name == name for name in SPARSE_OPTIMIZERS)
-    kinds = [kind(lr=1.0).kind for kind in SPARSE_OPTIMIZERS.values()]
-    assert sorted([*kinds, SGD(lr=1.0, momentum=0.5).kind]) == list(range(9))
+    kernels = [kind(lr=1.0).kernel for kind in SPARSE_OPTIMIZERS.values()]
+    assert sorted([*kernels, SGD(lr=1.0, momentum=0.5).kernel]) == sorted(_native.OPTIMIZERS)
 
 
 def test_one_dtype_for_a_collection():

@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import yaml
 from pydantic import Field, PlainValidator, ValidationError, model_validator
@@ -28,6 +28,7 @@ from colonnade.formats import (
     parse_yaml,
     read_text_file,
 )
+from colonnade.optimizers import SPARSE_OPTIMIZERS
 
 Width = Annotated[int, Field(ge=1)]
 LastBatch = Literal["keep", "drop", "merge"]
@@ -84,12 +85,10 @@ class ScheduleConfig(Section):
         return self
 
 
-RowOptimizerName = Literal[
-    "sgd", "adagrad", "rowwise_adagrad", "adam", "rowwise_adam", "adamw", "ftrl", "lamb"
-]
-OPTIMIZER_SETTINGS = (
-    "eps", "initial_accumulator", "weight_decay", "momentum", "betas", "l1", "l2", "beta", "nesterov",
-)  # fmt: skip
+if TYPE_CHECKING:
+    RowOptimizerName = str
+else:
+    RowOptimizerName = Literal[tuple(SPARSE_OPTIMIZERS)]
 
 
 class RowOptimizerConfig(Section):
@@ -113,6 +112,9 @@ class RowOptimizerConfig(Section):
     """Smoothing term beta of ftrl's learning rate."""
     nesterov: bool | None = None
     """Use Nesterov momentum (sgd with momentum)."""
+
+
+OPTIMIZER_SETTINGS = tuple(RowOptimizerConfig.model_fields)
 
 
 class WideConfig(RowOptimizerConfig):

@@ -3,20 +3,20 @@
 Native rows equal these bit for bit; these equal their references within 1e-6 (float32) and 1e-12 (float64), with each
 row a parameter of its own that is stepped only when a batch touches it:
 
-| kind | function        | reference                                 | state of a row, in order         | weight decay |
-|------|-----------------|-------------------------------------------|----------------------------------|--------------|
-| 0    | sgd             | torch.optim.SGD                           |                                  | added to g   |
-| 1    | rowwise_adagrad | torch.optim.Adagrad, one sum per row:     | s                                | added to g   |
-|      |                 | s += mean(g^2)                            |                                  |              |
-| 2    | momentum        | torch.optim.SGD(momentum, nesterov)       | momentum (D)                     | added to g   |
-| 3    | adagrad         | torch.optim.Adagrad                       | s (D)                            | added to g   |
-| 4    | adam            | torch.optim.Adam                          | m (D), v (D)                     | added to g   |
-| 5    | rowwise_adam    | torch.optim.Adam, one v per row:          | m (D), v                         | added to g   |
-|      |                 | v = beta2 v + (1 - beta2) mean(g^2)       |                                  |              |
-| 6    | adamw           | torch.optim.AdamW                         | m (D), v (D)                     | decoupled    |
-| 7    | ftrl            | McMahan et al 2013, algorithm 1           | n (D), z (D)                     | l1, l2       |
-| 8    | lamb            | You et al 2020, algorithm 2, phi(x) = x,  | m (D), v (D)                     | in the step  |
-|      |                 | each row a layer                          |                                  |              |
+| function        | reference                                 | state of a row, in order         | weight decay |
+|-----------------|-------------------------------------------|----------------------------------|--------------|
+| sgd             | torch.optim.SGD                           |                                  | added to g   |
+| rowwise_adagrad | torch.optim.Adagrad, one sum per row:     | s                                | added to g   |
+|                 | s += mean(g^2)                            |                                  |              |
+| momentum        | torch.optim.SGD(momentum, nesterov)       | momentum (D)                     | added to g   |
+| adagrad         | torch.optim.Adagrad                       | s (D)                            | added to g   |
+| adam            | torch.optim.Adam                          | m (D), v (D)                     | added to g   |
+| rowwise_adam    | torch.optim.Adam, one v per row:          | m (D), v                         | added to g   |
+|                 | v = beta2 v + (1 - beta2) mean(g^2)       |                                  |              |
+| adamw           | torch.optim.AdamW                         | m (D), v (D)                     | decoupled    |
+| ftrl            | McMahan et al 2013, algorithm 1           | n (D), z (D)                     | l1, l2       |
+| lamb            | You et al 2020, algorithm 2, phi(x) = x,  | m (D), v (D)                     | in the step  |
+|                 | each row a layer                          |                                  |              |
 
 The step count t of Adam and its variants is the row's own clock + 1. All state begins at 0, except the sums of squares
 (s, n), which begin at a setting. Loading weights counts as an update, so that the row is stored, but not as a step: it
@@ -69,26 +69,26 @@ class Settings:
 
 
 def apply_optimizer(
-    kind: int,
+    name: str,  # a key of STEPS
     weights: Tensor,  # (U, D)
-    state: Tensor,  # (U, state of the kind)
+    state: Tensor,  # (U, state of the optimizer)
     clocks: Tensor,  # (U,) int64
     gradients: Tensor,  # (U, D): sums of the rows' entries
     settings: Settings,
 ) -> None:
     """Update one part of rows in place; clocks do not advance.
 
-    g *= gradient_scale; g clamped to +-clip_value; g += weight_decay * w (kinds 0-5, if not 0); the kind's step; then
-    rows longer than max_norm are multiplied by max_norm / (norm + 1e-7), as torch.embedding_renorm_ does; then weights
-    are clamped to +-weight_bound.
+    g *= gradient_scale; g clamped to +-clip_value; g += weight_decay * w (if not 0 and not in OWN_DECAY); the step;
+    then rows longer than max_norm are multiplied by max_norm / (norm + 1e-7), as torch.embedding_renorm_ does; then
+    weights are clamped to +-weight_bound.
     """
     if settings.gradient_scale != 1:
         gradients = gradients * settings.gradient_scale
     if settings.clip_value < math.inf:
         gradients = gradients.clamp(-settings.clip_value, settings.clip_value)
-    if settings.weight_decay and kind <= 5:
+    if settings.weight_decay and name not in OWN_DECAY:
         gradients = gradients + weights * settings.weight_decay
-    STEPS[kind](weights, state, clocks, gradients, settings)
+    STEPS[name](weights, state, clocks, gradients, settings)
     if settings.max_norm < math.inf:
         norms = _sqrt(sum_squares(weights))
         bounds = torch.full_like(norms, settings.max_norm)
@@ -201,13 +201,13 @@ def lamb(
     weights.sub_(r * (ratios * settings.lr)[:, None])
 
 
-STEPS = (sgd, rowwise_adagrad, momentum, adagrad, adam, rowwise_adam, adamw, ftrl, lamb)
-"""Functions of the kinds, in order."""
-
-
-def state_elements(kind: int, dim: int) -> int:
-    """Return the number of state scalars of a row's part."""
-    return (0, 1, dim, dim, 2 * dim, dim + 1, 2 * dim, 2 * dim, 2 * dim)[kind]
+STEPS = {
+    step.__name__: step
+    for step in (sgd, rowwise_adagrad, momentum, adagrad, adam, rowwise_adam, adamw, ftrl, lamb)
+}
+"""Steps by the names of the native kernels (`_native.OPTIMIZERS`)."""
+OWN_DECAY = frozenset(("adamw", "ftrl", "lamb"))
+"""Optimizers whose steps use weight decay, or do not have it; for all others it is added to the gradient."""
 
 
 def sum_squares(rows: Tensor) -> Tensor:

@@ -78,7 +78,8 @@ def measure_device(
 
 def measure_rows(width: int, seconds: float = 0.15) -> RowRate:
     """Measure row operations of the native core as in training: one lookup per bag, row-wise Adagrad."""
-    table = Table("rate", width, rows=TABLE_BYTES // (4 * width), optimizer=RowWiseAdagrad(lr=0.01))
+    optimizer = RowWiseAdagrad(lr=0.01)
+    table = Table("rate", width, rows=TABLE_BYTES // (4 * width), optimizer=optimizer)
     assert table.rows is not None
     store = open_dram_store([table], [table.rows], seed=0)
     random = np.random.default_rng(0)
@@ -110,7 +111,7 @@ def measure_rows(width: int, seconds: float = 0.15) -> RowRate:
     settings[0, [0, 2, 9, 10, 11]] = torch.tensor(
         [0.01, 1e-8, np.inf, np.inf, 1.0], dtype=torch.float64
     )
-    kind = torch.tensor([RowWiseAdagrad.kind], dtype=torch.int32)
+    kind = torch.tensor([optimizer.kind], dtype=torch.int32)
     gathered = _measure_calls_per_second(
         seconds,
         lambda: _native.pool(

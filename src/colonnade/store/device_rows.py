@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from colonnade import _native
 from colonnade.ops import optimizers, reference
 from colonnade.store.contract import RowView
 from colonnade.table import Table
@@ -85,9 +86,14 @@ class DeviceRows:
             values = weights.to(self.state.dtype)
         for part, kind, part_settings in zip(self.table.parts, kinds, settings, strict=True):
             columns = slice(part.column, part.column + part.dim)
-            states = slice(part.state, part.state + optimizers.state_elements(kind, part.dim))
+            num_states = _native.optimizer_state_elements(kind, part.dim)
             optimizers.apply_optimizer(
-                kind, values[:, columns], state[:, states], clocks, sums[:, columns], part_settings
+                _native.OPTIMIZERS[kind],
+                values[:, columns],
+                state[:, part.state : part.state + num_states],
+                clocks,
+                sums[:, columns],
+                part_settings,
             )
         if self.lows is not None:
             weights, self.lows[slots] = reference.split_masters(values)
