@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from forked_run import run_to_end
 from small_run import digest
-from test_presence import PEER
+from test_heartbeat import PEER
 from test_restart import SETTINGS, torchrun, undisturbed  # noqa: F401
 
 from colonnade.comm.peer_status import PeerStatus, diagnose_stuck_call

@@ -89,7 +89,7 @@ DEFECTS = {
     ),
     "14 messages of more than 1 MiB": (HERE + "test_messages_of_megabytes",),
     "16 types of ids are not checked": ("unit/test_misuse.py::test_ids_that_do_not_fit",),
-    "18 who waits for the others spins": ("faults/test_presence.py",),
+    "18 who waits for the others spins": ("faults/test_heartbeat.py",),
 }
 
 

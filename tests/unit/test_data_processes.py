@@ -23,9 +23,7 @@ from test_data_contract import open_columns, same
 from colonnade import Mesh
 from colonnade.batch import Batch, Ids
 from colonnade.config.run import build_config, override_settings
-from colonnade.data import Position, open_source
-from colonnade.data import processes as module
-from colonnade.data import processes as waited
+from colonnade.data import Position, open_source, processes
 from colonnade.data.processes import ProcessSource, pack_batches, unpack_batches
 from colonnade.data.sets.criteo import open_criteo
 from colonnade.errors import ConfigError, DataError, ReaderLost
@@ -58,7 +56,7 @@ def test_a_block_gives_back_what_was_packed(sizes, shared):
 
 def test_processes_read_what_the_source_reads(monkeypatch, forked):
     """Runs of 2 steps on 2 processes; an epoch that ends inside a run; bags, weights, groups."""
-    monkeypatch.setattr(module, "RUN_SAMPLES", 7)
+    monkeypatch.setattr(processes, "RUN_SAMPLES", 7)
     source = open_columns()
     wanted = list(source.batches(7, rank=1, num_ranks=2, start=Position(3, 1)))
     result = ProcessSource(source, 2).batches(7, rank=1, num_ranks=2, start=Position(3, 1))
@@ -76,7 +74,7 @@ def test_an_epoch_of_nothing_and_bad_arguments(forked):
 
 
 def test_an_error_is_raised_here_when_its_batch_has_its_turn(tmp_path, monkeypatch, forked):
-    monkeypatch.setattr(module, "RUN_SAMPLES", 64)
+    monkeypatch.setattr(processes, "RUN_SAMPLES", 64)
     lines = criteo_lines(200)
     lines[150] = lines[150] + "\tmore"
     (tmp_path / "train.txt").write_text("\n".join(lines) + "\n")
@@ -101,9 +99,9 @@ class Peculiar(Exception):
 
 
 def test_errors_travel_as_they_are_or_are_quoted():
-    plain = module._make_error_picklable(DataError("file, line 3"))
+    plain = processes._make_error_picklable(DataError("file, line 3"))
     assert type(plain) is DataError and str(plain) == "file, line 3"
-    quoted = module._make_error_picklable(Peculiar(1, 2))
+    quoted = processes._make_error_picklable(Peculiar(1, 2))
     assert type(quoted) is RuntimeError and str(quoted) == "Peculiar: 1 and 2"
 
 
@@ -118,7 +116,7 @@ def wait_until(condition, seconds: float = 60) -> None:
 def forked(monkeypatch):
     """Have readers forked with torch imported: for tests of what they read, not of how they start."""
     preloaded_context()
-    monkeypatch.setattr(module, "START_METHOD", "forkserver")
+    monkeypatch.setattr(processes, "START_METHOD", "forkserver")
 
 
 @pytest.fixture
@@ -131,13 +129,13 @@ def readers_of():
 def test_readers_are_ahead_by_a_bound_outlive_ctrl_c_and_are_missed_when_killed(
     tmp_path, monkeypatch, readers_of
 ):
-    monkeypatch.setattr(module, "RUN_SAMPLES", 3)
+    monkeypatch.setattr(processes, "RUN_SAMPLES", 3)
     batches = ProcessSource(Noted(tmp_path), 2).batches(1)
     assert float(next(batches).dense) == 0
     limit = (
-        3 * 2 * (module.RUNS_AHEAD + 1)
+        3 * 2 * (processes.RUNS_AHEAD + 1)
     )  # a run in the queue's hands may have been asked for again
-    wait_until(lambda: len(list(tmp_path.iterdir())) >= 3 * 2 * module.RUNS_AHEAD)
+    wait_until(lambda: len(list(tmp_path.iterdir())) >= 3 * 2 * processes.RUNS_AHEAD)
     time.sleep(0.5)
     assert len(list(tmp_path.iterdir())) <= limit
 
@@ -172,9 +170,9 @@ def test_a_run_with_readers_is_the_run_without(tmp_path, forked):
 
 
 def test_a_reader_that_is_stopped_is_named_once(tmp_path, monkeypatch, capfd, readers_of, forked):
-    monkeypatch.setattr(module, "RUN_SAMPLES", 1)
-    monkeypatch.setattr(waited, "REPORT_SECONDS", 0.2)
-    monkeypatch.setattr(waited, "CHECK_SECONDS", 0.05)
+    monkeypatch.setattr(processes, "RUN_SAMPLES", 1)
+    monkeypatch.setattr(processes, "REPORT_SECONDS", 0.2)
+    monkeypatch.setattr(processes, "CHECK_SECONDS", 0.05)
     batches = ProcessSource(Noted(tmp_path), 1).batches(1)
     next(batches)
     (reader,) = readers_of()

@@ -23,7 +23,6 @@ from colonnade.comm.collectives import (
 )
 from colonnade.comm.traffic import Traffic
 from colonnade.errors import PeerLost
-from colonnade.train import dense as buckets
 from colonnade.train import dense as dense_module
 from colonnade.train.dense import DenseGradients, assign_parameters_to_buckets
 
@@ -85,14 +84,14 @@ def inputs_of(rank, step, part=0):
 @pytest.fixture(autouse=True)
 def _as_it_was(monkeypatch):
     """Restore the size of buckets after each test."""
-    monkeypatch.setattr(buckets, "BUCKET_BYTES", buckets.BUCKET_BYTES)
+    monkeypatch.setattr(dense_module, "BUCKET_BYTES", dense_module.BUCKET_BYTES)
 
 
 # ---- the layout
 
 
 def test_the_layout_is_in_reverse_order_and_has_every_parameter_once():
-    whole = buckets.BUCKET_BYTES // 4
+    whole = dense_module.BUCKET_BYTES // 4
     kinds = [(SINGLE, CPU), (SINGLE, CPU), (DOUBLE, CPU), (SINGLE, CPU), (SINGLE, GPU)]
     layout = assign_parameters_to_buckets(kinds, [10, whole, 3, whole // 2, 5])
     assert layout == [[4], [2], [3, 1], [0]]  # as they are full
@@ -161,7 +160,7 @@ def bits_at_any_time(mesh):
     ]
     results = []
     for bucket_bytes, alone_bytes in ((1 << 20, 1 << 16), (32, 8)):  # signals beside others, alone
-        buckets.BUCKET_BYTES, dense_module.ALONE_BYTES = bucket_bytes, alone_bytes
+        dense_module.BUCKET_BYTES, dense_module.ALONE_BYTES = bucket_bytes, alone_bytes
         for is_overlapped in (False, True):
             model = Odd()
             dense = attached(model, mesh)
@@ -193,7 +192,7 @@ def bits_at_any_time(mesh):
 
 def leaves_while_backward_runs(mesh):
     """The first layer's backward waits until the last layer's bucket is the sum over ranks; and order is fixed."""
-    buckets.BUCKET_BYTES = 32
+    dense_module.BUCKET_BYTES = 32
     layers = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(4)))
     dense = attached(layers, mesh)
     order, reduce = [], dense_module._reduce_bucket
@@ -227,7 +226,7 @@ def leaves_while_backward_runs(mesh):
 def completed_late(mesh):
     """A parameter declared first, one in the middle and the last of them get the rest of their gradients between
     backward and `send`: their buckets are the last and wait for it, others leave before."""
-    buckets.BUCKET_BYTES = 32
+    dense_module.BUCKET_BYTES = 32
     layers = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(5)))
     late = [layers[number].weight for number in (0, 2, 4)]
     dense = DenseGradients(list(layers.parameters()), mesh, late=late)
@@ -368,7 +367,7 @@ def test_on_hosts():
 
 def raises_in_backward(mesh):
     """Rank 1's backward fails after its first bucket has left."""
-    buckets.BUCKET_BYTES = 32
+    dense_module.BUCKET_BYTES = 32
     layers = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)))
     dense = attached(layers, mesh)
 
@@ -401,7 +400,7 @@ def test_an_error_in_backward_leaves_nobody_waiting():
 
 def test_a_gradient_that_comes_too_late_is_told(monkeypatch):
     """A parameter that gets a second gradient after its bucket has left: never summed wrongly."""
-    monkeypatch.setattr(buckets, "BUCKET_BYTES", 8)
+    monkeypatch.setattr(dense_module, "BUCKET_BYTES", 8)
     monkeypatch.setattr(dense_module, "sum_over_ranks", lambda mesh, values, way: None)
     monkeypatch.setattr(Mesh, "broadcast", lambda mesh, channel, values, **_: values)
     model = Odd()

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colonnade.errors import StorageError
-from colonnade.store import background_worker as attendant
+from colonnade.store import background_worker
 from colonnade.store.compaction import BUSY_SHARE, Collector
 from colonnade.store.disk import Disk
 from colonnade.store.log import LogBacking, open_log
@@ -205,7 +205,7 @@ def test_a_store_that_is_dropped_lets_go_of_threads_lock_files_and_mappings(
     tmp_path, monkeypatch, access
 ):
     """Dropped stores are released like closed ones, but a moment later."""
-    monkeypatch.setattr(attendant, "RETRY_SECONDS", 0.05)
+    monkeypatch.setattr(background_worker, "RETRY_SECONDS", 0.05)
 
     def used(place) -> LogBacking:
         store = opened(place, access=access)
@@ -239,7 +239,7 @@ def test_a_store_that_is_dropped_lets_go_of_threads_lock_files_and_mappings(
 
 def test_a_store_that_is_dropped_while_its_disk_refuses_to_write_is_let_go(tmp_path, monkeypatch):
     """The error that its writer keeps for those who wait holds nothing of it."""
-    monkeypatch.setattr(attendant, "RETRY_SECONDS", 0.05)
+    monkeypatch.setattr(background_worker, "RETRY_SECONDS", 0.05)
     tries = []
 
     class Full(Disk):

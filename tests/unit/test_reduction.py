@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from colonnade import World, open_mesh
-from colonnade.comm import process_groups as mesh_module
+from colonnade.comm import process_groups
 from colonnade.comm.collectives import (
     choose_sum_algorithm,
     estimate_sum_traffic,
@@ -94,7 +94,7 @@ def test_weights_inside_towers_cost_the_uplink_nothing():
 def test_ranks_that_do_not_fill_their_hosts_are_refused(monkeypatch):
     for name, value in (("WORLD_SIZE", "3"), ("RANK", "0"), ("LOCAL_WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(mesh_module, "connect_store", lambda *place: None)
-    monkeypatch.setattr(mesh_module, "join_rendezvous", lambda *ranks: ("met", []))
+    monkeypatch.setattr(process_groups, "connect_store", lambda *place: None)
+    monkeypatch.setattr(process_groups, "join_rendezvous", lambda *ranks: ("met", []))
     with pytest.raises(ConfigError, match=r"got 3 ranks, 2 on each host.*nproc-per-node"):
         open_mesh()

@@ -15,8 +15,7 @@ import torch
 from exchanges import CHOICES, run_exchange
 from ranks import run_ranks
 
-from colonnade.comm import process_groups as mesh_module
-from colonnade.comm import shm as mates_module
+from colonnade.comm import process_groups, shm
 from colonnade.comm.mesh import ALL
 from colonnade.errors import PeerLost
 
@@ -25,7 +24,7 @@ WIDTH = 3
 
 
 def small_messages_too():
-    mates_module.MIN_SHARED_BYTES = 1
+    shm.MIN_SHARED_BYTES = 1
 
 
 def message(sender, receiver, call, rows):
@@ -66,7 +65,7 @@ def check_calls(mesh, channel, num_calls):
 
 
 def all_purposes(mesh, least):
-    mates_module.MIN_SHARED_BYTES = least
+    shm.MIN_SHARED_BYTES = least
     errors = []
 
     def run(channel):
@@ -170,8 +169,8 @@ def blinded(mesh):
     small_messages_too()
     assert mesh.shared_memory is not None
     if mesh.rank == 1:
-        mesh_module.can_read_buffer = lambda *_: False
-    again = replace(mesh, shared_memory=mesh_module._open_shared_memory(mesh))
+        process_groups.can_read_buffer = lambda *_: False
+    again = replace(mesh, shared_memory=process_groups._open_shared_memory(mesh))
     return unreadable(again)
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from ranks import console_of, run_ranks
 from slow_directory import HIT, SlowDirectory
-from test_foresight import slowly
+from test_next_use_window import slowly
 from test_row_clock_law import CONFIG, Ones
 
 from colonnade.config.run import build_config, override_settings

@@ -12,7 +12,7 @@ from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colonnade.comm import shm as rooms_module
+from colonnade.comm import shm
 from colonnade.comm.shm import (
     MIN_BUFFER_BYTES,
     MIN_SHARED_BYTES,
@@ -142,7 +142,7 @@ def test_no_room_is_told(monkeypatch):
     def refused(name):
         raise OSError(24, "Too many open files")
 
-    monkeypatch.setattr(rooms_module.os, "memfd_create", refused)
+    monkeypatch.setattr(shm.os, "memfd_create", refused)
     with pytest.raises(WorldError, match=r"Too many open files.*ulimit -n"):
         BufferPool().allocate_buffer(1 << 20)
 

@@ -30,9 +30,7 @@ from colonnade.errors import (
     CorruptionError,
     StorageError,
 )
-from colonnade.publish import delivery as carriage
-from colonnade.publish import delivery as following
-from colonnade.publish import deltas as publication
+from colonnade.publish import delivery, deltas
 from colonnade.publish.deltas import (
     CURRENT,
     delta_file_name,
@@ -88,7 +86,7 @@ def wanted(folder: Path, step: int, samples: list, place: Path) -> list[torch.Te
 def snapshots(monkeypatch):
     """The publication as it was after each checkpoint, by step."""
     results: dict[int, dict[str, bytes]] = {}
-    send = publication.DeltaPublisher.send
+    send = deltas.DeltaPublisher.send
 
     def send_and_keep(self, step, retained, say):
         send(self, step, retained, say)
@@ -96,7 +94,7 @@ def snapshots(monkeypatch):
         files = [path for path in self.folder.rglob("*") if path.is_file()]
         results[step] = {str(p.relative_to(self.folder)): p.read_bytes() for p in files}
 
-    monkeypatch.setattr(publication.DeltaPublisher, "send", send_and_keep)
+    monkeypatch.setattr(deltas.DeltaPublisher, "send", send_and_keep)
     return results
 
 
@@ -121,7 +119,7 @@ def test_every_checkpoint_has_the_bits_of_its_export(
 ):
     """Newborn rows, rows that were evicted, one that comes back; predictors that look at each checkpoint, at some,
     late."""
-    monkeypatch.setattr(publication, "MIN_BYTES_FOR_BASE", least)
+    monkeypatch.setattr(deltas, "MIN_BYTES_FOR_BASE", least)
     settings = {**settings, "plan.memory.dram": 120_000} if not settings else settings
     folder, live, samples = tmp_path / "run", tmp_path / "live", batches(settings)
     train(Mesh(), folder, tmp_path / "published", settings)
@@ -207,13 +205,13 @@ def test_a_checkpoint_with_another_header_is_published_as_a_base(name, tmp_path,
     """Rows of stores that are divided otherwise, or of other tables, are not compared: a delta would mix them up."""
     run, published = tmp_path / "run", tmp_path / "published"
     train(Mesh(), run, published, {"train.max_steps": 4})
-    read_header, before = publication.read_header, read_current(published)
+    read_header, before = deltas.read_header, read_current(published)
 
     def read_changed_header(folder: Path, step: int):
         header = read_header(folder, step)
         return {**header, name: "changed"} if step == before.step else header
 
-    monkeypatch.setattr(publication, "read_header", read_changed_header)
+    monkeypatch.setattr(deltas, "read_header", read_changed_header)
     train(Mesh(), run, published, {"train.max_steps": 8})
     current = read_current(published)
     assert (before.step, current.step, len(current.bases)) == (4, 8, 2)
@@ -259,7 +257,7 @@ def test_a_run_that_went_back_is_followed(tmp_path):
         expected = wanted(folder, 12, samples, tmp_path / "out")
         assert equal(scores(predictor, samples), expected)
         shutil.rmtree(published)  # begun anew, with other numbers
-        publication.DeltaPublisher(folder, published, Disk()).send(8, [8], print)
+        deltas.DeltaPublisher(folder, published, Disk()).send(8, [8], print)
         assert predictor.refresh() < 0 and predictor.step == 8
         expected = wanted(folder, 8, samples, tmp_path / "eight")
         assert equal(scores(predictor, samples), expected)
@@ -270,7 +268,7 @@ def test_a_publication_that_was_removed_and_overtook_its_followers(tmp_path):
     folder, published, samples = tmp_path / "run", tmp_path / "published", batches({})
     train(Mesh(), folder, tmp_path / "unused", {})
     steps = list_checkpoints(folder)
-    writer = publication.DeltaPublisher(folder, published, Disk())
+    writer = deltas.DeltaPublisher(folder, published, Disk())
     for step in steps[:2]:
         writer.send(step, steps, print)
     with Predictor.open(published) as predictor:
@@ -286,11 +284,11 @@ def test_a_publication_that_was_removed_and_overtook_its_followers(tmp_path):
 
 def test_a_disk_with_room_for_changes_only(tmp_path, monkeypatch):
     """A base that cannot be written holds no change back; a killed writer's half of one is cleared away."""
-    monkeypatch.setattr(publication, "MIN_BYTES_FOR_BASE", 1)
+    monkeypatch.setattr(deltas, "MIN_BYTES_FOR_BASE", 1)
     folder, published, samples = tmp_path / "run", tmp_path / "published", batches({})
     train(Mesh(), folder, tmp_path / "unused", {})
     steps = list_checkpoints(folder)
-    writer = publication.DeltaPublisher(folder, published, Disk())
+    writer = deltas.DeltaPublisher(folder, published, Disk())
     writer.send(steps[0], steps, print)
     whole = read_current(published).bases[0].num_bytes
     full = StorageError(28, "No space left on device")
@@ -299,7 +297,7 @@ def test_a_disk_with_room_for_changes_only(tmp_path, monkeypatch):
         raise full
 
     with monkeypatch.context() as disk, Predictor.open(published) as predictor:
-        disk.setattr(publication, "export_run", no_room)
+        disk.setattr(deltas, "export_run", no_room)
         for step in steps[1:]:
             writer.send(step, steps, print)
             grown = read_current(published).change_bytes
@@ -335,7 +333,7 @@ class DyingDisk(Disk):
 @pytest.mark.parametrize("stride", [3, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_writer_that_dies_at_any_change_is_made_up_for(stride, tmp_path, monkeypatch):
     """One whole checkpoint is visible at every moment; the next writer publishes the missing ones."""
-    monkeypatch.setattr(publication, "MIN_BYTES_FOR_BASE", 8000)  # two changes and a base are cut
+    monkeypatch.setattr(deltas, "MIN_BYTES_FOR_BASE", 8000)  # two changes and a base are cut
     folder, samples = tmp_path / "run", batches({})[:3]
     train(Mesh(), folder, tmp_path / "unused", {"train.max_steps": 12})
     steps = list_checkpoints(folder)
@@ -343,7 +341,7 @@ def test_a_writer_that_dies_at_any_change_is_made_up_for(stride, tmp_path, monke
     while not survived:
         dies_at += stride
         published = tmp_path / f"published-{dies_at}"
-        writer = publication.DeltaPublisher(folder, published, DyingDisk(dies_at))
+        writer = deltas.DeltaPublisher(folder, published, DyingDisk(dies_at))
         for step in steps:
             if writer.problem is None:
                 writer.send(step, steps, lambda _: None)
@@ -353,20 +351,20 @@ def test_a_writer_that_dies_at_any_change_is_made_up_for(stride, tmp_path, monke
         if predictor is not None:
             expected = wanted(folder, predictor.step, samples, tmp_path / str(predictor.step))
             assert equal(scores(predictor, samples), expected)
-        again = publication.DeltaPublisher(folder, published, Disk())
+        again = deltas.DeltaPublisher(folder, published, Disk())
         again.send(steps[-1], steps, lambda _: None)
         assert again.problem is None
         if predictor is not None:
             predictor.refresh()
         with predictor or Predictor.open(published) as following:
-            assert following.step == steps[-1]
+            assert delivery.step == steps[-1]
             assert equal(scores(following, samples), wanted(folder, 12, samples, tmp_path / "12"))
     assert dies_at > 20
 
 
 def test_a_url_is_followed_as_a_folder_is(tmp_path, monkeypatch):
     """Written and read by URL: changes, bases, a reader that begins again on its copy, a source that goes away."""
-    monkeypatch.setattr(publication, "MIN_BYTES_FOR_BASE", 8000)
+    monkeypatch.setattr(deltas, "MIN_BYTES_FOR_BASE", 8000)
     folder, url, copy = tmp_path / "run", f"memory://{tmp_path}/live", tmp_path / "copy"
     samples = batches({})[:3]
     train(Mesh(), folder, url, {"train.max_steps": 4})
@@ -387,7 +385,7 @@ def test_a_url_is_followed_as_a_folder_is(tmp_path, monkeypatch):
         with pytest.raises(ConfigError, match="a folder of its own"):
             train(Mesh(), tmp_path / "three", url, {"train.max_steps": 4, "train.seed": 1})
         assert not list((tmp_path / "three").rglob("rank-0"))  # nothing was trained for it
-        place = carriage.open_location(url)
+        place = delivery.open_location(url)
         names = {os.path.basename(path) for path in place.files.ls(place.root, detail=False)}
         assert CURRENT in names <= {path.name for path in (folder / "published").iterdir()}
         word = place.path(CURRENT)
@@ -395,8 +393,8 @@ def test_a_url_is_followed_as_a_folder_is(tmp_path, monkeypatch):
         place.files.pipe_file(word, content[:-3])
         with pytest.raises(CorruptionError, match=CURRENT):
             predictor.refresh()
-        carriage.copy_publication(
-            carriage.open_location(folder / "published"), place
+        delivery.copy_publication(
+            delivery.open_location(folder / "published"), place
         )  # as at the next checkpoint
         assert place.files.cat_file(word) == content
         (copy / CURRENT).write_bytes(content[:-3])
@@ -407,14 +405,14 @@ def test_a_url_is_followed_as_a_folder_is(tmp_path, monkeypatch):
         assert predictor.step == 12 and equal(scores(predictor, samples), expected)
     train(Mesh(), tmp_path / "two", tmp_path / "other", {"train.max_steps": 4, "train.seed": 1})
     with pytest.raises(ConfigError, match="a folder of its own"):
-        carriage.copy_publication(
-            carriage.open_location(tmp_path / "other"), carriage.open_location(copy)
+        delivery.copy_publication(
+            delivery.open_location(tmp_path / "other"), delivery.open_location(copy)
         )
     (copy / CURRENT).write_bytes(content[:-3])  # whose it was, its bases say
     before = sorted(copy.iterdir())
     with pytest.raises(CorruptionError, match=CURRENT):
-        carriage.copy_publication(
-            carriage.open_location(tmp_path / "other"), carriage.open_location(copy)
+        delivery.copy_publication(
+            delivery.open_location(tmp_path / "other"), delivery.open_location(copy)
         )
     assert sorted(copy.iterdir()) == before
 
@@ -462,7 +460,7 @@ def test_follows_by_itself_while_the_run_goes_on(tmp_path, monkeypatch):
         assert predictor.problem is None and len(steps_seen) > 2
         expected = wanted(folder, step, samples, tmp_path / "out")
         assert equal(scores(predictor, samples), expected)
-        monkeypatch.setattr(following, "read_current", refused)
+        monkeypatch.setattr(delivery, "read_current", refused)
         while predictor.problem is None and time.monotonic() < deadline + 10:
             time.sleep(0.02)
         assert isinstance(predictor.problem, PermissionError)
@@ -512,7 +510,7 @@ def test_no_damage_ends_a_follower(snapshots, tmp_path, monkeypatch):
             word = json.loads(read_verified(live / CURRENT))
             content = (live / CURRENT).read_bytes()
             if damage is None:
-                monkeypatch.setattr(following, "read_current", panics)
+                monkeypatch.setattr(delivery, "read_current", panics)
             else:
                 damage(word)
                 write_durably(Disk(), live / CURRENT, json.dumps(word).encode())
@@ -520,7 +518,7 @@ def test_no_damage_ends_a_follower(snapshots, tmp_path, monkeypatch):
             problem = predictor.problem
             assert isinstance(problem, Panic if damage is None else ColonnadeError)
             assert damage is None or CURRENT in str(problem)
-            monkeypatch.setattr(following, "read_current", read_current)
+            monkeypatch.setattr(delivery, "read_current", read_current)
             (live / f"{CURRENT}.new").write_bytes(content)
             os.replace(live / f"{CURRENT}.new", live / CURRENT)
             wait_until(lambda: predictor.problem is None)
@@ -561,15 +559,15 @@ def two_bases(tmp_path_factory):
     """A publication with changes after each of two bases."""
     place = tmp_path_factory.mktemp("two")
     with pytest.MonkeyPatch.context() as patch:
-        send = publication.DeltaPublisher.send
+        send = deltas.DeltaPublisher.send
 
         def send_with_bases(self, step, retained, say):
             current = read_current(self.folder)
             least = 1 << 40 if current is not None and len(current.bases) > 1 else 1
-            patch.setattr(publication, "MIN_BYTES_FOR_BASE", least)
+            patch.setattr(deltas, "MIN_BYTES_FOR_BASE", least)
             send(self, step, retained, say)
 
-        patch.setattr(publication.DeltaPublisher, "send", send_with_bases)
+        patch.setattr(deltas.DeltaPublisher, "send", send_with_bases)
         settings = {"train.checkpoint_steps": 2, "train.publish_at": "last"}
         train(Mesh(), place / "run", place / "published", settings)
     current = read_current(place / "published")
@@ -602,7 +600,7 @@ def test_verify_reads_each_step_that_is_published(two_bases, tmp_path):
     shutil.rmtree(published / current.bases[0].folder)
     assert not damaged_files(published)
     assert (
-        min(carriage.list_published_steps(published, current).values()) == current.bases[1].number
+        min(delivery.list_published_steps(published, current).values()) == current.bases[1].number
     )
 
 
@@ -610,10 +608,10 @@ def test_a_step_behind_a_missing_change_is_not_offered(two_bases, tmp_path):
     published = tmp_path / "published"
     shutil.copytree(two_bases, published)
     current = read_current(published)
-    numbers = set(carriage.list_published_steps(published, current).values())
+    numbers = set(delivery.list_published_steps(published, current).values())
     missing = current.bases[1].number + 1
     (published / delta_file_name(missing)).unlink()
-    offered = carriage.list_published_steps(published, current)
+    offered = delivery.list_published_steps(published, current)
     assert set(offered.values()) == {number for number in numbers if number < missing}
     assert published / delta_file_name(missing) in damaged_files(published)
 
@@ -660,10 +658,10 @@ def test_a_pointer_with_a_number_far_ahead_is_not_counted_up_to(two_bases, tmp_p
     published = tmp_path / "published"
     shutil.copytree(two_bases, published)
     number = read_current(published).number
-    steps = carriage.list_published_steps(published, read_current(published))
+    steps = delivery.list_published_steps(published, read_current(published))
     rewrite(published, far_ahead)
     assert damaged_files(published) == {published / delta_file_name(number + 1)}
-    assert carriage.list_published_steps(published, read_current(published)) == steps
+    assert delivery.list_published_steps(published, read_current(published)) == steps
 
 
 def refuse(published: Path) -> None:
