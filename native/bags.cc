@@ -76,24 +76,24 @@ class Sender {
   }
 
   PackedBags pack(bool has_codes) const {
-    PackedBags found;
+    PackedBags result;
     std::size_t bytes = 0;
     for (const auto& m : messages_) {
       bytes += 16 + m.lengths.size() + m.ids.size() + m.weights.size() + m.codes.size() * 65 / 64;
     }
-    found.bytes.reserve(bytes);
-    Packer packer(found.bytes);
-    const auto add = [&](const auto& part) { found.bytes.insert(found.bytes.end(), part.begin(), part.end()); };
+    result.bytes.reserve(bytes);
+    Packer packer(result.bytes);
+    const auto add = [&](const auto& part) { result.bytes.insert(result.bytes.end(), part.begin(), part.end()); };
     for (const auto& message : messages_) {
       packer.varint(size_);
-      found.bytes.push_back(has_codes);
+      result.bytes.push_back(has_codes);
       for (const auto& [begin, end] : message.runs) add(std::span(message.lengths).subspan(begin, end - begin));
       add(message.ids);
       add(message.weights);
       if (has_codes) packer.numbers(message.codes);
-      found.ends.push_back(static_cast<std::int64_t>(found.bytes.size()));
+      result.ends.push_back(static_cast<std::int64_t>(result.bytes.size()));
     }
-    return found;
+    return result;
   }
 
  private:
@@ -103,9 +103,9 @@ class Sender {
                  static_cast<std::size_t>(by_table_.first[t + 1] - by_table_.first[t]));
   }
   std::size_t count(std::size_t t) const {
-    std::int64_t found = 0;
-    for (const auto c : columns(t)) found += lookups_.last(c) - lookups_.first(c);
-    return static_cast<std::size_t>(found);
+    std::int64_t num_lookups = 0;
+    for (const auto c : columns(t)) num_lookups += lookups_.last(c) - lookups_.first(c);
+    return static_cast<std::size_t>(num_lookups);
   }
 
   void deal(std::size_t t, std::span<const std::uint8_t> is_weighted) {
@@ -147,7 +147,7 @@ class Sender {
       const IdSpace space{rows, static_cast<std::int64_t>(num_owners), static_cast<std::int64_t>(p)};
       auto& out = messages_[ranks_[p]].ids;
       const std::span mine(keys + starts_[p], counts_[p]);
-      rows ? tell_rows(mine, space, out) : tell_ids(mine, space, out);
+      rows ? pack_rows(mine, space, out) : pack_ids(mine, space, out);
     }
   }
 
@@ -226,7 +226,7 @@ class Sender {
   }
 
   // Measure both forms and pack the shorter one: an estimate would need to know how ids are distributed.
-  void tell_rows(std::span<const std::uint64_t> rows, const IdSpace& space, std::vector<std::uint8_t>& out) {
+  void pack_rows(std::span<const std::uint64_t> rows, const IdSpace& space, std::vector<std::uint8_t>& out) {
     Packer packer(out);
     const auto limit = static_cast<std::uint64_t>((space.rows - 1) / space.num_owners + 1);
     const auto unique = distinct_.find(rows, limit);
@@ -237,9 +237,9 @@ class Sender {
       next = unique[i] + 1;
     }
     const std::size_t list = varint_bytes(unique.size()) + numbers_bytes(distances_);
-    const std::size_t told = numbers_bytes(rows), listed = varint_bytes(rows.size()) + told;
+    const std::size_t row_bytes = numbers_bytes(rows), listed = varint_bytes(rows.size()) + row_bytes;
     const bool is_full = unique.size() == limit;  // a row is its own index
-    if (is_full ? list + told < listed : is_shorter(rows, list, listed)) {
+    if (is_full ? list + row_bytes < listed : is_shorter(rows, list, listed)) {
       out.push_back(kDistinct);
       packer.varint(unique.size());
       packer.numbers(distances_);
@@ -250,34 +250,34 @@ class Sender {
     packer.numbers(rows);
   }
 
-  void tell_ids(std::span<const std::uint64_t> ids, const IdSpace& space, std::vector<std::uint8_t>& out) {
+  void pack_ids(std::span<const std::uint64_t> ids, const IdSpace& space, std::vector<std::uint8_t>& out) {
     Packer packer(out);
     hashes_.resize(ids.size());
     for (std::size_t i = 0; i < ids.size(); ++i) hashes_[i] = mix64(ids[i]);
     const auto unique = distinct_.find(hashes_, 0);
     unique_.resize(unique.size());
     for (std::size_t i = 0; i < unique.size(); ++i) unique_[i] = static_cast<std::int64_t>(unmix64(unique[i]));
-    told_.clear();
-    Packer(told_).list(unique_, space, true);
+    unique_message_.clear();
+    Packer(unique_message_).list(unique_, space, true);
     listed_.assign(ids.begin(), ids.end());
-    told_listed_.clear();
-    Packer(told_listed_).list(listed_, space, false);
-    if (is_shorter(hashes_, told_.size(), told_listed_.size())) {
+    listed_message_.clear();
+    Packer(listed_message_).list(listed_, space, false);
+    if (is_shorter(hashes_, unique_message_.size(), listed_message_.size())) {
       out.push_back(kDistinct);
-      out.insert(out.end(), told_.begin(), told_.end());
+      out.insert(out.end(), unique_message_.begin(), unique_message_.end());
       return packer.numbers(numbers(ids.size()));
     }
     out.push_back(kListed);
-    out.insert(out.end(), told_listed_.begin(), told_listed_.end());
+    out.insert(out.end(), listed_message_.begin(), listed_message_.end());
   }
 
   // Return whether a list of unique keys, of this many bytes, and the indices of keys in it take fewer bytes; computes
   // the indices if that is possible.
   bool is_shorter(std::span<const std::uint64_t> keys, std::size_t list, std::size_t listed) {
     if (list + (keys.size() + 127) / 128 >= listed) return false;  // a block of numbers takes at least one byte
-    const std::span found(numbers_.data(), keys.size());
-    distinct_.number(keys, found);
-    return list + numbers_bytes(found) < listed;
+    const std::span row_numbers(numbers_.data(), keys.size());
+    distinct_.number(keys, row_numbers);
+    return list + numbers_bytes(row_numbers) < listed;
   }
   std::span<const std::uint64_t> numbers(std::size_t count) const { return {numbers_.data(), count}; }
 
@@ -296,7 +296,7 @@ class Sender {
   Distinct distinct_;
   std::vector<std::uint64_t> distances_, hashes_;
   std::vector<std::int64_t> unique_, listed_;
-  std::vector<std::uint8_t> told_, told_listed_;
+  std::vector<std::uint8_t> unique_message_, listed_message_;
 };
 
 // Reader of one message: first the number of lookups; then, once memory for all messages is allocated, the lookups.
@@ -312,7 +312,7 @@ class Reader {
     has_codes_ = unpacker_.byte();
     if (has_codes_ > 1) refuse("a flag of " + std::to_string(has_codes_));
     for (std::size_t c = 0; c < tables_.size(); ++c) read_column();
-    check_told(num_lookups());  // bounds the memory by the message's size
+    check_num_lookups(num_lookups());  // bounds the memory by the message's size
   }
 
   std::size_t size() const { return static_cast<std::size_t>(size_); }
@@ -353,7 +353,7 @@ class Reader {
   std::vector<std::uint64_t> read_codes() {
     std::vector<std::uint64_t> codes;
     if (has_codes_) {
-      check_told(num_lookups_);
+      check_num_lookups(num_lookups_);
       codes.resize(num_lookups_);
       unpacker_.numbers(codes);
       for (const auto code : codes) {
@@ -395,7 +395,7 @@ class Reader {
   }
 
   // A block of 128 numbers takes at least one byte.
-  void check_told(std::uint64_t count) const {
+  void check_num_lookups(std::uint64_t count) const {
     const std::uint64_t left = data_.size() - unpacker_.position();
     if (count > left * 128) refuse(std::to_string(count) + " lookups in " + std::to_string(left) + " bytes");
   }
@@ -405,20 +405,20 @@ class Reader {
     const IdSpace space{dealt_.table_rows[t], dealt_.num_owners[t], places_[t]};
     const auto kind = unpacker_.byte();
     if (kind > kDistinct) refuse("ids of kind " + std::to_string(kind));
-    const std::uint64_t told = unpacker_.count();
+    const std::uint64_t num_ids = unpacker_.count();
     if (mine_.size() > 1) listed_.resize(count);
     const std::span<std::int64_t> ids = mine_.size() > 1 ? std::span(listed_) : mine_.front();
     if (kind == kListed) {
-      if (told != count) refuse(std::to_string(told) + " ids, wanted " + std::to_string(count));
+      if (num_ids != count) refuse(std::to_string(num_ids) + " ids, wanted " + std::to_string(count));
       unpacker_.ids(space, false, ids);
     } else {
-      different_.resize(told);
+      different_.resize(num_ids);
       unpacker_.ids(space, true, different_);
-      check_told(count);
+      check_num_lookups(count);
       which_.resize(count);
       unpacker_.numbers(which_);
       const std::uint64_t highest = *std::max_element(which_.begin(), which_.end());
-      if (highest >= told) refuse("id " + std::to_string(highest) + " of " + std::to_string(told));
+      if (highest >= num_ids) refuse("id " + std::to_string(highest) + " of " + std::to_string(num_ids));
       for (std::size_t i = 0; i < count; ++i) ids[i] = different_[which_[i]];
     }
     if (mine_.size() < 2) return;
@@ -481,12 +481,12 @@ JoinedBags join_bags(std::span<const std::span<const std::uint8_t>> messages, st
       }
     }
   };
-  JoinedBags found;
+  JoinedBags result;
   std::size_t num_lookups = 0, num_samples = 0;
   bool has_weights = false, has_codes = false, is_one_hot = true;
   for_each_reader([&](Reader& reader) {
     reader.read_lengths();
-    found.sizes.push_back(static_cast<std::int64_t>(reader.size()));
+    result.sizes.push_back(static_cast<std::int64_t>(reader.size()));
     num_samples += reader.size(), num_lookups += reader.num_lookups();
     has_codes |= reader.has_codes();
     for (std::size_t c = 0; c < tables.size(); ++c) {
@@ -494,45 +494,45 @@ JoinedBags join_bags(std::span<const std::span<const std::uint8_t>> messages, st
       is_one_hot &= reader.is_one_hot(c);
     }
   });
-  found.ids = Buffer<std::int64_t>(num_lookups);
-  if (!is_one_hot) found.bag_offsets = Buffer<std::int64_t>(tables.size() * num_samples + 1);
-  if (has_codes) found.codes.resize(num_lookups);
+  result.ids = Buffer<std::int64_t>(num_lookups);
+  if (!is_one_hot) result.bag_offsets = Buffer<std::int64_t>(tables.size() * num_samples + 1);
+  if (has_codes) result.codes.resize(num_lookups);
   if (has_weights) {
-    found.weights.resize(num_lookups * item);
-    fill_ones(found.weights, dtype);
+    result.weights.resize(num_lookups * item);
+    fill_ones(result.weights, dtype);
   }
   // Column by column, and in each column rank by rank.
   std::vector<std::span<std::int64_t>> ids(readers.size() * tables.size());  // (N, C)
   std::size_t at = 0, bag = 0;
-  found.feature_offsets.push_back(0);
+  result.feature_offsets.push_back(0);
   for (std::size_t c = 0; c < tables.size(); ++c) {
     for (std::size_t r = 0; r < readers.size(); ++r) {
-      ids[r * tables.size() + c] = {found.ids.data() + at, readers[r].count(c)};
+      ids[r * tables.size() + c] = {result.ids.data() + at, readers[r].count(c)};
       if (!is_one_hot) {
-        readers[r].bags(c, static_cast<std::int64_t>(at), found.bag_offsets.data() + bag);
+        readers[r].bags(c, static_cast<std::int64_t>(at), result.bag_offsets.data() + bag);
         bag += readers[r].size();
       }
       at += readers[r].count(c);
     }
-    found.feature_offsets.push_back(static_cast<std::int64_t>(at));
+    result.feature_offsets.push_back(static_cast<std::int64_t>(at));
   }
-  if (!is_one_hot) found.bag_offsets[bag] = static_cast<std::int64_t>(at);
+  if (!is_one_hot) result.bag_offsets[bag] = static_cast<std::int64_t>(at);
   auto mine = ids.begin();
   for_each_reader([&](Reader& reader) {
     const std::span of_rank(mine, tables.size());
     mine += static_cast<std::ptrdiff_t>(tables.size());
     reader.read_ids(of_rank);
-    const auto first = [&](std::size_t c) { return static_cast<std::size_t>(of_rank[c].data() - found.ids.data()); };
+    const auto first = [&](std::size_t c) { return static_cast<std::size_t>(of_rank[c].data() - result.ids.data()); };
     for (std::size_t c = 0; c < tables.size(); ++c) {
       const auto weights = reader.read_weights(c, item);
-      if (!weights.empty()) std::memcpy(found.weights.data() + first(c) * item, weights.data(), weights.size());
+      if (!weights.empty()) std::memcpy(result.weights.data() + first(c) * item, weights.data(), weights.size());
     }
     const auto codes = reader.read_codes();
     for (std::size_t c = 0, e = 0; c < tables.size() && !codes.empty(); ++c) {
-      for (std::size_t i = 0; i < of_rank[c].size(); ++i, ++e) found.codes[first(c) + i] = static_cast<std::uint8_t>(codes[e]);
+      for (std::size_t i = 0; i < of_rank[c].size(); ++i, ++e) result.codes[first(c) + i] = static_cast<std::uint8_t>(codes[e]);
     }
   });
-  return found;
+  return result;
 }
 
 }  // namespace colonnade

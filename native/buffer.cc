@@ -9,17 +9,17 @@ namespace colonnade {
 namespace {
 
 constexpr std::size_t kSmallestBlock = 4096;
-constexpr std::size_t kMostKeptBytes = std::size_t{256} << 20;
+constexpr std::size_t kMostCachedBytes = std::size_t{256} << 20;
 
-struct Kept {
+struct BlockCache {
   std::mutex mutex;
   std::vector<Slab> by_size[64];
   std::size_t bytes = 0;
 };
 
 // Never destroyed: a plan may outlive static objects when the interpreter ends.
-Kept& kept() {
-  static Kept* const blocks = new Kept;
+BlockCache& block_cache() {
+  static BlockCache* const blocks = new BlockCache;
   return *blocks;
 }
 
@@ -28,12 +28,12 @@ Kept& kept() {
 Slab take_block(std::size_t bytes) {
   bytes = std::bit_ceil(std::max(bytes, kSmallestBlock));
   {
-    const std::scoped_lock lock(kept().mutex);
-    auto& blocks = kept().by_size[std::countr_zero(bytes)];
+    const std::scoped_lock lock(block_cache().mutex);
+    auto& blocks = block_cache().by_size[std::countr_zero(bytes)];
     if (!blocks.empty()) {
       Slab block = std::move(blocks.back());
       blocks.pop_back();
-      kept().bytes -= bytes;
+      block_cache().bytes -= bytes;
       return block;
     }
   }
@@ -44,12 +44,12 @@ Slab take_block(std::size_t bytes) {
 
 void give_block(Slab block) noexcept {
   if (block.size() == 0) return;
-  const std::scoped_lock lock(kept().mutex);
-  if (kept().bytes + block.size() > kMostKeptBytes) return;
+  const std::scoped_lock lock(block_cache().mutex);
+  if (block_cache().bytes + block.size() > kMostCachedBytes) return;
   try {
-    auto& blocks = kept().by_size[std::countr_zero(block.size())];
+    auto& blocks = block_cache().by_size[std::countr_zero(block.size())];
     blocks.push_back(std::move(block));
-    kept().bytes += blocks.back().size();
+    block_cache().bytes += blocks.back().size();
   } catch (const std::bad_alloc&) {
     // not retained, then
   }

@@ -124,8 +124,8 @@ void encode_rows(const CodedRows& shape, const float* values, const CodecDraw* d
           (void)std::frexp(largest, &exponent);
           exponent = std::max(exponent - 14, -126);
         }
-        const auto told = static_cast<std::int16_t>(exponent);
-        __builtin_memcpy(coded, &told, 2);
+        const auto coded_exponent = static_cast<std::int16_t>(exponent);
+        __builtin_memcpy(coded, &coded_exponent, 2);
         encode_halves<Float16>(part, dim, power_of_two(-exponent), start, column, coded + 2);
         coded += 2 + 2 * dim;
       } else {

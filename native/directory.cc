@@ -22,7 +22,7 @@ namespace colonnade {
 namespace {
 
 constexpr std::int64_t kRun = 2048;                // rows of a batch per thread: as much work as waking a thread
-constexpr std::int64_t kForeseen = 1 << 30;         // address space; memory grows with use
+constexpr std::int64_t kMostReserved = 1 << 30;         // address space; memory grows with use
 // Entries in 100 buckets of the index. Copies are added and removed, and an overflowed entry stays where it is: at 942
 // two thirds of the searches begin at a bucket with overflow, at 860 less than half, for 0.6 bytes a row.
 constexpr std::uint64_t kFill = 860;
@@ -30,14 +30,14 @@ constexpr std::uint32_t kMostTicks = (1u << 24) - 1;
 constexpr std::int64_t kLeastShare = 16, kLateShare = 64;  // one in this many copies is kept in order
 constexpr std::int64_t kSmall = 1024;              // this many copies, or fewer, are all kept in order
 constexpr std::size_t kAhead = 16;                 // entries with rows fetched early
-constexpr std::int64_t kForgive = 64;              // batches
+constexpr std::int64_t kHintExpiry = 64;              // batches
 
 // lfu score: log2 of the count, plus time; in 1/1024 of a doubling. Time is in half-lives.
 constexpr int kDoubling = 1024, kTimeShift = 20;
 constexpr std::uint64_t kHalfLife = std::uint64_t{kDoubling} << kTimeShift;
 constexpr std::uint64_t kTurnover = 1;             // capacities used in a half-life
 constexpr std::uint32_t kMostTime = std::numeric_limits<std::uint32_t>::max() - 64 * kDoubling;
-constexpr std::uint32_t kSetBack = 1u << 31;       // two million half-lives
+constexpr std::uint32_t kScoreDecrement = 1u << 31;       // two million half-lives
 constexpr int kGainStep = 16;
 // Share that the smaller of two counts adds to the logarithm of the larger, by their distance.
 const std::array<std::uint16_t, 12 * kDoubling / kGainStep + 1> kGain = [] {  // the last one: for all larger distances
@@ -47,7 +47,7 @@ const std::array<std::uint16_t, 12 * kDoubling / kGainStep + 1> kGain = [] {  //
   return gain;
 }();
 
-constexpr std::uint32_t kKnown = 1u << 31;  // lookahead
+constexpr std::uint32_t kKnownUse = 1u << 31;  // lookahead
 
 std::uint8_t stamp_of(std::int64_t number) { return static_cast<std::uint8_t>(number); }
 
@@ -63,19 +63,19 @@ void check_ascending(std::span<const std::int64_t> ids, const char* name) {
 constexpr std::int64_t kTogether = 16;  // scores compared at a time, most of them without a match
 
 // Return one bit for each of the scores that is 1 .. most.
-unsigned up_to(const std::uint32_t* worths, std::uint32_t most) {
+unsigned up_to(const std::uint32_t* scores, std::uint32_t most) {
   unsigned bits = 0;
 #if defined(__SSE2__)
   // Processors with this instruction set have only signed comparisons.
   const __m128i sign = _mm_set1_epi32(INT32_MIN), limit = _mm_xor_si128(_mm_set1_epi32(static_cast<int>(most)), sign);
   const auto four = [&](int k) {
-    const __m128i found = _mm_loadu_si128(reinterpret_cast<const __m128i*>(worths) + k);
-    return _mm_cmplt_epi32(_mm_xor_si128(_mm_sub_epi32(found, _mm_set1_epi32(1)), sign), limit);
+    const __m128i values = _mm_loadu_si128(reinterpret_cast<const __m128i*>(scores) + k);
+    return _mm_cmplt_epi32(_mm_xor_si128(_mm_sub_epi32(values, _mm_set1_epi32(1)), sign), limit);
   };
   const __m128i low = _mm_packs_epi32(four(0), four(1)), high = _mm_packs_epi32(four(2), four(3));
   bits = static_cast<unsigned>(_mm_movemask_epi8(_mm_packs_epi16(low, high)));
 #else
-  for (std::int64_t k = 0; k < kTogether; ++k) bits |= static_cast<unsigned>(worths[k] - 1 < most) << k;
+  for (std::int64_t k = 0; k < kTogether; ++k) bits |= static_cast<unsigned>(scores[k] - 1 < most) << k;
 #endif
   return bits;
 }
@@ -86,9 +86,9 @@ std::uint64_t unsigned_order(std::int64_t id) { return static_cast<std::uint64_t
 }  // namespace
 
 Directory::Directory(const DirectorySettings& settings)
-    : settings_(settings), index_(0, kFill, std::min(settings.capacity, kForeseen)) {
-  const std::int64_t foreseen = std::min(settings.capacity, kForeseen);
-  make_room(foreseen + std::min<std::int64_t>(foreseen, 1 << 16) + 1024);
+    : settings_(settings), index_(0, kFill, std::min(settings.capacity, kMostReserved)) {
+  const std::int64_t reserved = std::min(settings.capacity, kMostReserved);
+  make_room(reserved + std::min<std::int64_t>(reserved, 1 << 16) + 1024);
 }
 
 // Reserve address space for this many slots.
@@ -96,22 +96,22 @@ void Directory::make_room(std::int64_t slots) {
   if (slots <= room_) return;
   const auto n = static_cast<std::size_t>(std::max(slots, room_ + room_ / 4));
   if (n >= SlotIndex::kAbsent) throw NoRoom("a cache of " + std::to_string(n) + " rows; wanted less than 2^32");
-  Slab rows(checked_bytes(sizeof(Row), n)), worths(checked_bytes(4, n));
+  Slab rows(checked_bytes(sizeof(Row), n)), scores(checked_bytes(4, n));
   free_.resize((n + 63) / 64);
   std::copy_n(rows_, num_slots_, reinterpret_cast<Row*>(rows.data()));
-  std::copy_n(worths_, num_slots_, reinterpret_cast<std::uint32_t*>(worths.data()));
+  std::copy_n(scores_, num_slots_, reinterpret_cast<std::uint32_t*>(scores.data()));
   rows_slab_ = std::move(rows);
-  worths_slab_ = std::move(worths);
+  scores_slab_ = std::move(scores);
   rows_ = reinterpret_cast<Row*>(rows_slab_.data());
-  worths_ = reinterpret_cast<std::uint32_t*>(worths_slab_.data());
+  scores_ = reinterpret_cast<std::uint32_t*>(scores_slab_.data());
   room_ = static_cast<std::int64_t>(n);
 }
 
 DirectoryStep Directory::step(std::span<const std::int64_t> ids, std::span<const std::int32_t> next_uses,
-                              std::span<const std::int64_t> coming, std::int64_t window) {
+                              std::span<const std::int64_t> entering, std::int64_t window) {
   const auto n = static_cast<std::int64_t>(ids.size());
   check_ascending(ids, "ids");
-  check_ascending(coming, "coming");
+  check_ascending(entering, "entering");
   if (number_ >= kMostNumber)
     throw std::overflow_error("a cache's directory counts " + std::to_string(number_) +
                               " batches and no more; flush it and go on with a new one");
@@ -122,21 +122,21 @@ DirectoryStep Directory::step(std::span<const std::int64_t> ids, std::span<const
   done.slots = Buffer<std::int32_t>(u);
   done.ages = Buffer<std::int32_t>(u);
   done.ticks = Buffer<std::int32_t>(u);
-  done.asked = Buffer<std::uint8_t>(u);
+  done.outcomes = Buffer<std::uint8_t>(u);
   done.pushed = Buffer<std::uint8_t>(u);
   done.leaving = Buffer<std::uint8_t>(u);
   done.before = Buffer<DirectoryStep::Before>(u);
   done.time = time_;
   done.num_slots = num_slots_;
-  if ((time_ >> kTimeShift) >= kMostTime) set_back(done);
+  if ((time_ >> kTimeShift) >= kMostTime) lower_scores(done);
   done.number = ++number_;
   tick(u);
   index_.grow(this->ids());
-  if (settings_.policy == CachePolicy::lookahead && number_ % kForgive == 0) forgive(done);
-  done.num_forgiven = done.revalued.size();
+  if (settings_.policy == CachePolicy::lookahead && number_ % kHintExpiry == 0) expire_hints(done);
+  done.num_expired_hints = done.changed_scores.size();
   find(ids, next_uses, done);
   admit(ids, next_uses, done);
-  if (settings_.policy == CachePolicy::lookahead) foresee(coming, window, done);
+  if (settings_.policy == CachePolicy::lookahead) apply_hints(entering, window, done);
   evict(ids, done);
   return done;
 }
@@ -150,28 +150,28 @@ void Directory::tick(std::size_t num_rows) noexcept {
 
 // Scores are only compared with each other, so all may be lowered by the same amount. A score that would become zero
 // becomes the lowest. bad_alloc: nothing changed.
-void Directory::set_back(DirectoryStep& done) {
-  const auto num_lapsing = std::count_if(worths_, worths_ + num_slots_, [](std::uint32_t worth) { return worth && worth <= kSetBack; });
-  done.lapsed.reserve(static_cast<std::size_t>(num_lapsing));
-  done.set_back = kSetBack;
+void Directory::lower_scores(DirectoryStep& done) {
+  const auto num_underflowing = std::count_if(scores_, scores_ + num_slots_, [](std::uint32_t score) { return score && score <= kScoreDecrement; });
+  done.underflowed.reserve(static_cast<std::size_t>(num_underflowing));
+  done.decrement = kScoreDecrement;
   for (std::int64_t s = 0; s < num_slots_; ++s) {
-    std::uint32_t& worth = worths_[s];
-    if (worth > kSetBack) {
-      worth -= kSetBack;
-    } else if (worth) {
-      done.lapsed.emplace_back(static_cast<std::uint32_t>(s), worth);
-      worth = 1;
+    std::uint32_t& score = scores_[s];
+    if (score > kScoreDecrement) {
+      score -= kScoreDecrement;
+    } else if (score) {
+      done.underflowed.emplace_back(static_cast<std::uint32_t>(s), score);
+      score = 1;
     }
   }
-  time_ -= std::uint64_t{kSetBack} << kTimeShift;
+  time_ -= std::uint64_t{kScoreDecrement} << kTimeShift;
   forget_order();
 }
 
-void Directory::undo_set_back(const DirectoryStep& done) {
-  if (!done.set_back) return;
+void Directory::restore_lowered_scores(const DirectoryStep& done) {
+  if (!done.decrement) return;
   for (std::int64_t s = 0; s < num_slots_; ++s)
-    if (worths_[s]) worths_[s] += done.set_back;
-  for (const auto& [slot, worth] : done.lapsed) worths_[slot] = worth;
+    if (scores_[s]) scores_[s] += done.decrement;
+  for (const auto& [slot, score] : done.underflowed) scores_[slot] = score;
   forget_order();
 }
 
@@ -182,23 +182,23 @@ void Directory::forget_order() noexcept {
   threshold_ = {0, 0};
 }
 
-std::uint32_t Directory::known(std::int64_t batches) const noexcept {
-  return kKnown | static_cast<std::uint32_t>(kKnown - 1 - std::min<std::int64_t>(number_ + batches, kKnown - 1));
+std::uint32_t Directory::encode_next_use(std::int64_t batches) const noexcept {
+  return kKnownUse | static_cast<std::uint32_t>(kKnownUse - 1 - std::min<std::int64_t>(number_ + batches, kKnownUse - 1));
 }
 
-std::uint32_t Directory::begun(std::int32_t next_use) const noexcept {
+std::uint32_t Directory::initial_score(std::int32_t next_use) const noexcept {
   switch (settings_.policy) {
     case CachePolicy::lfu: return static_cast<std::uint32_t>(time_ >> kTimeShift) + 1;
     case CachePolicy::lookahead:
-      if (next_use > 0) return known(next_use);
+      if (next_use > 0) return encode_next_use(next_use);
       [[fallthrough]];
     default: return static_cast<std::uint32_t>(number_);
   }
 }
 
-std::uint32_t Directory::used(std::uint32_t worth, std::uint32_t now) const noexcept {
+std::uint32_t Directory::score_after_use(std::uint32_t score, std::uint32_t now) const noexcept {
   if (settings_.policy != CachePolicy::lfu) return now;
-  const std::uint32_t larger = std::max(worth, now), below = (larger - std::min(worth, now)) / kGainStep;
+  const std::uint32_t larger = std::max(score, now), below = (larger - std::min(score, now)) / kGainStep;
   return larger + kGain[std::min<std::size_t>(below, kGain.size() - 1)];
 }
 
@@ -211,46 +211,46 @@ void Directory::find(std::span<const std::int64_t> wanted, std::span<const std::
   std::atomic<std::size_t> num_low{0};
   // Local copies: byte stores below may alias anything reached through `this` or `done`.
   Row* const rows = rows_;
-  std::uint32_t* const worths = worths_;
+  std::uint32_t* const scores = scores_;
   const std::pair<std::uint32_t, std::int64_t> threshold = threshold_;
-  const std::uint32_t begun_now = begun(0);
+  const std::uint32_t score_of_first_use = initial_score(0);
   std::uint32_t* const low = low_slots.data();
   auto* const slots = reinterpret_cast<std::uint32_t*>(done.slots.data());
   std::int32_t *const ages = done.ages.data(), *const all_ticks = done.ticks.data();
-  std::uint8_t *const asked = done.asked.data(), *const pushed = done.pushed.data();
+  std::uint8_t *const outcomes = done.outcomes.data(), *const pushed = done.pushed.data();
   DirectoryStep::Before* const before = done.before.data();
   std::fill_n(done.leaving.data(), wanted.size(), 0);
   for_each_run(static_cast<std::int64_t>(wanted.size()), kRun, [&](std::int64_t begin, std::int64_t end) {
     index_.find_all(wanted.subspan(begin, end - begin), ids(), slots + begin);
-    std::uint32_t here[kRun];  // the run's rows that have a copy
-    std::int64_t num_here = 0;
+    std::uint32_t resident[kRun];  // the run's rows that have a copy
+    std::int64_t num_resident = 0;
     for (std::int64_t i = begin; i < end; ++i) {
-      here[num_here] = static_cast<std::uint32_t>(i);
-      num_here += slots[i] != SlotIndex::kAbsent;
+      resident[num_resident] = static_cast<std::uint32_t>(i);
+      num_resident += slots[i] != SlotIndex::kAbsent;
     }
-    for (std::int64_t k = 0; k < num_here; ++k) {
-      const std::uint32_t i = here[k], slot = slots[i];
+    for (std::int64_t k = 0; k < num_resident; ++k) {
+      const std::uint32_t i = resident[k], slot = slots[i];
       Row row = rows[slot];
-      const std::uint32_t worth = worths[slot];
-      before[i] = {row.copied, row.ticks, worth};
+      const std::uint32_t score = scores[slot];
+      before[i] = {row.copied, row.ticks, score};
       const std::uint32_t age = number - row.copied;
-      const bool is_over = age > read_bound;
+      const bool is_expired = age > read_bound;
       const std::uint32_t ticks = std::min(row.ticks + 1u, kMostTicks);
       const bool is_pushed = ticks > write_bound;
-      row.copied = is_over ? number : row.copied;
+      row.copied = is_expired ? number : row.copied;
       row.ticks = is_pushed ? 0 : ticks;
       row.stamp = stamp_of(number);
       rows[slot] = row;
-      const std::uint32_t worth_now = used(worth, next_uses.empty() ? begun_now : begun(next_uses[i]));
-      worths[slot] = worth_now;
+      const std::uint32_t new_score = score_after_use(score, next_uses.empty() ? score_of_first_use : initial_score(next_uses[i]));
+      scores[slot] = new_score;
       ages[i] = static_cast<std::int32_t>(age);
-      asked[i] = static_cast<std::uint8_t>(is_over ? Asked::lease_over : Asked::hit);
+      outcomes[i] = static_cast<std::uint8_t>(is_expired ? Outcome::expired : Outcome::hit);
       all_ticks[i] = static_cast<std::int32_t>(ticks);
       pushed[i] = is_pushed;
-      if (std::pair(worth_now, row.id) <= threshold) low[num_low.fetch_add(1, std::memory_order_relaxed)] = slot;
+      if (std::pair(new_score, row.id) <= threshold) low[num_low.fetch_add(1, std::memory_order_relaxed)] = slot;
     }
   });
-  for (std::size_t i = 0; i < num_low; ++i) hear(low[i]);
+  for (std::size_t i = 0; i < num_low; ++i) note_score_changed(low[i]);
 }
 
 // Add copies for rows without one.
@@ -272,75 +272,75 @@ void Directory::admit(std::span<const std::int64_t> wanted, std::span<const std:
   const auto number = static_cast<std::uint32_t>(number_);
   for (std::size_t m = 0; m < num_missing; ++m) {
     const std::uint32_t i = rows[m], slot = static_cast<std::uint32_t>(slots[i]);
-    keep({wanted[i], slot, number, is_pushed ? 0u : 1u, begun(next_uses.empty() ? 0 : next_uses[i])});
+    insert({wanted[i], slot, number, is_pushed ? 0u : 1u, initial_score(next_uses.empty() ? 0 : next_uses[i])});
     rows_[slot].stamp = stamp_of(number_);
     done.ages[i] = 0;
-    done.asked[i] = static_cast<std::uint8_t>(Asked::miss);
+    done.outcomes[i] = static_cast<std::uint8_t>(Outcome::miss);
     done.ticks[i] = 1;
     done.pushed[i] = is_pushed;
   }
 }
 
-void Directory::revalue(std::uint32_t slot, std::uint32_t worth, DirectoryStep& done) {
-  done.revalued.emplace_back(slot, worths_[slot]);
-  worths_[slot] = worth;
-  hear(slot);
+void Directory::change_score(std::uint32_t slot, std::uint32_t score, DirectoryStep& done) {
+  done.changed_scores.emplace_back(slot, scores_[slot]);
+  scores_[slot] = score;
+  note_score_changed(slot);
 }
 
-// Restore the scores of revalued [begin, end).
-void Directory::restore(const DirectoryStep& done, std::size_t begin, std::size_t end) {
+// Restore the scores that changes [begin, end) of the step replaced.
+void Directory::restore_scores(const DirectoryStep& done, std::size_t begin, std::size_t end) {
   for (std::size_t i = end; i-- > begin;) {
-    const auto [slot, worth] = done.revalued[i];
-    worths_[slot] = worth;
-    hear(slot);
+    const auto [slot, score] = done.changed_scores[i];
+    scores_[slot] = score;
+    note_score_changed(slot);
   }
 }
 
 // A use that was unknown is now known.
-void Directory::foresee(std::span<const std::int64_t> coming, std::int64_t window, DirectoryStep& done) {
-  const std::uint32_t worth = known(window);
-  Buffer<std::uint32_t> slots(coming.size());
-  index_.find_all(coming, ids(), slots.data());
-  for (std::size_t i = 0; i < coming.size(); ++i)
-    if (slots[i] != SlotIndex::kAbsent && worths_[slots[i]] < kKnown) revalue(slots[i], worth, done);
+void Directory::apply_hints(std::span<const std::int64_t> entering, std::int64_t window, DirectoryStep& done) {
+  const std::uint32_t score = encode_next_use(window);
+  Buffer<std::uint32_t> slots(entering.size());
+  index_.find_all(entering, ids(), slots.data());
+  for (std::size_t i = 0; i < entering.size(); ++i)
+    if (slots[i] != SlotIndex::kAbsent && scores_[slots[i]] < kKnownUse) change_score(slots[i], score, done);
 }
 
 // Predicted uses that did not happen would retain their rows forever.
-void Directory::forgive(DirectoryStep& done) {
+void Directory::expire_hints(DirectoryStep& done) {
   for (std::int64_t s = 0; s < num_slots_; ++s) {
-    const std::uint32_t worth = worths_[s];
-    if (worth >= kKnown && kKnown - 1 - (worth - kKnown) < static_cast<std::uint32_t>(number_))
-      revalue(static_cast<std::uint32_t>(s), 1, done);
+    const std::uint32_t score = scores_[s];
+    if (score >= kKnownUse && kKnownUse - 1 - (score - kKnownUse) < static_cast<std::uint32_t>(number_))
+      change_score(static_cast<std::uint32_t>(s), 1, done);
   }
 }
 
 void Directory::evict(std::span<const std::int64_t> wanted, DirectoryStep& done) {
   const std::int64_t surplus = num_rows_ - settings_.capacity;
   if (surplus <= 0) return;
-  done.gone.reserve(static_cast<std::size_t>(surplus));
-  std::vector<std::uint32_t> dirty;  // among `gone`
+  done.evicted.reserve(static_cast<std::size_t>(surplus));
+  std::vector<std::uint32_t> dirty;  // among `evicted`
   dirty.reserve(static_cast<std::size_t>(surplus));
   for (std::int64_t left = surplus; left > 0; --left) {
     const std::uint32_t slot = take_least(left).slot;
     const Row& row = rows_[slot];
-    done.gone.push_back({row.id, slot, row.copied, row.ticks, worths_[slot]});
+    done.evicted.push_back({row.id, slot, row.copied, row.ticks, scores_[slot]});
     const auto at = row.stamp == stamp_of(number_) ? std::lower_bound(wanted.begin(), wanted.end(), row.id) : wanted.end();
     if (at != wanted.end() && *at == row.id) {
       const auto i = static_cast<std::size_t>(at - wanted.begin());
       done.leaving[i] = done.pushed[i] = 1;
     } else if (row.ticks) {
-      dirty.push_back(static_cast<std::uint32_t>(done.gone.size() - 1));
+      dirty.push_back(static_cast<std::uint32_t>(done.evicted.size() - 1));
     }
     remove(slot);
   }
   const auto order = ordered(
       dirty.size(), [](std::uint32_t) { return std::uint64_t{0}; },
-      [&](std::uint32_t i) { return unsigned_order(done.gone[dirty[i]].id); });
+      [&](std::uint32_t i) { return unsigned_order(done.evicted[dirty[i]].id); });
   done.evicted_ids = Buffer<std::int64_t>(dirty.size());
   done.evicted_slots = Buffer<std::int32_t>(dirty.size());
   done.evicted_ticks = Buffer<std::int32_t>(dirty.size());
   for (std::size_t i = 0; i < dirty.size(); ++i) {
-    const DirectoryRow& row = done.gone[dirty[order[i]]];
+    const DirectoryRow& row = done.evicted[dirty[order[i]]];
     done.evicted_ids[i] = row.id;
     done.evicted_slots[i] = static_cast<std::int32_t>(row.slot);
     done.evicted_ticks[i] = static_cast<std::int32_t>(row.ticks);
@@ -351,51 +351,51 @@ void Directory::undo(std::span<const std::int64_t> ids, const DirectoryStep& don
   if (done.number != number_ || ids.size() != done.slots.size())
     throw std::invalid_argument("got the decision of batch " + std::to_string(done.number) +
                                 " to undo, wanted the newest: " + std::to_string(number_));
-  make_room(std::max(num_slots_, num_rows_ + static_cast<std::int64_t>(done.gone.size())));
-  index_.reserve(num_rows_ + static_cast<std::int64_t>(done.gone.size()));
+  make_room(std::max(num_slots_, num_rows_ + static_cast<std::int64_t>(done.evicted.size())));
+  index_.reserve(num_rows_ + static_cast<std::int64_t>(done.evicted.size()));
   index_.grow(this->ids());
-  for (const DirectoryRow& row : done.gone) put(row);
-  restore(done, done.num_forgiven, done.revalued.size());
+  for (const DirectoryRow& row : done.evicted) reinsert(row);
+  restore_scores(done, done.num_expired_hints, done.changed_scores.size());
   for (std::size_t i = 0; i < ids.size(); ++i) {
     const auto slot = static_cast<std::uint32_t>(done.slots[i]);
-    if (done.asked[i] == static_cast<std::uint8_t>(Asked::miss)) {
+    if (done.outcomes[i] == static_cast<std::uint8_t>(Outcome::miss)) {
       remove(slot);
       continue;
     }
     const auto& before = done.before[i];
     rows_[slot].copied = before.copied;
     rows_[slot].ticks = before.ticks & kMostTicks;
-    worths_[slot] = before.worth;
-    hear(slot);
+    scores_[slot] = before.score;
+    note_score_changed(slot);
   }
-  restore(done, 0, done.num_forgiven);  // the batch's rows among them get their state at the search afterwards
+  restore_scores(done, 0, done.num_expired_hints);  // the batch's rows among them get their state at the search afterwards
   for (std::int64_t s = done.num_slots; s < num_slots_; ++s) {
     free_[static_cast<std::size_t>(s) / 64] &= ~(std::uint64_t{1} << (s % 64));
     --num_free_;
   }
   num_slots_ = done.num_slots;
-  undo_set_back(done);
+  restore_lowered_scores(done);
   time_ = done.time;
   --number_;
 }
 
 std::vector<DirectoryRow> Directory::rows() const {
-  std::vector<DirectoryRow> found;
-  found.reserve(static_cast<std::size_t>(num_rows_));
+  std::vector<DirectoryRow> result;
+  result.reserve(static_cast<std::size_t>(num_rows_));
   for (std::int64_t s = 0; s < num_slots_; ++s) {
-    if (worths_[s] == 0) continue;
+    if (scores_[s] == 0) continue;
     const Row& row = rows_[s];
-    found.push_back({row.id, static_cast<std::uint32_t>(s), row.copied, row.ticks, worths_[s]});
+    result.push_back({row.id, static_cast<std::uint32_t>(s), row.copied, row.ticks, scores_[s]});
   }
-  std::sort(found.begin(), found.end(), [](const auto& a, const auto& b) { return a.id < b.id; });
-  return found;
+  std::sort(result.begin(), result.end(), [](const auto& a, const auto& b) { return a.id < b.id; });
+  return result;
 }
 
 std::vector<DirectoryRow> Directory::flush(std::int64_t above) {
-  std::vector<DirectoryRow> found = rows();
-  std::erase_if(found, [above](const DirectoryRow& row) { return row.ticks <= above; });
-  for (const DirectoryRow& row : found) rows_[row.slot].ticks = 0;
-  return found;
+  std::vector<DirectoryRow> result = rows();
+  std::erase_if(result, [above](const DirectoryRow& row) { return row.ticks <= above; });
+  for (const DirectoryRow& row : result) rows_[row.slot].ticks = 0;
+  return result;
 }
 
 // Gradients that were pending elsewhere at a copy's read were within the old bound: the copy counts as read that many
@@ -403,7 +403,7 @@ std::vector<DirectoryRow> Directory::flush(std::int64_t above) {
 void Directory::set_bounds(std::int64_t read_bound, std::int64_t write_bound) noexcept {
   const std::int64_t lowered = settings_.write_bound - write_bound;
   for (std::int64_t s = 0; lowered > 0 && s < num_slots_; ++s)
-    if (worths_[s]) rows_[s].copied -= static_cast<std::uint32_t>(std::min<std::int64_t>(rows_[s].copied, lowered));
+    if (scores_[s]) rows_[s].copied -= static_cast<std::uint32_t>(std::min<std::int64_t>(rows_[s].copied, lowered));
   settings_.read_bound = read_bound;
   settings_.write_bound = write_bound;
 }
@@ -414,9 +414,9 @@ void Directory::load(std::span<const DirectoryRow> rows, std::int64_t number, st
   for (const DirectoryRow& row : rows) num_slots = std::max<std::int64_t>(num_slots, row.slot + std::int64_t{1});
   std::vector<bool> is_taken(static_cast<std::size_t>(num_slots));
   for (std::size_t i = 0; i < rows.size(); ++i) {
-    if (is_taken[rows[i].slot] || (i && rows[i - 1].id >= rows[i].id) || rows[i].worth == 0)
+    if (is_taken[rows[i].slot] || (i && rows[i - 1].id >= rows[i].id) || rows[i].score == 0)
       throw std::invalid_argument("got id " + std::to_string(rows[i].id) + " in slot " + std::to_string(rows[i].slot) +
-                                  ", wanted ids ascending, each in a slot of its own, worth 1 or more");
+                                  ", wanted ids ascending, each in a slot of its own, score 1 or more");
     is_taken[rows[i].slot] = true;
   }
   make_room(num_slots);
@@ -427,10 +427,10 @@ void Directory::load(std::span<const DirectoryRow> rows, std::int64_t number, st
   lowest_ = 0;
   for (std::int64_t s = 0; s < num_slots; ++s) {
     free_[static_cast<std::size_t>(s) / 64] |= std::uint64_t{1} << (s % 64);
-    worths_[s] = 0;
+    scores_[s] = 0;
   }
   threshold_ = {0, 0};
-  for (const DirectoryRow& row : rows) put(row);
+  for (const DirectoryRow& row : rows) reinsert(row);
   number_ = number;
   time_ = time;
 }
@@ -450,30 +450,30 @@ std::uint32_t Directory::take_slot() noexcept {
 }
 
 // Restore a copy, in a slot that may be free.
-void Directory::put(const DirectoryRow& row) {
+void Directory::reinsert(const DirectoryRow& row) {
   std::uint64_t& word = free_[row.slot / 64];
   const std::uint64_t bit = std::uint64_t{1} << (row.slot % 64);
   if (word & bit) --num_free_;
   word &= ~bit;
-  keep(row);
+  insert(row);
 }
 
 // Add a copy, in a slot that was taken.
-void Directory::keep(const DirectoryRow& row) {
+void Directory::insert(const DirectoryRow& row) {
   Row& at = rows_[row.slot];
   at.id = row.id;
   at.copied = row.copied;
   at.ticks = row.ticks & kMostTicks;
   at.stamp = 0;
-  worths_[row.slot] = row.worth;
+  scores_[row.slot] = row.score;
   index_.insert(row.id, row.slot);
   ++num_rows_;
-  hear(row.slot);
+  note_score_changed(row.slot);
 }
 
 void Directory::remove(std::uint32_t slot) noexcept {
   index_.erase(rows_[slot].id, slot);
-  worths_[slot] = 0;
+  scores_[slot] = 0;
   rows_[slot].ticks = 0;
   free_[slot / 64] |= std::uint64_t{1} << (slot % 64);
   lowest_ = std::min<std::size_t>(lowest_, slot / 64);
@@ -483,14 +483,14 @@ void Directory::remove(std::uint32_t slot) noexcept {
 
 void Directory::add_late(const Entry& entry) {
   const auto most = static_cast<std::size_t>(num_rows_ / kLateShare + kSmall);
-  if (late_.size() >= most) return look(1);  // finds this row too
+  if (late_.size() >= most) return refill_candidates(1);  // finds this row too
   if (late_.size() == late_.capacity()) late_.reserve(std::min(most, 2 * late_.size() + 64));
   late_.push_back(entry);
   std::push_heap(late_.begin(), late_.end(), std::greater<>());
 }
 
 // Put the copies with the lowest scores in order, `wanted` of them or more.
-void Directory::look(std::int64_t wanted) {
+void Directory::refill_candidates(std::int64_t wanted) {
   constexpr std::uint64_t kSample = 256;
   least_.clear();
   late_.clear();
@@ -500,7 +500,7 @@ void Directory::look(std::int64_t wanted) {
     const auto slots = static_cast<std::uint64_t>(num_slots_);
     for (std::uint64_t i = 0; i < 4 * kSample && sample.size() < kSample; ++i) {
       const std::uint64_t slot = scale_down(mix64(i + (static_cast<std::uint64_t>(number_) << 20) + 1), slots);
-      if (worths_[slot]) sample.emplace_back(worths_[slot], rows_[slot].id);
+      if (scores_[slot]) sample.emplace_back(scores_[slot], rows_[slot].id);
     }
   }
   std::vector<Entry> low;
@@ -519,7 +519,7 @@ void Directory::look(std::int64_t wanted) {
     low.clear();
   }
   const auto order = ordered(
-      low.size(), [&](std::uint32_t i) { return std::uint64_t{low[i].worth}; },
+      low.size(), [&](std::uint32_t i) { return std::uint64_t{low[i].score}; },
       [&](std::uint32_t i) { return unsigned_order(low[i].id); });
   least_.reserve(low.size());
   for (std::size_t i = order.size(); i-- > 0;) least_.push_back(low[order[i]]);
@@ -528,13 +528,13 @@ void Directory::look(std::int64_t wanted) {
 // Collect all copies up to the threshold, by slot.
 void Directory::collect_low(std::vector<Entry>& low) const {
   constexpr std::int64_t kChunk = 1024;
-  const std::uint32_t* const worths = worths_;  // whole pages of scores: unused slots have 0
+  const std::uint32_t* const scores = scores_;  // whole pages of scores: unused slots have 0
   const auto threshold = threshold_;
   std::uint32_t slots[kChunk + kTogether];
   for (std::int64_t chunk = 0; chunk < num_slots_; chunk += kChunk) {
     std::int64_t n = 0;
     for (std::int64_t begin = chunk, end = std::min(chunk + kChunk, num_slots_); begin < end; begin += kTogether) {
-      unsigned bits = up_to(worths + begin, threshold.first);
+      unsigned bits = up_to(scores + begin, threshold.first);
       const auto take = [&] {  // written in any case, counted if present, because a branch would be unpredictable
         slots[n] = static_cast<std::uint32_t>(begin) + static_cast<std::uint32_t>(std::countr_zero(bits | 1u << 31));
         n += bits != 0;
@@ -548,7 +548,7 @@ void Directory::collect_low(std::vector<Entry>& low) const {
     for (std::int64_t k = 0; k < n; ++k) {
       const std::uint32_t slot = slots[k];
       const std::int64_t id = rows_[slot].id;
-      if (std::pair(worths[slot], id) <= threshold) low.push_back({worths[slot], slot, id});
+      if (std::pair(scores[slot], id) <= threshold) low.push_back({scores[slot], slot, id});
     }
   }
 }
@@ -557,9 +557,9 @@ void Directory::collect_low(std::vector<Entry>& low) const {
 Directory::Entry Directory::take_least(std::int64_t wanted) {
   for (;;) {
     if (least_.size() >= kAhead) {
-      const Entry& coming = least_[least_.size() - kAhead];
-      ids().fetch(coming.slot);
-      index_.prefetch(coming.id);
+      const Entry& ahead = least_[least_.size() - kAhead];
+      ids().fetch(ahead.slot);
+      index_.prefetch(ahead.id);
     }
     const bool is_late = !late_.empty() && (least_.empty() || least_.back() > late_.front());
     Entry entry;
@@ -571,10 +571,10 @@ Directory::Entry Directory::take_least(std::int64_t wanted) {
       entry = least_.back();
       least_.pop_back();
     } else {
-      look(wanted);
+      refill_candidates(wanted);
       continue;
     }
-    if (is_there(entry)) return entry;
+    if (is_current(entry)) return entry;
   }
 }
 

@@ -25,12 +25,12 @@ struct DirectorySettings {
 };
 
 // Request of a row: none, the row, or whether the copy is still current.
-enum class Asked : std::uint8_t { hit, miss, lease_over };
+enum class Outcome : std::uint8_t { hit, miss, expired };
 
 // Row of the directory in a checkpoint.
 struct DirectoryRow {
   std::int64_t id;
-  std::uint32_t slot, copied, ticks, worth;
+  std::uint32_t slot, copied, ticks, score;
 };
 
 // Decision for one batch, and what it changed, for `undo`.
@@ -38,22 +38,22 @@ struct DirectoryStep {
   std::int64_t number = 0;
   // (U,) for each row of the batch.
   Buffer<std::int32_t> slots, ages, ticks;
-  Buffer<std::uint8_t> asked, pushed, leaving;
+  Buffer<std::uint8_t> outcomes, pushed, leaving;
   // (E,) other rows evicted with pending gradients, by ascending id.
   Buffer<std::int64_t> evicted_ids;
   Buffer<std::int32_t> evicted_slots, evicted_ticks;
 
   struct Before {
-    std::uint32_t copied, ticks, worth;
+    std::uint32_t copied, ticks, score;
   };
   Buffer<Before> before;                     // (U,) state of rows that had a copy
-  std::vector<DirectoryRow> gone;            // all evicted rows, in the batch or not
-  std::vector<std::pair<std::uint32_t, std::uint32_t>> revalued;  // of other rows: slot and score
-  std::size_t num_forgiven = 0;  // of these, changed before the batch's rows were searched
+  std::vector<DirectoryRow> evicted;            // all evicted rows, in the batch or not
+  std::vector<std::pair<std::uint32_t, std::uint32_t>> changed_scores;  // of other rows: slot and score
+  std::size_t num_expired_hints = 0;  // of these, changed before the batch's rows were searched
   std::uint64_t time = 0;
   std::int64_t num_slots = 0;
-  std::uint32_t set_back = 0;  // amount by which all scores were lowered first
-  std::vector<std::pair<std::uint32_t, std::uint32_t>> lapsed;  // slot and score of rows with a lower score than that
+  std::uint32_t decrement = 0;  // amount by which all scores were lowered first
+  std::vector<std::pair<std::uint32_t, std::uint32_t>> underflowed;  // slot and score of rows with a lower score than that
 };
 
 // Stored in flat arrays: 16 bytes for each copy, 4 for its score, 7.4 for the index, and 16 for each of about a
@@ -67,9 +67,9 @@ class Directory {
   explicit Directory(const DirectorySettings& settings);
 
   // Decide the next batch: its unique rows, ascending. next_uses: batches until the next use of each row, 0: unknown;
-  // or none. coming: ascending, rows of the batch `window` after this one. invalid_argument, NoRoom: nothing changed.
+  // or none. entering: ascending, rows of the batch `window` after this one. invalid_argument, NoRoom: nothing changed.
   DirectoryStep step(std::span<const std::int64_t> ids, std::span<const std::int32_t> next_uses,
-                     std::span<const std::int64_t> coming, std::int64_t window);
+                     std::span<const std::int64_t> entering, std::int64_t window);
   // Undo the newest step. ids: those of that step. invalid_argument for another step's.
   void undo(std::span<const std::int64_t> ids, const DirectoryStep& done);
   // Return the rows with more than `above` pending batches, ascending by id, and clear their pending counts.
@@ -99,60 +99,60 @@ class Directory {
   static_assert(sizeof(Row) == 16);
   struct Ids {
     const Row* rows;
-    const std::uint32_t* worths;
+    const std::uint32_t* scores;
     std::int64_t operator()(std::uint32_t slot) const { return rows[slot].id; }
     COLONNADE_INLINE_MEMBER void fetch(std::uint32_t slot) const {
       __builtin_prefetch(rows + slot, 1, 3);
-      __builtin_prefetch(worths + slot, 1, 3);
+      __builtin_prefetch(scores + slot, 1, 3);
     }
   };
   struct Entry {
-    std::uint32_t worth, slot;
+    std::uint32_t score, slot;
     std::int64_t id;
     // Sort key: (score, id) as one number.
     unsigned __int128 key() const {
-      return static_cast<unsigned __int128>(worth) << 64 | (static_cast<std::uint64_t>(id) ^ std::uint64_t{1} << 63);
+      return static_cast<unsigned __int128>(score) << 64 | (static_cast<std::uint64_t>(id) ^ std::uint64_t{1} << 63);
     }
     friend bool operator>(const Entry& a, const Entry& b) { return a.key() > b.key(); }
   };
 
-  Ids ids() const { return {rows_, worths_}; }
+  Ids ids() const { return {rows_, scores_}; }
   void make_room(std::int64_t slots);
   void tick(std::size_t num_rows) noexcept;
-  void set_back(DirectoryStep& done);
-  void undo_set_back(const DirectoryStep& done);
+  void lower_scores(DirectoryStep& done);
+  void restore_lowered_scores(const DirectoryStep& done);
   void forget_order() noexcept;
-  std::uint32_t begun(std::int32_t next_use) const noexcept;
-  std::uint32_t used(std::uint32_t worth, std::uint32_t now) const noexcept;  // now: result of `begun`
-  std::uint32_t known(std::int64_t batches) const noexcept;
-  void revalue(std::uint32_t slot, std::uint32_t worth, DirectoryStep& done);
-  void restore(const DirectoryStep& done, std::size_t begin, std::size_t end);
-  void foresee(std::span<const std::int64_t> coming, std::int64_t window, DirectoryStep& done);
-  void forgive(DirectoryStep& done);
+  std::uint32_t initial_score(std::int32_t next_use) const noexcept;
+  std::uint32_t score_after_use(std::uint32_t score, std::uint32_t now) const noexcept;  // now: result of `initial_score`
+  std::uint32_t encode_next_use(std::int64_t batches) const noexcept;
+  void change_score(std::uint32_t slot, std::uint32_t score, DirectoryStep& done);
+  void restore_scores(const DirectoryStep& done, std::size_t begin, std::size_t end);
+  void apply_hints(std::span<const std::int64_t> entering, std::int64_t window, DirectoryStep& done);
+  void expire_hints(DirectoryStep& done);
   void find(std::span<const std::int64_t> wanted, std::span<const std::int32_t> next_uses, DirectoryStep& done);
   void admit(std::span<const std::int64_t> wanted, std::span<const std::int32_t> next_uses, DirectoryStep& done);
   void evict(std::span<const std::int64_t> wanted, DirectoryStep& done);
-  bool is_low(std::uint32_t worth, std::int64_t id) const { return std::pair(worth, id) <= threshold_; }
-  void hear(std::uint32_t slot) {
-    if (is_low(worths_[slot], rows_[slot].id)) add_late({worths_[slot], slot, rows_[slot].id});
+  bool is_low(std::uint32_t score, std::int64_t id) const { return std::pair(score, id) <= threshold_; }
+  void note_score_changed(std::uint32_t slot) {
+    if (is_low(scores_[slot], rows_[slot].id)) add_late({scores_[slot], slot, rows_[slot].id});
   }
   void add_late(const Entry& entry);
-  void look(std::int64_t wanted);
+  void refill_candidates(std::int64_t wanted);
   void collect_low(std::vector<Entry>& low) const;
   Entry take_least(std::int64_t wanted);
-  bool is_there(const Entry& entry) const {
-    return worths_[entry.slot] == entry.worth && rows_[entry.slot].id == entry.id;
+  bool is_current(const Entry& entry) const {
+    return scores_[entry.slot] == entry.score && rows_[entry.slot].id == entry.id;
   }
   std::uint32_t take_slot() noexcept;
-  void put(const DirectoryRow& row);
-  void keep(const DirectoryRow& row);
+  void reinsert(const DirectoryRow& row);
+  void insert(const DirectoryRow& row);
   void remove(std::uint32_t slot) noexcept;
 
   DirectorySettings settings_;
   SlotIndex index_;
-  Slab rows_slab_, worths_slab_;
+  Slab rows_slab_, scores_slab_;
   Row* rows_ = nullptr;
-  std::uint32_t* worths_ = nullptr;  // 0: free slot
+  std::uint32_t* scores_ = nullptr;  // 0: free slot
   std::int64_t room_ = 0;            // number of slots
   std::vector<std::uint64_t> free_;  // one bit per slot below num_slots_
   std::size_t lowest_ = 0;           // words of free_ below it are 0

@@ -82,8 +82,8 @@ class DirtyBits {
       std::uint64_t left = words[w];
       if (w == slot / 64) left &= ~std::uint64_t{0} << (slot % 64);
       for (; left; left &= left - 1) {
-        const std::int64_t here = w * 64 + std::countr_zero(left);
-        if (!visit(static_cast<std::uint32_t>(here))) return here + 1;
+        const std::int64_t bit = w * 64 + std::countr_zero(left);
+        if (!visit(static_cast<std::uint32_t>(bit))) return bit + 1;
       }
     }
     return slots;

@@ -125,7 +125,7 @@ void Dram::refuse_id(std::int64_t table, std::span<const std::int64_t> ids) cons
 }
 
 Acquired Dram::acquire(std::span<const std::int64_t> ids, std::span<const std::int64_t> offsets,
-                       std::span<const std::uint8_t> next_use, std::span<std::uint32_t> slots, bool is_birth,
+                       std::span<const std::uint8_t> next_use, std::span<std::uint32_t> slots, bool is_initialising,
                        const TableSink& sink, const TableSink& clean_sink) {
   const auto runs = this->runs(offsets, ids.size(), "ids");
   if (!next_use.empty() && next_use.size() != ids.size())
@@ -182,8 +182,8 @@ Acquired Dram::acquire(std::span<const std::int64_t> ids, std::span<const std::i
       try {
         const Lock held = lock(t);
         RowSink clean_rows;
-        if (clean_sink) clean_rows = [&](const LeftRows& rows) { clean_sink(t, rows); };
-        evicted[t] = tables_[t].evict(counts[t], [&](const LeftRows& rows) { sink(t, rows); }, clean_rows);
+        if (clean_sink) clean_rows = [&](const EvictedRows& rows) { clean_sink(t, rows); };
+        evicted[t] = tables_[t].evict(counts[t], [&](const EvictedRows& rows) { sink(t, rows); }, clean_rows);
       } catch (...) {
         failed[t] = std::current_exception();
       }
@@ -211,14 +211,14 @@ Acquired Dram::acquire(std::span<const std::int64_t> ids, std::span<const std::i
     const Lock held = lock(t);
     tables_[t].admit(part(ids, t), hints(offsets[t], offsets[t + 1]), part(slots, t), counts[t]);
   });
-  if (is_birth) {
+  if (is_initialising) {
     for_each_run(static_cast<std::int64_t>(acquired.missing.size()), kRun / 16,
                  [&](std::int64_t begin, std::int64_t end) {
                    auto t = std::ranges::upper_bound(offsets, acquired.missing[begin]) - offsets.begin() - 1;
                    for (std::int64_t i = begin; i < end; ++i) {
                      const std::int32_t position = acquired.missing[i];
                      while (position >= offsets[t + 1]) ++t;
-                     tables_[t].birth(ids[position], slots[position]);
+                     tables_[t].initialise(ids[position], slots[position]);
                    }
                  });
   }
@@ -229,15 +229,15 @@ std::int64_t Dram::resize(std::int64_t table, std::int64_t capacity, const Table
   const std::scoped_lock acquiring(acquiring_);
   auto& rows = at(table);
   const Lock held = lock(table);
-  return rows.resize(capacity, [&](const LeftRows& left) { sink(table, left); });
+  return rows.resize(capacity, [&](const EvictedRows& left) { sink(table, left); });
 }
 
-void Dram::resume(std::int64_t table, std::span<const std::uint32_t> slots, std::span<const std::uint8_t> heats) {
+void Dram::resume(std::int64_t table, std::span<const std::uint32_t> slots, std::span<const std::uint8_t> frequencies) {
   check_slots(table, slots);
-  if (heats.size() != slots.size())
-    refuse("heats: got " + std::to_string(heats.size()) + ", wanted " + std::to_string(slots.size()));
+  if (frequencies.size() != slots.size())
+    refuse("frequencies: got " + std::to_string(frequencies.size()) + ", wanted " + std::to_string(slots.size()));
   const Lock held = lock(table);
-  at(table).resume(slots, heats);
+  at(table).resume(slots, frequencies);
 }
 
 void Dram::recall(std::int64_t table, std::span<const std::uint32_t> slots, std::int64_t steps) {
@@ -270,12 +270,12 @@ void Dram::release(std::span<const std::uint32_t> slots, std::span<const std::in
   }
 }
 
-void Dram::birth(std::int64_t table, std::span<const std::int64_t> ids,
+void Dram::initialise(std::int64_t table, std::span<const std::int64_t> ids,
                  std::span<const std::uint32_t> slots) {
   check_slots(table, slots);
   const auto& rows = at(table);
   for_each_run(static_cast<std::int64_t>(ids.size()), kRun / 16, [&](std::int64_t begin, std::int64_t end) {
-    for (std::int64_t i = begin; i < end; ++i) rows.birth(ids[i], slots[i]);
+    for (std::int64_t i = begin; i < end; ++i) rows.initialise(ids[i], slots[i]);
   });
 }
 
@@ -384,11 +384,11 @@ std::vector<std::int32_t> Dram::read(std::int64_t table, std::span<const std::in
   return absent;
 }
 
-void Dram::birth_values(std::int64_t table, std::span<const std::int64_t> ids, std::byte* out) const {
+void Dram::initial_values(std::int64_t table, std::span<const std::int64_t> ids, std::byte* out) const {
   const auto& rows = at(table);
   for_each_run(static_cast<std::int64_t>(ids.size()), kRun / 16, [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t i = begin; i < end; ++i)
-      rows.birth_values(ids[i], out + i * rows.layout().weights_bytes());
+      rows.initial_values(ids[i], out + i * rows.layout().weights_bytes());
   });
 }
 
@@ -409,13 +409,13 @@ void Dram::erase(std::int64_t table, std::span<const std::int64_t> ids, const Ta
   auto& rows = at(table);
   const std::scoped_lock acquiring(acquiring_);
   const Lock held = lock(table);
-  for (const auto id : ids) rows.erase(id, [&](const LeftRows& left) { sink(table, left); });
+  for (const auto id : ids) rows.erase(id, [&](const EvictedRows& left) { sink(table, left); });
 }
 
 void Dram::write_dirty(std::int64_t table, std::int64_t most, const TableSink& sink) {
   auto& rows = at(table);
   const Lock held = lock(table);
-  rows.write_dirty(most, [&](const LeftRows& left) { sink(table, left); });
+  rows.write_dirty(most, [&](const EvictedRows& left) { sink(table, left); });
 }
 
 void Dram::begin_snapshot() {
@@ -433,7 +433,7 @@ void Dram::save(std::span<const std::uint32_t> slots, std::span<const std::int64
     const auto mine = slots.subspan(offsets[t], offsets[t + 1] - offsets[t]);
     check_slots(t, mine);
     const Lock held = lock(t);
-    tables_[t].save(mine, [&](const LeftRows& left) { sink(t, left); });
+    tables_[t].save(mine, [&](const EvictedRows& left) { sink(t, left); });
   }
 }
 
@@ -441,7 +441,7 @@ bool Dram::save_some(std::int64_t table, std::int64_t most, const TableSink& sin
   auto& rows = at(table);
   while (num_waiting_ > 0) std::this_thread::yield();
   const Lock held(mutexes_[table]);
-  return has_snapshot_ && rows.save_some(most, [&](const LeftRows& left) { sink(table, left); });
+  return has_snapshot_ && rows.save_some(most, [&](const EvictedRows& left) { sink(table, left); });
 }
 
 void Dram::end_snapshot() {
@@ -453,24 +453,24 @@ void Dram::end_snapshot() {
   has_snapshot_ = false;
 }
 
-std::size_t Dram::insert(std::int64_t table, const LeftRows& rows, bool is_dirty, const TableSink& sink) {
+std::size_t Dram::insert(std::int64_t table, const EvictedRows& rows, bool is_dirty, const TableSink& sink) {
   auto& own = at(table);
   const Lock held = lock(table);
-  return own.insert(rows, is_dirty, [&](const LeftRows& left) { sink(table, left); });
+  return own.insert(rows, is_dirty, [&](const EvictedRows& left) { sink(table, left); });
 }
 
 std::size_t Dram::insert(std::int64_t table, std::span<const std::int64_t> ids, const std::byte* records,
                          const TableSink& sink) {
   auto& own = at(table);
   const Lock held = lock(table);
-  return own.insert(ids, records, [&](const LeftRows& left) { sink(table, left); });
+  return own.insert(ids, records, [&](const EvictedRows& left) { sink(table, left); });
 }
 
 void Dram::copy_up(std::int64_t table, std::span<const std::int64_t> ids, const RowLayout& upper,
                    std::span<const std::uint32_t> upper_slots, std::span<std::uint32_t> slots, const TableSink& sink) {
   auto& own = at(table);
   const Lock held = lock(table);
-  own.copy_up(ids, upper, upper_slots, slots, [&](const LeftRows& left) { sink(table, left); });
+  own.copy_up(ids, upper, upper_slots, slots, [&](const EvictedRows& left) { sink(table, left); });
 }
 
 void Dram::move_up(std::int64_t table, std::span<const std::uint32_t> slots, Dram& upper,
@@ -492,10 +492,10 @@ std::int64_t Dram::num_rows(std::int64_t table) const {
   return rows.num_rows();
 }
 
-std::uint64_t Dram::num_looked(std::int64_t table) const {
+std::uint64_t Dram::num_slots_examined(std::int64_t table) const {
   const auto& rows = at(table);
   const Lock held = lock(table);
-  return rows.num_looked();
+  return rows.num_slots_examined();
 }
 
 double Dram::pinned_share(std::int64_t table) const {

@@ -23,7 +23,7 @@ struct Acquired {
 };
 
 // Receives rows of a table that are evicted or saved. Called under the Dram's lock, so it must not call back.
-using TableSink = std::function<void(std::int64_t table, const LeftRows& rows)>;
+using TableSink = std::function<void(std::int64_t table, const EvictedRows& rows)>;
 
 // Thread-safe: one lock per table for its index, pins and bits; one acquire at a time. Row contents are not locked: a
 // pinned row does not move, and callers order their reads and writes.
@@ -31,17 +31,17 @@ class Dram {
  public:
   Dram(std::span<const TableSettings> tables, const RowFormat& format);
 
-  // Pin rows. ids (U,) unique within each table; next_use (U,) codes of heat.h, or empty; slots (U,) output. A full
+  // Pin rows. ids (U,) unique within each table; next_use (U,) codes of access_frequency.h, or empty; slots (U,) output. A full
   // table evicts unpinned rows, dirty ones to the sink, trained clean ones to `clean_sink` if there is one. NoRoom,
   // out_of_range and invalid_argument change nothing (all slots are then kNoSlot); so do exceptions of the sink, except
   // that rows may have been evicted.
   Acquired acquire(std::span<const std::int64_t> ids, std::span<const std::int64_t> offsets,
-                   std::span<const std::uint8_t> next_use, std::span<std::uint32_t> slots, bool is_birth,
+                   std::span<const std::uint8_t> next_use, std::span<std::uint32_t> slots, bool is_initialising,
                    const TableSink& sink, const TableSink& clean_sink = {});
   // Change the capacity of a table as TableRows::resize does; returns it.
   std::int64_t resize(std::int64_t table, std::int64_t capacity, const TableSink& sink);
-  // Restore the access frequency (heat.h) of rows that were just acquired and had been resident before.
-  void resume(std::int64_t table, std::span<const std::uint32_t> slots, std::span<const std::uint8_t> heats);
+  // Restore the access frequency (access_frequency.h) of rows that were just acquired and had been resident before.
+  void resume(std::int64_t table, std::span<const std::uint32_t> slots, std::span<const std::uint8_t> frequencies);
   // Estimate from their clocks the access frequency of rows, just acquired and read, that only earlier processes used,
   // in `steps` steps.
   void recall(std::int64_t table, std::span<const std::uint32_t> slots, std::int64_t steps);
@@ -50,8 +50,8 @@ class Dram {
   void release(std::span<const std::uint32_t> slots, std::span<const std::int64_t> offsets, bool is_dirty);
 
   // For slots that the caller has pinned, or otherwise keeps from being evicted:
-  void birth(std::int64_t table, std::span<const std::int64_t> ids, std::span<const std::uint32_t> slots);
-  void birth_at(std::int64_t table, std::int64_t id, std::uint32_t slot) const { tables_[table].birth(id, slot); }
+  void initialise(std::int64_t table, std::span<const std::int64_t> ids, std::span<const std::uint32_t> slots);
+  void initialise_at(std::int64_t table, std::int64_t id, std::uint32_t slot) const { tables_[table].initialise(id, slot); }
   void pack(std::int64_t table, std::span<const std::uint32_t> slots, std::byte* records) const;
   void unpack(std::int64_t table, std::span<const std::uint32_t> slots, const std::byte* records);
   // Copy the first widths[t] bytes of records, one after another, to or from `message`. Rows are listed in blocks:
@@ -64,7 +64,7 @@ class Dram {
 
   // Copy weights of resident rows to out; return the positions of the others.
   std::vector<std::int32_t> read(std::int64_t table, std::span<const std::int64_t> ids, std::byte* out) const;
-  void birth_values(std::int64_t table, std::span<const std::int64_t> ids, std::byte* out) const;
+  void initial_values(std::int64_t table, std::span<const std::int64_t> ids, std::byte* out) const;
 
   std::vector<std::pair<std::int64_t, std::uint32_t>> resident(std::int64_t table, bool only_dirty) const;
   void clean(std::int64_t table, std::span<const std::uint32_t> slots);
@@ -83,7 +83,7 @@ class Dram {
   void end_snapshot();  // rows not saved are dirty again
   // As a cache below another tier with the same tables: see table_rows.h. `insert` and `move_up` are called, or call,
   // under the lock of that tier's table.
-  std::size_t insert(std::int64_t table, const LeftRows& rows, bool is_dirty, const TableSink& sink);
+  std::size_t insert(std::int64_t table, const EvictedRows& rows, bool is_dirty, const TableSink& sink);
   std::size_t insert(std::int64_t table, std::span<const std::int64_t> ids, const std::byte* records,
                      const TableSink& sink);
   void copy_up(std::int64_t table, std::span<const std::int64_t> ids, const RowLayout& upper,
@@ -103,7 +103,7 @@ class Dram {
   std::int64_t num_addresses(std::int64_t table) const { return at(table).num_addresses(); }
   bool can_resize(std::int64_t table) const { return at(table).can_evict() && !at(table).is_mapped(); }
   std::int64_t num_rows(std::int64_t table) const;
-  std::uint64_t num_looked(std::int64_t table) const;  // slots examined so far for eviction
+  std::uint64_t num_slots_examined(std::int64_t table) const;  // slots examined so far for eviction
   double pinned_share(std::int64_t table) const;  // of slots in tables that evict; else 0
   std::int64_t resident_bytes() const;  // without those of mapped files
   std::int64_t mapped_bytes() const;    // of rows in mapped files, which tables use in place

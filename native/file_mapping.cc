@@ -161,16 +161,16 @@ void handle_faults() noexcept {
 
 std::size_t unchecked_blocks(const std::uint32_t* slots, std::size_t num_slots, std::uint64_t num_rows,
                              std::uint64_t begin, std::uint64_t stride, std::uint64_t block_bytes,
-                             const std::uint8_t* checked, std::int64_t* found, std::size_t room) noexcept {
+                             const std::uint8_t* checked, std::int64_t* unchecked, std::size_t room) noexcept {
   std::size_t count = 0;
   for (std::size_t i = 0; i < num_slots; ++i) {
     if (slots[i] >= num_rows) continue;  // beyond the file's rows
     const std::uint64_t first = begin + slots[i] * stride, last = (first + stride - 1) / block_bytes;
     for (std::uint64_t block = first / block_bytes; block <= last; ++block) {
       const auto number = static_cast<std::int64_t>(block);
-      if (checked[block] || std::find(found, found + count, number) != found + count) continue;
+      if (checked[block] || std::find(unchecked, unchecked + count, number) != unchecked + count) continue;
       if (count == room) return count;
-      found[count++] = number;
+      unchecked[count++] = number;
     }
   }
   return count;

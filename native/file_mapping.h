@@ -32,6 +32,6 @@ void handle_faults() noexcept;
 // `found` once, and return their number. Row r is at bytes [begin + r * stride, + stride) of the file.
 std::size_t unchecked_blocks(const std::uint32_t* slots, std::size_t num_slots, std::uint64_t num_rows,
                              std::uint64_t begin, std::uint64_t stride, std::uint64_t block_bytes,
-                             const std::uint8_t* checked, std::int64_t* found, std::size_t room) noexcept;
+                             const std::uint8_t* checked, std::int64_t* unchecked, std::size_t room) noexcept;
 
 }  // namespace colonnade

@@ -5,10 +5,10 @@
 namespace colonnade {
 
 std::uint32_t frame_crc(const std::uint8_t* frame, std::size_t stride, std::uint64_t place, std::int64_t id) noexcept {
-  std::uint8_t unsaid[16];
-  std::memcpy(unsaid, &place, 8);
-  std::memcpy(unsaid + 8, &id, 8);
-  const std::uint32_t crc = crc32c(0, unsaid, sizeof unsaid);
+  std::uint8_t implied[16];
+  std::memcpy(implied, &place, 8);
+  std::memcpy(implied + 8, &id, 8);
+  const std::uint32_t crc = crc32c(0, implied, sizeof implied);
   return crc32c(crc, frame + kFrameHeadBytes, stride - kFrameHeadBytes);
 }
 

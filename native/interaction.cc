@@ -24,16 +24,16 @@ bool is_streamed(const Vectors& vectors, std::span<const TargetPlace> out) {
          std::ranges::all_of(out, is_whole_lines);
 }
 
-// By vector: its index among the kept ones, or -1.
-std::vector<std::int32_t> places_of(std::span<const std::int32_t> kept, std::int64_t num_vectors) {
+// By vector: its index among the copied ones, or -1.
+std::vector<std::int32_t> places_of(std::span<const std::int32_t> copied, std::int64_t num_vectors) {
   std::vector<std::int32_t> places(static_cast<std::size_t>(num_vectors), -1);
-  for (std::size_t k = 0; k < kept.size(); ++k) {
-    if (kept[k] < 0 || kept[k] >= num_vectors || places[kept[k]] >= 0) {
-      throw std::invalid_argument("kept: got vector " + std::to_string(kept[k]) + " at position " +
+  for (std::size_t k = 0; k < copied.size(); ++k) {
+    if (copied[k] < 0 || copied[k] >= num_vectors || places[copied[k]] >= 0) {
+      throw std::invalid_argument("copied: got vector " + std::to_string(copied[k]) + " at position " +
                                   std::to_string(k) + ", wanted each at most once and in 0 .. " +
                                   std::to_string(num_vectors - 1));
     }
-    places[kept[k]] = static_cast<std::int32_t>(k);
+    places[copied[k]] = static_cast<std::int32_t>(k);
   }
   return places;
 }
@@ -54,14 +54,14 @@ void for_each_slice(std::int64_t num_samples, std::int64_t bytes, std::int64_t n
 
 }  // namespace
 
-std::int64_t dots_width(const Vectors& vectors, std::int64_t num_kept) {
+std::int64_t dots_width(const Vectors& vectors, std::int64_t num_copied) {
   const std::int64_t n = vectors.num_vectors();
-  return num_kept * vectors.dim + n * (n - 1) / 2;
+  return num_copied * vectors.dim + n * (n - 1) / 2;
 }
 
-void dots(const Vectors& vectors, std::span<const std::int32_t> kept, void* out) {
+void dots(const Vectors& vectors, std::span<const std::int32_t> copied, void* out) {
   const std::int64_t num_vectors = vectors.num_vectors();
-  places_of(kept, num_vectors);
+  places_of(copied, num_vectors);
   const auto kernel = vectors.dtype == Dtype::float32 ? kernels().float32.dots : kernels().float64.dots;
   const std::int64_t bytes = dots_scratch(num_vectors, vectors.dim) * item_bytes(vectors.dtype);
   for_each_slice(vectors.num_samples, bytes, num_vectors + 3,
@@ -69,8 +69,8 @@ void dots(const Vectors& vectors, std::span<const std::int32_t> kept, void* out)
                    kernel({.vectors = vectors.places.data(),
                            .num_vectors = num_vectors,
                            .dim = vectors.dim,
-                           .kept = kept.data(),
-                           .num_kept = static_cast<std::int64_t>(kept.size()),
+                           .copied = copied.data(),
+                           .num_copied = static_cast<std::int64_t>(copied.size()),
                            .out = out,
                            .begin = begin,
                            .end = end,
@@ -79,10 +79,10 @@ void dots(const Vectors& vectors, std::span<const std::int32_t> kept, void* out)
                  });
 }
 
-void dots_gradient(const Vectors& vectors, std::span<const std::int32_t> kept, const void* gradient,
+void dots_gradient(const Vectors& vectors, std::span<const std::int32_t> copied, const void* gradient,
                    std::span<const TargetPlace> out) {
   const std::int64_t num_vectors = vectors.num_vectors();
-  const auto kept_at = places_of(kept, num_vectors);
+  const auto copied_at = places_of(copied, num_vectors);
   const auto kernel =
       vectors.dtype == Dtype::float32 ? kernels().float32.dots_gradient : kernels().float64.dots_gradient;
   for_each_slice(vectors.num_samples, num_vectors * 64, 2 * num_vectors,
@@ -90,8 +90,8 @@ void dots_gradient(const Vectors& vectors, std::span<const std::int32_t> kept, c
                    kernel({.vectors = vectors.places.data(),
                            .num_vectors = num_vectors,
                            .dim = vectors.dim,
-                           .kept_at = kept_at.data(),
-                           .num_kept = static_cast<std::int64_t>(kept.size()),
+                           .copied_at = copied_at.data(),
+                           .num_copied = static_cast<std::int64_t>(copied.size()),
                            .gradient = gradient,
                            .out = out.data(),
                            .is_streamed = is_streamed(vectors, out),

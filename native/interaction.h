@@ -22,13 +22,13 @@ struct Vectors {
 };
 
 // Number of output elements of a sample.
-std::int64_t dots_width(const Vectors& vectors, std::int64_t num_kept);
+std::int64_t dots_width(const Vectors& vectors, std::int64_t num_copied);
 
-// Compute the dot products of all pairs, after copying the vectors in `kept`, which must be unique (else
+// Compute the dot products of all pairs, after copying the vectors in `copied`, which must be unique (else
 // invalid_argument). out: (B, dots_width), contiguous.
-void dots(const Vectors& vectors, std::span<const std::int32_t> kept, void* out);
+void dots(const Vectors& vectors, std::span<const std::int32_t> copied, void* out);
 // Compute the gradients of `dots`. gradient: as its `out`. out (V,).
-void dots_gradient(const Vectors& vectors, std::span<const std::int32_t> kept, const void* gradient,
+void dots_gradient(const Vectors& vectors, std::span<const std::int32_t> copied, const void* gradient,
                    std::span<const TargetPlace> out);
 
 // Compute the factorization machine and its gradients. out, gradient: (B,).

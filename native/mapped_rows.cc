@@ -63,12 +63,12 @@ struct Located {
 
 // Copy a column's rows to memory of the call, with first values for absent rows. has_file_rows: those of the file are
 // there already.
-void gather(const MappedTable& table, std::int32_t t, const Dram& births, std::span<const std::int64_t> ids,
+void gather(const MappedTable& table, std::int32_t t, const Dram& initial_rows, std::span<const std::int64_t> ids,
             bool has_file_rows, Located& located) noexcept {
   for (std::size_t i = 0; i < ids.size(); ++i) {
     std::byte* const row = located.gathered.data() + static_cast<std::int64_t>(i) * table.stride;
     if (located.slots[i] == MappedTable::kAbsent) {
-      births.birth_values(t, ids.subspan(i, 1), row);
+      initial_rows.initial_values(t, ids.subspan(i, 1), row);
     } else if (!has_file_rows || located.slots[i] >= table.num_rows) {
       std::memcpy(row, table.base + located.slots[i] * table.stride, static_cast<std::size_t>(table.stride));
     }
@@ -142,7 +142,7 @@ bool MappedTable::find(std::span<const std::int64_t> ids, std::uint32_t* slots) 
   return true;
 }
 
-bool read_mapped(std::span<const MappedTable* const> tables, const Dram& births, std::span<const MappedColumn> columns,
+bool read_mapped(std::span<const MappedTable* const> tables, const Dram& initial_rows, std::span<const MappedColumn> columns,
                  std::span<const MappedRead> reads, std::int64_t num_samples, Dtype dtype, Dtype out_dtype,
                  RowCache* cache) {
   std::int64_t num_lookups = 0, bytes = 0;
@@ -175,7 +175,7 @@ bool read_mapped(std::span<const MappedTable* const> tables, const Dram& births,
   if (cache && !gather_cached(*cache, columns, located)) return false;
   for_each_unit(static_cast<std::int64_t>(incomplete.size()), bytes, [&](std::int64_t i) {
     const auto& column = columns[incomplete[i]];
-    gather(*tables[column.table], column.table, births, column.ids, cache != nullptr, located[incomplete[i]]);
+    gather(*tables[column.table], column.table, initial_rows, column.ids, cache != nullptr, located[incomplete[i]]);
   });
   std::vector<PoolTask> tasks;
   tasks.reserve(reads.size());

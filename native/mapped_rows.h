@@ -56,11 +56,11 @@ struct MappedRead {
   std::int64_t out_stride = 0;  // bytes
 };
 
-// Pool rows to outputs; absent rows have the first values of `births`, by table. An output has num_samples rows, or for
+// Pool rows to outputs; absent rows have the first values of `initial_rows`, by table. An output has num_samples rows, or for
 // a sequence as many as lookups; num_samples times as many if it is shared. Returns false, with outputs undefined, where
 // `MappedTable::find` or `RowCache::read` does. cache: has the files' rows, by table, which are then not read from their
 // mapping; or null.
-bool read_mapped(std::span<const MappedTable* const> tables, const Dram& births, std::span<const MappedColumn> columns,
+bool read_mapped(std::span<const MappedTable* const> tables, const Dram& initial_rows, std::span<const MappedColumn> columns,
                  std::span<const MappedRead> reads, std::int64_t num_samples, Dtype dtype, Dtype out_dtype,
                  RowCache* cache = nullptr);
 

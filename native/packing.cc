@@ -265,25 +265,25 @@ std::uint64_t Unpacker::count() {
   return count;
 }
 
-void Unpacker::ids(const IdSpace& space, bool is_ascending, std::span<std::int64_t> found) {
-  if (found.empty()) return;
-  keys_.resize(found.size());
+void Unpacker::ids(const IdSpace& space, bool is_ascending, std::span<std::int64_t> ids_out) {
+  if (ids_out.empty()) return;
+  keys_.resize(ids_out.size());
   if (space.rows) {
-    rows(space, is_ascending, found);
+    rows(space, is_ascending, ids_out);
   } else if (const std::uint8_t kind = byte(); kind == 0 && is_ascending) {
-    hashes(space, found);
+    hashes(space, ids_out);
   } else if (kind == 1) {
-    offsets(space, found);
+    offsets(space, ids_out);
   } else {
     refuse("a list of kind " + std::to_string(kind));
   }
 }
 
 std::int64_t Unpacker::list(const IdSpace& space, bool is_ascending, std::vector<std::int64_t>& ids) {
-  const std::size_t first = ids.size(), found = count();
-  ids.resize(first + found);
+  const std::size_t first = ids.size(), num_ids = count();
+  ids.resize(first + num_ids);
   this->ids(space, is_ascending, std::span(ids).subspan(first));
-  return static_cast<std::int64_t>(found);
+  return static_cast<std::int64_t>(num_ids);
 }
 
 void Unpacker::rows(const IdSpace& space, bool is_ascending, std::span<std::int64_t> ids) {

@@ -67,7 +67,7 @@ class Unpacker {
   void bits(std::span<std::uint64_t> values, int width);
   // Read the number of ids of a list, which fits the rest of the message; then the ids.
   std::uint64_t count();
-  void ids(const IdSpace& space, bool is_ascending, std::span<std::int64_t> found);
+  void ids(const IdSpace& space, bool is_ascending, std::span<std::int64_t> ids_out);
   // Read both; append to `ids` and return the number.
   std::int64_t list(const IdSpace& space, bool is_ascending, std::vector<std::int64_t>& ids);
 

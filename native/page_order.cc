@@ -65,18 +65,18 @@ PageOrder::PageOrder(std::span<const std::uint32_t> slots, const Segments& segme
   segments_.entries = {ordered_entries_.data(), ordered_entries_.size()};
 }
 
-void PageOrder::copy(std::int64_t table, const Segments& given, std::span<const std::uint32_t> slots) {
-  const std::int64_t begin = given.table_offsets[table], end = given.table_offsets[table + 1];
-  const auto* const offsets = given.segment_offsets.data();
+void PageOrder::copy(std::int64_t table, const Segments& segments, std::span<const std::uint32_t> slots) {
+  const std::int64_t begin = segments.table_offsets[table], end = segments.table_offsets[table + 1];
+  const auto* const offsets = segments.segment_offsets.data();
   std::copy(slots.begin() + begin, slots.begin() + end, ordered_slots_.data() + begin);
   std::copy(offsets + begin, offsets + end, ordered_offsets_.data() + begin);
-  std::copy(given.entries.begin() + offsets[begin], given.entries.begin() + offsets[end],
+  std::copy(segments.entries.begin() + offsets[begin], segments.entries.begin() + offsets[end],
             ordered_entries_.data() + offsets[begin]);
 }
 
 // Stable counting sort by the high bits of slots.
-void PageOrder::order(std::int64_t table, const Segments& given, std::span<const std::uint32_t> slots) {
-  const std::int64_t begin = given.table_offsets[table], end = given.table_offsets[table + 1];
+void PageOrder::order(std::int64_t table, const Segments& segments, std::span<const std::uint32_t> slots) {
+  const std::int64_t begin = segments.table_offsets[table], end = segments.table_offsets[table + 1];
   const int shift = group_shift(slots.subspan(begin, end - begin));
   std::array<std::uint32_t, (1 << kGroupBits) + 1> starts{};
   for (std::int64_t u = begin; u < end; ++u) ++starts[(slots[u] >> shift) + 1];
@@ -84,13 +84,13 @@ void PageOrder::order(std::int64_t table, const Segments& given, std::span<const
   for (std::int64_t u = begin; u < end; ++u)
     rows_[begin + starts[slots[u] >> shift]++] = static_cast<std::uint32_t>(u);
 
-  const auto* const offsets = given.segment_offsets.data();
+  const auto* const offsets = segments.segment_offsets.data();
   std::int32_t next = offsets[begin];
   for (std::int64_t i = begin; i < end; ++i) {
     const std::uint32_t u = rows_[i];
     ordered_slots_[i] = static_cast<std::int32_t>(slots[u]);
     ordered_offsets_[i] = next;
-    for (std::int32_t e = offsets[u]; e < offsets[u + 1]; ++e) ordered_entries_[next++] = given.entries[e];
+    for (std::int32_t e = offsets[u]; e < offsets[u + 1]; ++e) ordered_entries_[next++] = segments.entries[e];
   }
 }
 

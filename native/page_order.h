@@ -30,8 +30,8 @@ class PageOrder {
   Buffer<std::int32_t> take_entries() { return std::move(ordered_entries_); }
 
  private:
-  void order(std::int64_t table, const Segments& given, std::span<const std::uint32_t> slots);
-  void copy(std::int64_t table, const Segments& given, std::span<const std::uint32_t> slots);
+  void order(std::int64_t table, const Segments& segments, std::span<const std::uint32_t> slots);
+  void copy(std::int64_t table, const Segments& segments, std::span<const std::uint32_t> slots);
 
   std::span<const std::uint32_t> slots_;
   Segments segments_;

@@ -1,4 +1,4 @@
-// Index of one table's stored rows: 40 bits of place, 8 bits of heat (access frequency).
+// Index of one table's stored rows: 40 bits of place, 8 bits of access frequency.
 #pragma once
 
 #include <bit>
@@ -15,7 +15,7 @@ namespace colonnade {
 
 struct PlaceEntry {
   std::uint64_t place;
-  std::uint8_t heat;
+  std::uint8_t frequency;
 };
 inline constexpr std::uint64_t kNoPlace = ~std::uint64_t{0};
 inline constexpr PlaceEntry kNoEntry{kNoPlace, 0};
@@ -28,7 +28,7 @@ inline PlaceEntry load_entry(const std::uint8_t* at) {
   return {word >> 8, static_cast<std::uint8_t>(word)};
 }
 inline void store_entry(std::uint8_t* at, PlaceEntry entry) {
-  const std::uint64_t word = entry.place << 8 | entry.heat;
+  const std::uint64_t word = entry.place << 8 | entry.frequency;
   std::memcpy(at, &word, kEntryBytes);
 }
 

@@ -38,9 +38,9 @@ void check_index(std::span<const std::uint32_t> index) {
   constexpr std::uint32_t kAbsent = 0xffffffff;
   std::atomic<bool> is_absent{false};
   for_each_run(static_cast<std::int64_t>(index.size()), kCheckedAlone, [&](std::int64_t begin, std::int64_t end) {
-    std::uint32_t found = 0;
-    for (std::int64_t e = begin; e < end; ++e) found |= index[e] == kAbsent ? kAbsent : 0;
-    if (found) is_absent.store(true, std::memory_order_relaxed);
+    std::uint32_t absent = 0;
+    for (std::int64_t e = begin; e < end; ++e) absent |= index[e] == kAbsent ? kAbsent : 0;
+    if (absent) is_absent.store(true, std::memory_order_relaxed);
   });
   if (is_absent) {
     refuse("lookup " + number(std::ranges::find(index, kAbsent) - index.begin()) +

@@ -71,8 +71,8 @@ struct ReadPlan {
   std::vector<Item> items;
   std::optional<ReadFault> fault;  // fault of a mapped file that was read while planning
 
-  void fail(const ReadFault& found) {
-    if (!fault || std::pair(found.source, found.place) < std::pair(fault->source, fault->place)) fault = found;
+  void fail(const ReadFault& other) {
+    if (!fault || std::pair(other.source, other.place) < std::pair(fault->source, fault->place)) fault = other;
   }
 };
 

@@ -58,7 +58,7 @@ std::uint32_t Retention::count_of(const Entry* before, std::int64_t step) const 
   return count > std::numeric_limits<std::uint32_t>::max() - kOne ? count : count + kOne;
 }
 
-std::vector<std::int64_t> Retention::hear(std::span<const std::int64_t> ids, std::span<const double> norms,
+std::vector<std::int64_t> Retention::record_updates(std::span<const std::int64_t> ids, std::span<const double> norms,
                                           std::int64_t step) {
   if (step < 0 || step > std::numeric_limits<std::uint32_t>::max())
     throw std::invalid_argument("Retention: got step " + std::to_string(step) + ", wanted 0 .. 2^32 - 1");
@@ -145,13 +145,13 @@ void Retention::remove(std::span<const std::int64_t> ids) {
 }
 
 std::vector<RetainedRow> Retention::rows() const {
-  std::vector<RetainedRow> found;
-  found.reserve(static_cast<std::size_t>(num_rows_));
+  std::vector<RetainedRow> result;
+  result.reserve(static_cast<std::size_t>(num_rows_));
   for (const auto& [score, list] : lists_) {
     for (std::uint32_t slot = list.first; slot != kNone; slot = at(slot).next)
-      found.push_back({at(slot).id, at(slot).step, at(slot).value});
+      result.push_back({at(slot).id, at(slot).step, at(slot).value});
   }
-  return found;
+  return result;
 }
 
 void Retention::restore(std::vector<RetainedRow> rows) {
@@ -189,18 +189,18 @@ void Retention::begin_snapshot() {
 
 std::vector<RetainedRow> Retention::save_some(std::int64_t most) {
   const std::scoped_lock lock(mutex_);
-  std::vector<RetainedRow> found = std::exchange(saved_, {});
+  std::vector<RetainedRow> result = std::exchange(saved_, {});
   const std::size_t end = std::min(to_save_.size(), cursor_ + static_cast<std::size_t>(most) / 64 + 1);
   // A run with only changed or deleted rows yields none: it is not the end.
-  for (; cursor_ < to_save_.size() && (cursor_ < end || found.empty()); ++cursor_) {
+  for (; cursor_ < to_save_.size() && (cursor_ < end || result.empty()); ++cursor_) {
     for (std::uint64_t left = std::exchange(to_save_[cursor_], 0); left; left &= left - 1) {
       const auto slot = static_cast<std::uint32_t>(cursor_ * 64 + static_cast<std::size_t>(std::countr_zero(left)));
       const Entry& entry = at(slot);
-      if (entry.previous != slot) found.push_back({entry.id, entry.step, entry.value});
+      if (entry.previous != slot) result.push_back({entry.id, entry.step, entry.value});
     }
   }
   if (cursor_ >= to_save_.size()) to_save_ = {};
-  return found;
+  return result;
 }
 
 // Return whether the snapshot still needs the slot's row, and clear that.

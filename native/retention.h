@@ -45,7 +45,7 @@ class Retention {
 
   // Record updates of unique ids in `step`, and return the ids to evict, possibly some of the updated ones. Steps never
   // decrease. norms (N,): squared, or empty for other orders.
-  std::vector<std::int64_t> hear(std::span<const std::int64_t> ids, std::span<const double> norms, std::int64_t step);
+  std::vector<std::int64_t> record_updates(std::span<const std::int64_t> ids, std::span<const double> norms, std::int64_t step);
   void remove(std::span<const std::int64_t> ids);  // absent ids are ignored
 
   std::vector<RetainedRow> rows() const;  // in the order of eviction

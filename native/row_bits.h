@@ -20,16 +20,16 @@ class RowBits {
 
   struct View {
     const std::uint64_t* words;
-    bool is_born(std::uint64_t row) const { return words[row / 64] >> (row % 64) & 1; }
+    bool is_initialised(std::uint64_t row) const { return words[row / 64] >> (row % 64) & 1; }
   };
   View view() const { return {words_}; }
 
-  bool is_born(std::uint64_t row) const { return view().is_born(row); }
-  void bear(std::uint64_t row) { words_[row / 64] |= bit(row); }
+  bool is_initialised(std::uint64_t row) const { return view().is_initialised(row); }
+  void mark_initialised(std::uint64_t row) { words_[row / 64] |= bit(row); }
   void forget(std::uint64_t row) { words_[row / 64] &= ~bit(row); }
 
   template <class Visit>  // calls visit(row) for every initialised row, ascending
-  void for_each_born(std::int64_t rows, const Visit& visit) const {
+  void for_each_initialised(std::int64_t rows, const Visit& visit) const {
     for (std::int64_t w = 0; w < (rows + 63) / 64; ++w) {
       for (std::uint64_t left = words_[w]; left; left &= left - 1)
         visit(static_cast<std::uint64_t>(w * 64 + std::countr_zero(left)));

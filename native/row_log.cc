@@ -15,7 +15,7 @@ namespace {
 
 constexpr std::size_t kRowsAtOnce = 256;  // rows that compaction moves under one lock
 constexpr std::size_t kHotShare = 8;      // the hottest eighth of the moved rows is collected separately
-constexpr double kHotMemory = 10;         // calls over which the heat threshold is averaged
+constexpr double kHotMemory = 10;         // calls over which the frequency threshold is averaged
 
 [[noreturn]] void refuse(const std::string& message) {
   throw std::invalid_argument(message);
@@ -116,7 +116,7 @@ void RowLog::seal_stream(std::int64_t stream) {
 }
 
 template <class Write>
-void RowLog::append_one(std::int64_t id, std::int64_t key, PlaceEntry old, const Write& write, std::uint8_t heat,
+void RowLog::append_one(std::int64_t id, std::int64_t key, PlaceEntry old, const Write& write, std::uint8_t frequency,
                         std::int64_t stream, bool for_commit) {
   auto& active = active_[static_cast<std::size_t>(stream)];
   if (active != kNoSegment) {
@@ -135,7 +135,7 @@ void RowLog::append_one(std::int64_t id, std::int64_t key, PlaceEntry old, const
 
   const std::int64_t record = segment.num_records() - 1;
   const bool is_old = old.place != kNoPlace;
-  index_.put(key, {packed(active, record), heat});
+  index_.put(key, {packed(active, record), frequency});
   if (for_commit && is_frozen_) {
     if (is_old) segment_of(old).set_frozen(record_of(old), false);
     segment.set_frozen(record, true);
@@ -144,13 +144,13 @@ void RowLog::append_one(std::int64_t id, std::int64_t key, PlaceEntry old, const
   segment.set_live(record, true);
 }
 
-void RowLog::append(std::span<const std::int64_t> ids, const Pack& pack, std::span<const std::uint8_t> heats,
+void RowLog::append(std::span<const std::int64_t> ids, const Pack& pack, std::span<const std::uint8_t> frequencies,
                     std::int64_t stream, bool for_commit) {
   check_ids(ids);
   check_stream(stream);
   const std::lock_guard lock(mutex_);
   for_each(ids, [&](std::size_t i, std::int64_t key, PlaceEntry old) {
-    append_one(ids[i], key, old, [&](std::uint8_t* payload) { pack(i, payload); }, heats.empty() ? old.heat : heats[i],
+    append_one(ids[i], key, old, [&](std::uint8_t* payload) { pack(i, payload); }, frequencies.empty() ? old.frequency : frequencies[i],
                stream, for_commit);
     ++counts_.rows_written;
   });
@@ -176,23 +176,23 @@ void RowLog::places(std::span<const std::int64_t> ids, std::span<std::int64_t> o
   for_each(ids, [&](std::size_t i, std::int64_t, PlaceEntry entry) { out[i] = place_of(entry); });
 }
 
-void RowLog::heats(std::span<const std::int64_t> ids, std::span<std::uint8_t> out) const {
+void RowLog::frequencies(std::span<const std::int64_t> ids, std::span<std::uint8_t> out) const {
   check_ids(ids);
   const std::lock_guard lock(mutex_);
-  for_each(ids, [&](std::size_t i, std::int64_t, PlaceEntry entry) { out[i] = entry.heat; });
+  for_each(ids, [&](std::size_t i, std::int64_t, PlaceEntry entry) { out[i] = entry.frequency; });
 }
 
-void RowLog::touch(std::span<const std::int64_t> ids, std::span<const std::uint8_t> heats) {
+void RowLog::touch(std::span<const std::int64_t> ids, std::span<const std::uint8_t> frequencies) {
   check_ids(ids);
   const std::lock_guard lock(mutex_);
   for_each(ids, [&](std::size_t i, std::int64_t key, PlaceEntry entry) {
-    if (entry.place != kNoPlace) index_.put(key, {entry.place, heats[i]});
+    if (entry.place != kNoPlace) index_.put(key, {entry.place, frequencies[i]});
   });
 }
 
 void RowLog::plan_reads(std::span<const std::int64_t> ids, std::span<const std::uint32_t> positions,
                         std::uint32_t source, ReadPlan& plan, const Deliver& deliver, std::span<RowAt> locations,
-                        std::span<std::uint8_t> heats) {
+                        std::span<std::uint8_t> frequencies) {
   check_ids(ids);
   constexpr std::uint32_t kNoFile = ~std::uint32_t{0};
   std::vector<ReadPlan::Item> mapped;
@@ -201,7 +201,7 @@ void RowLog::plan_reads(std::span<const std::int64_t> ids, std::span<const std::
     std::vector<std::uint32_t> file_of(by_handle_.size(), kNoFile);  // by handle: its number in the plan
     plan.items.reserve(plan.items.size() + ids.size());
     for_each(ids, [&](std::size_t i, std::int64_t, PlaceEntry entry) {
-      if (!heats.empty()) heats[i] = entry.heat;
+      if (!frequencies.empty()) frequencies[i] = entry.frequency;
       locations[i] = RowAt::nowhere;
       if (entry.place == kNoPlace) {
         ++counts_.rows_absent;
@@ -446,14 +446,14 @@ std::int64_t RowLog::load_vocabulary(std::span<const std::int64_t> ids, const Li
   return twice;
 }
 
-template <class HeatOf>
-std::uint8_t RowLog::hot_heat(std::size_t n, const HeatOf& heat_of) {
+template <class FrequencyOf>
+std::uint8_t RowLog::hot_frequency(std::size_t n, const FrequencyOf& frequency_of) {
   const std::lock_guard lock(mutex_);
   if (n > 0) {
-    const auto heat = static_cast<double>(heat_of(n / kHotShare));
-    hot_heat_ = hot_heat_ < 0 ? heat : hot_heat_ + (heat - hot_heat_) / kHotMemory;
+    const auto frequency = static_cast<double>(frequency_of(n / kHotShare));
+    hot_frequency_ = hot_frequency_ < 0 ? frequency : hot_frequency_ + (frequency - hot_frequency_) / kHotMemory;
   }
-  return static_cast<std::uint8_t>(std::max(hot_heat_, 0.0));
+  return static_cast<std::uint8_t>(std::max(hot_frequency_, 0.0));
 }
 
 std::int64_t RowLog::rewrite(std::int64_t segment, std::span<const std::int64_t> ids,
@@ -469,11 +469,11 @@ std::int64_t RowLog::rewrite(std::int64_t segment, std::span<const std::int64_t>
 
   struct Row {
     std::uint32_t frame;
-    std::uint8_t heat;
+    std::uint8_t frequency;
   };
   std::vector<Row> rows;
   // Check that the index still has the row at the record of this frame.
-  const auto here = [&](std::uint32_t handle, std::size_t frame) {
+  const auto packed_place = [&](std::uint32_t handle, std::size_t frame) {
     return packed(handle, first_record + static_cast<std::int64_t>(frame));
   };
   {
@@ -487,11 +487,11 @@ std::int64_t RowLog::rewrite(std::int64_t segment, std::span<const std::int64_t>
              std::to_string(victim.num_records()));
     }
     for_each(ids, [&](std::size_t i, std::int64_t, PlaceEntry entry) {
-      if (entry.place == here(handle, i)) rows.push_back({static_cast<std::uint32_t>(i), entry.heat});
+      if (entry.place == packed_place(handle, i)) rows.push_back({static_cast<std::uint32_t>(i), entry.frequency});
     });
   }
-  std::ranges::stable_sort(rows, [](const Row& a, const Row& b) { return a.heat > b.heat; });
-  const std::uint8_t hot = hot_heat(rows.size(), [&](std::size_t i) { return rows[i].heat; });
+  std::ranges::stable_sort(rows, [](const Row& a, const Row& b) { return a.frequency > b.frequency; });
+  const std::uint8_t hot = hot_frequency(rows.size(), [&](std::size_t i) { return rows[i].frequency; });
   // Few at a time, because training may wait for the lock. In between, rows may be written again, and frozen.
   std::int64_t num_moved = 0;
   for (std::size_t begin = 0; begin < rows.size(); begin += kRowsAtOnce) {
@@ -503,13 +503,13 @@ std::int64_t RowLog::rewrite(std::int64_t segment, std::span<const std::int64_t>
         part.size(), [&](std::size_t i) { return key_of(ids[part[i].frame]); },
         [&](std::size_t i, std::int64_t key, PlaceEntry entry) {
           const std::uint32_t frame = part[i].frame;
-          if (entry.place != here(handle, frame)) return;
+          if (entry.place != packed_place(handle, frame)) return;
           const std::uint8_t* const payload = frames.data() + frame * stride_ + kFrameHeadBytes;
           // If the frozen content has the row at this place, move it there too.
           const bool is_frozen = is_frozen_ && victim.frozen()[first_record + frame];
           append_one(ids[frame], key, entry,
                      [&](std::uint8_t* to) { std::memcpy(to, payload, static_cast<std::size_t>(settings_.record_bytes)); },
-                     entry.heat, entry.heat > hot ? hot_stream : stream, is_frozen);
+                     entry.frequency, entry.frequency > hot ? hot_stream : stream, is_frozen);
           ++num_moved;
           ++counts_.rows_rewritten;
         });

@@ -60,23 +60,23 @@ class RowLog {
 
   explicit RowLog(const RowLogSettings& settings);  // invalid_argument
 
-  // Append rows to the stream's write buffer; the last of equal ids wins. heats (N,) or empty: a row keeps its heat, a
+  // Append rows to the stream's write buffer; the last of equal ids wins. frequencies (N,) or empty: a row keeps its frequency, a
   // new row gets 0. for_commit: the row also replaces its version in the frozen content; a row of the frozen content
   // that changed since must first be written with for_commit, before any other write or delete of it. `pack` is called
   // under the lock. NoRoom: the first rows of the call are written.
-  void append(std::span<const std::int64_t> ids, const Pack& pack, std::span<const std::uint8_t> heats,
+  void append(std::span<const std::int64_t> ids, const Pack& pack, std::span<const std::uint8_t> frequencies,
               std::int64_t stream, bool for_commit);
   std::int64_t erase(std::span<const std::int64_t> ids);  // returns the number of rows that existed
 
   void places(std::span<const std::int64_t> ids, std::span<std::int64_t> out) const;
-  void heats(std::span<const std::int64_t> ids, std::span<std::uint8_t> out) const;  // 0 for absent rows
-  void touch(std::span<const std::int64_t> ids, std::span<const std::uint8_t> heats);  // absent rows are ignored
+  void frequencies(std::span<const std::int64_t> ids, std::span<std::uint8_t> out) const;  // 0 for absent rows
+  void touch(std::span<const std::int64_t> ids, std::span<const std::uint8_t> frequencies);  // absent rows are ignored
 
   // Read rows. Rows in memory are delivered at once, on this thread (from write buffers under the lock). Rows on disk
   // are added to the plan, and delivered when it is submitted. positions (N,): passed to `deliver`. locations (N,)
-  // output; heats (N,) output, or empty. source: number of this log in faults.
+  // output; frequencies (N,) output, or empty. source: number of this log in faults.
   void plan_reads(std::span<const std::int64_t> ids, std::span<const std::uint32_t> positions, std::uint32_t source,
-                  ReadPlan& plan, const Deliver& deliver, std::span<RowAt> locations, std::span<std::uint8_t> heats);
+                  ReadPlan& plan, const Deliver& deliver, std::span<RowAt> locations, std::span<std::uint8_t> frequencies);
 
   // Return the oldest full chunk that was not returned before; null if there is none.
   std::shared_ptr<LogChunk> next_chunk();
@@ -142,14 +142,14 @@ class RowLog {
   }
   // Move the row `id`, which is at `old` now.
   template <class Write>
-  void append_one(std::int64_t id, std::int64_t key, PlaceEntry old, const Write& write, std::uint8_t heat,
+  void append_one(std::int64_t id, std::int64_t key, PlaceEntry old, const Write& write, std::uint8_t frequency,
                   std::int64_t stream, bool for_commit);
   // Index the live records of a checkpoint's segment; return the first with an id that is indexed already (then nothing
   // changed), or -1.
   std::int64_t load_open(std::span<const std::int64_t> ids, const LiveBits& bits, std::uint32_t handle);
   std::int64_t load_vocabulary(std::span<const std::int64_t> ids, const LiveBits& bits, std::uint32_t handle);
-  template <class HeatOf>
-  std::uint8_t hot_heat(std::size_t n, const HeatOf& heat_of);
+  template <class FrequencyOf>
+  std::uint8_t hot_frequency(std::size_t n, const FrequencyOf& frequency_of);
   void note_full(std::size_t since);
   void drop(std::int64_t segment, std::uint32_t handle);
   void seal_stream(std::int64_t stream);
@@ -173,7 +173,7 @@ class RowLog {
   Frames full_;                     // not taken yet
   std::atomic<std::int64_t> pending_bytes_ = 0;  // bytes of full chunks, taken or not, that are not written
   bool is_frozen_ = false;
-  double hot_heat_ = -1;  // hotter rows are collected separately; -1: nothing was moved yet
+  double hot_frequency_ = -1;  // hotter rows are collected separately; -1: nothing was moved yet
   Counts counts_;
 };
 

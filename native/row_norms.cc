@@ -45,10 +45,10 @@ std::vector<double> squared_norms(const std::byte* base, std::int64_t stride, st
                   : dtype == Dtype::bfloat16 ? &squared_norm<Bfloat>
                   : dtype == Dtype::float16  ? &squared_norm<Half>
                                              : &squared_norm<float>;
-  std::vector<double> found(slots.size());
+  std::vector<double> norms(slots.size());
   for (std::size_t i = 0; i < slots.size(); ++i)
-    found[i] = of(base + static_cast<std::int64_t>(slots[i]) * stride, dim);
-  return found;
+    norms[i] = of(base + static_cast<std::int64_t>(slots[i]) * stride, dim);
+  return norms;
 }
 
 }  // namespace colonnade

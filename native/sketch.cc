@@ -17,13 +17,13 @@ CountMinSketch::CountMinSketch(const SketchSettings& settings) : settings_(setti
   counters_.resize(static_cast<std::size_t>((s.end_block - s.first_block) * s.depth * s.width));
 }
 
-std::vector<std::uint8_t> CountMinSketch::hear(std::span<const std::int64_t> ids, std::int64_t step) {
+std::vector<std::uint8_t> CountMinSketch::record_updates(std::span<const std::int64_t> ids, std::int64_t step) {
   constexpr std::uint64_t kGolden = 0x9e3779b97f4a7c15u;
   const std::scoped_lock lock(mutex_);
   halve(step);
   const auto depth = static_cast<std::size_t>(settings_.depth);
   const auto width = static_cast<std::uint64_t>(settings_.width);
-  std::vector<std::uint8_t> found(ids.size());
+  std::vector<std::uint8_t> result(ids.size());
   std::vector<std::uint8_t*> mine(depth);
   for (std::size_t i = 0; i < ids.size(); ++i) {
     const std::uint64_t hash = mix64(static_cast<std::uint64_t>(ids[i]));
@@ -45,10 +45,10 @@ std::vector<std::uint8_t> CountMinSketch::hear(std::span<const std::int64_t> ids
       if (is_noted) changed_.emplace_back(static_cast<std::size_t>(counter - counters_.data()), *counter);
       *counter = count;
     }
-    found[i] = count >= settings_.threshold;
+    result[i] = count >= settings_.threshold;
   }
   work_ += ids.size() * depth;
-  return found;
+  return result;
 }
 
 // Block b is halved b / num_blocks of the way between two multiples of halve_steps.

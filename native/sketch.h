@@ -31,7 +31,7 @@ class CountMinSketch {
 
   // Count one update of unique ids in `step`; return (N,) 1 for ids updated `threshold` times, this one included. Steps
   // never decrease. invalid_argument for an id of another rank.
-  std::vector<std::uint8_t> hear(std::span<const std::int64_t> ids, std::int64_t step);
+  std::vector<std::uint8_t> record_updates(std::span<const std::int64_t> ids, std::int64_t step);
 
   std::span<std::uint8_t> counters() { return counters_; }  // (blocks of this rank, depth, width)
   std::int64_t step() const { return step_; }                // counts are halved up to this step

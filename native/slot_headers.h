@@ -135,9 +135,9 @@ class SlotHeaders {
   }
   void unpin_of_many(std::uint32_t slot) noexcept {
     const std::scoped_lock lock(many_->mutex);
-    const auto found = many_->by_slot.find(slot);
-    if (--found->second == kMany - 1) {
-      many_->by_slot.erase(found);
+    const auto entry = many_->by_slot.find(slot);
+    if (--entry->second == kMany - 1) {
+      many_->by_slot.erase(entry);
       --flags(slot);
     }
   }

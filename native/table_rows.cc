@@ -60,13 +60,13 @@ TableRows::TableRows(const TableSettings& settings, const RowFormat& format)
   states_slab_ = slab(checked_bytes(state_stride, capacity));
   bits_ = DirtyBits(settings_.most_rows);
   if (is_direct_) {
-    born_ = RowBits(settings_.capacity_rows);
+    initialised_ = RowBits(settings_.capacity_rows);
   } else {
     headers_ = SlotHeaders(settings_.most_rows);
     headers_.set_limit(settings_.capacity_rows);
     if (settings_.can_evict) {
-      worth_ = SlotWorth(settings_.most_rows);
-      worth_.set_slots(settings_.capacity_rows);
+      scores_ = SlotScores(settings_.most_rows);
+      scores_.set_slots(settings_.capacity_rows);
     }
   }
   layout_ = {.dtype = format.dtype,
@@ -88,7 +88,7 @@ TableRows::TableRows(const TableSettings& settings, const RowFormat& format)
   if (is_direct_) {  // rows are touched at random positions
     weights_slab_.ask_for_huge_pages();
     states_slab_.ask_for_huge_pages();
-    born_.slab().ask_for_huge_pages();
+    initialised_.slab().ask_for_huge_pages();
   }
 }
 
@@ -117,7 +117,7 @@ std::int64_t TableRows::resident_bytes() const {
   const std::int64_t bits = bits_.bytes(num_slots());
   if (is_direct_) return row_bytes() + settings_.capacity_rows / 8 + bits;
   return row_bytes() + headers_.num_touched() * SlotHeaders::kStride + index_.bytes() + bits +
-         (can_evict() ? worth_.bytes(headers_.num_touched()) : 0);
+         (can_evict() ? scores_.bytes(headers_.num_touched()) : 0);
 }
 
 TableRows::LookupCounts TableRows::pin_resident(std::span<const std::int64_t> ids,
@@ -131,13 +131,13 @@ TableRows::LookupCounts TableRows::pin_direct(std::span<const std::int64_t> ids,
   LookupCounts counts;
   const std::size_t n = ids.size();
   const VocabularyShare share = share_;  // copies, so that the compiler knows that writing slots does not change them
-  const RowBits::View bits = born_.view();
+  const RowBits::View bits = initialised_.view();
   std::int64_t num_outside = 0, num_foreign = 0, num_resident = 0;
   if (share.is_whole()) {
     for (std::size_t i = 0; i < n; ++i) {
       const bool is_outside = share.is_outside(ids[i]);
       const auto place = is_outside ? 0 : static_cast<std::uint64_t>(ids[i]);
-      const bool is_resident = bits.is_born(place) & !is_outside;
+      const bool is_resident = bits.is_initialised(place) & !is_outside;
       slots[i] = is_resident ? static_cast<std::uint32_t>(place) : kNoSlot;
       num_outside += is_outside;
       num_resident += is_resident;
@@ -147,7 +147,7 @@ TableRows::LookupCounts TableRows::pin_direct(std::span<const std::int64_t> ids,
       const bool is_outside = share.is_outside(ids[i]);
       const auto place = is_outside ? 0 : share.place_of(ids[i]);
       const bool is_foreign = !is_outside & !share.owns(ids[i]);
-      const bool is_resident = bits.is_born(place) & !is_outside & !is_foreign;
+      const bool is_resident = bits.is_initialised(place) & !is_outside & !is_foreign;
       slots[i] = is_resident ? static_cast<std::uint32_t>(place) : kNoSlot;
       num_outside += is_outside;
       num_foreign += is_foreign;
@@ -164,8 +164,8 @@ TableRows::LookupCounts TableRows::pin_direct(std::span<const std::int64_t> ids,
 TableRows::LookupCounts TableRows::pin_hashed(std::span<const std::int64_t> ids, std::span<const std::uint8_t> next_use,
                                               std::span<std::uint32_t> slots) noexcept {
   LookupCounts counts;
-  const bool has_worth = can_evict();
-  const Fetched fetched{headers_, has_worth ? &worth_ : nullptr};
+  const bool has_scores = can_evict();
+  const Fetched fetched{headers_, has_scores ? &scores_ : nullptr};
   index_.for_each(ids, fetched, [&](std::int64_t i, std::uint32_t slot) {
     slots[i] = slot;
     if (slot == kNoSlot) {
@@ -179,7 +179,7 @@ TableRows::LookupCounts TableRows::pin_hashed(std::span<const std::int64_t> ids,
       }
       return;
     }
-    if (has_worth) worth_.use(slot, next_use.empty() ? next_use::kUnknown : next_use[i]);
+    if (has_scores) scores_.use(slot, next_use.empty() ? next_use::kUnknown : next_use[i]);
     switch (headers_.pin(slot)) {
       case SlotHeaders::Pin::first:
         ++counts.newly_pinned;
@@ -209,7 +209,7 @@ void TableRows::drop(std::int64_t id) noexcept {
   if (slot == kNoSlot) return;
   if (!is_direct_) return free_slot(slot);
   --num_rows_;
-  born_.forget(slot);
+  initialised_.forget(slot);
   bits_.clean(slot);
 }
 
@@ -230,8 +230,8 @@ void TableRows::admit(std::span<const std::int64_t> ids, std::span<const std::ui
   for (std::size_t i = 0; i < ids.size(); ++i) {
     if (slots[i] != kNoSlot) continue;
     const std::uint64_t place = share_.place_of(ids[i]);
-    num_rows_ += !born_.is_born(place);  // not if the id is repeated
-    born_.bear(place);
+    num_rows_ += !initialised_.is_initialised(place);  // not if the id is repeated
+    initialised_.mark_initialised(place);
     slots[i] = static_cast<std::uint32_t>(place);
   }
 }
@@ -241,7 +241,7 @@ void TableRows::admit_hashed(std::span<const std::int64_t> ids, std::span<const 
   std::int64_t missing[SlotIndex::kBlock];  // positions
   std::int64_t absent[SlotIndex::kBlock];   // their ids
   std::int64_t n = 0;
-  const bool has_worth = can_evict();
+  const bool has_scores = can_evict();
   const auto admit_missing = [&] {
     index_.for_each({absent, static_cast<std::size_t>(n)}, headers_, [&](std::int64_t i, std::uint32_t slot) {
       if (slot == kNoSlot) {
@@ -249,7 +249,7 @@ void TableRows::admit_hashed(std::span<const std::int64_t> ids, std::span<const 
         index_.insert(absent[i], slot);
         ++num_rows_;
         ++num_pinned_;
-        if (has_worth) worth_.begin(slot, next_use.empty() ? next_use::kUnknown : next_use[missing[i]]);
+        if (has_scores) scores_.begin(slot, next_use.empty() ? next_use::kUnknown : next_use[missing[i]]);
       } else {  // repeated id
         headers_.pin(slot);
       }
@@ -266,27 +266,27 @@ void TableRows::admit_hashed(std::span<const std::int64_t> ids, std::span<const 
   admit_missing();
 }
 
-void TableRows::resume(std::span<const std::uint32_t> slots, std::span<const std::uint8_t> heats) noexcept {
+void TableRows::resume(std::span<const std::uint32_t> slots, std::span<const std::uint8_t> frequencies) noexcept {
   if (!can_evict()) return;
-  for (std::size_t i = 0; i < slots.size(); ++i) worth_.resume(slots[i], heats[i]);
+  for (std::size_t i = 0; i < slots.size(); ++i) scores_.resume(slots[i], frequencies[i]);
 }
 
 void TableRows::recall(std::span<const std::uint32_t> slots, std::int64_t steps) noexcept {
   if (!can_evict()) return;
-  for (const auto slot : slots) worth_.recall(slot, count_updates(layout_.clock_of(slot)), steps);
+  for (const auto slot : slots) scores_.recall(slot, count_updates(layout_.clock_of(slot)), steps);
 }
 
 // Pass rows to the sink, a run at a time.
 void TableRows::hand_over(std::span<const std::uint32_t> slots, bool is_for_commit, const RowSink& sink) const {
   std::int64_t ids[kLeft];
-  std::uint8_t heats[kLeft];
+  std::uint8_t frequencies[kLeft];
   for (std::size_t begin = 0; begin < slots.size(); begin += kLeft) {
     const auto run = slots.subspan(begin, std::min<std::size_t>(kLeft, slots.size() - begin));
     for (std::size_t i = 0; i < run.size(); ++i) {
       ids[i] = id_of(run[i]);
-      heats[i] = can_evict() ? worth_.at_rest(run[i]) : 0;
+      frequencies[i] = can_evict() ? scores_.stored_frequency(run[i]) : 0;
     }
-    sink({{ids, run.size()}, {heats, run.size()}, is_for_commit, run, &layout_, can_evict() ? &worth_ : nullptr});
+    sink({{ids, run.size()}, {frequencies, run.size()}, is_for_commit, run, &layout_, can_evict() ? &scores_ : nullptr});
   }
 }
 
@@ -302,7 +302,7 @@ std::pair<std::int64_t, std::int64_t> TableRows::evict_rows(std::int64_t num, co
   std::uint32_t victims[kVictims], dirty[kVictims], to_save[kVictims], clean[kVictims];
   while (left > 0) {
     const std::int64_t n =
-        worth_.choose({victims, static_cast<std::size_t>(std::min(left, kVictims))}, left, headers_);
+        scores_.choose({victims, static_cast<std::size_t>(std::min(left, kVictims))}, left, headers_);
     for (std::int64_t i = 0; i < n; ++i) {
       index_.prefetch(headers_(victims[i]));
       __builtin_prefetch(layout_.state_of(victims[i]) + layout_.clock_offset, 0, 2);
@@ -352,8 +352,8 @@ std::int64_t TableRows::resize(std::int64_t capacity, const RowSink& sink) {
     move_row(slot, static_cast<std::uint32_t>(to));
   }
   headers_.set_limit(capacity);
-  worth_.set_slots(capacity);
-  worth_.forget_candidates();
+  scores_.set_slots(capacity);
+  scores_.forget_candidates();
   for (std::int64_t begin = capacity, slot = capacity; slot <= touched; ++slot) {
     if (slot < touched && !headers_.is_resident(static_cast<std::uint32_t>(slot))) continue;
     weights_slab_.give_back(begin * layout_.weights_stride, slot * layout_.weights_stride);
@@ -368,7 +368,7 @@ void TableRows::move_row(std::uint32_t from, std::uint32_t to) noexcept {
   std::memcpy(layout_.state_of(to), layout_.state_of(from), static_cast<std::size_t>(layout_.state_stride));
   index_.move(headers_(from), from, to);
   headers_.move(from, to);
-  worth_.move(from, to);
+  scores_.move(from, to);
   bits_.move(from, to);
 }
 
@@ -393,15 +393,15 @@ std::size_t TableRows::insert_new(std::span<const std::int64_t> ids, const RowSi
   for (std::size_t i = 0; i < ids.size(); ++i) {
     fill(i, slots[i]);
     headers_.unpin(slots[i]);
-    worth_.released(slots[i]);
+    scores_.released(slots[i]);
   }
   num_pinned_ = 0;
   return ids.size();
 }
 
-std::size_t TableRows::insert(const LeftRows& rows, bool is_dirty, const RowSink& sink) {
+std::size_t TableRows::insert(const EvictedRows& rows, bool is_dirty, const RowSink& sink) {
   const RowLayout& upper = *rows.layout;
-  if (rows.worth) worth_.follow(*rows.worth, headers_.num_touched());
+  if (rows.scores) scores_.follow_clock(*rows.scores, headers_.num_touched());
   return insert_new(rows.ids, sink, [&](std::size_t i, std::uint32_t slot) {
     if (i + 8 < rows.slots.size()) {
       __builtin_prefetch(upper.state_of(rows.slots[i + 8]), 0, 2);
@@ -409,7 +409,7 @@ std::size_t TableRows::insert(const LeftRows& rows, bool is_dirty, const RowSink
     }
     layout_.copy(slot, upper, rows.slots[i]);
     if (is_dirty) bits_.mark_dirty(slot);
-    if (rows.worth) worth_.begin_at(slot, rows.worth->score(rows.slots[i]));
+    if (rows.scores) scores_.begin_at(slot, rows.scores->score(rows.slots[i]));
   });
 }
 
@@ -442,11 +442,11 @@ void TableRows::copy_up(std::span<const std::int64_t> ids, const RowLayout& uppe
 
 void TableRows::move_up(std::span<const std::uint32_t> own_slots, TableRows& upper,
                         std::span<const std::uint32_t> upper_slots) noexcept {
-  if (upper.can_evict()) worth_.follow(upper.worth_, headers_.num_touched());
+  if (upper.can_evict()) scores_.follow_clock(upper.scores_, headers_.num_touched());
   for (std::size_t i = 0; i < own_slots.size(); ++i) {
     if (own_slots[i] == kNoSlot) continue;
     if (bits_.is_dirty(own_slots[i])) upper.bits_.mark_dirty(upper_slots[i]);
-    if (upper.can_evict()) upper.worth_.resume_at(upper_slots[i], worth_.score(own_slots[i]));
+    if (upper.can_evict()) upper.scores_.resume_at(upper_slots[i], scores_.score(own_slots[i]));
     free_slot(own_slots[i]);
   }
 }
@@ -487,23 +487,23 @@ TableRows::ReleaseResult TableRows::release(std::span<const std::uint32_t> slots
   const auto n = static_cast<std::int64_t>(slots.size());
   const auto capacity = static_cast<std::uint64_t>(settings_.most_rows);
   if (is_direct_) {
-    const RowBits::View bits = born_.view();
+    const RowBits::View bits = initialised_.view();
     bool is_known = n <= num_pinned_;
     for (const auto slot : slots) {
       const bool is_slot = slot < capacity;
-      is_known &= is_slot & bits.is_born(is_slot ? slot : 0);
+      is_known &= is_slot & bits.is_initialised(is_slot ? slot : 0);
     }
     if (!is_known) return {0, true};
     for (std::int64_t i = 0; is_dirty && i < n; ++i) bits_.mark_dirty(slots[i]);
     return {n, false};
   }
   ReleaseResult result;
-  const bool has_worth = can_evict();
+  const bool has_scores = can_evict();
   constexpr std::int64_t kAhead = 32;
   const auto fetch = [&](std::int64_t i) COLONNADE_INLINE_LAMBDA {
     if (i >= n || slots[i] >= capacity) return;
     headers_.fetch(slots[i]);
-    if (has_worth) worth_.fetch(slots[i]);
+    if (has_scores) scores_.fetch(slots[i]);
   };
   for (std::int64_t i = 0; i < kAhead; ++i) fetch(i);
   for (std::int64_t i = 0; i < n; ++i) {
@@ -516,7 +516,7 @@ TableRows::ReleaseResult TableRows::release(std::span<const std::uint32_t> slots
     if (is_dirty) bits_.mark_dirty(slot);
     if (!headers_.unpin(slot)) continue;
     ++result.pins;
-    if (has_worth) worth_.released(slot);
+    if (has_scores) scores_.released(slot);
   }
   return result;
 }
@@ -525,40 +525,40 @@ std::uint32_t TableRows::find(std::int64_t id) const noexcept {
   if (!is_direct_) return index_.find(id, headers_);
   if (share_.is_outside(id) || !share_.owns(id)) return kNoSlot;
   const std::uint64_t place = share_.place_of(id);
-  return born_.is_born(place) ? static_cast<std::uint32_t>(place) : kNoSlot;
+  return initialised_.is_initialised(place) ? static_cast<std::uint32_t>(place) : kNoSlot;
 }
 
-void TableRows::birth_values(std::int64_t id, std::byte* weights, std::uint16_t* lows) const noexcept {
+void TableRows::initial_values(std::int64_t id, std::byte* weights, std::uint16_t* lows) const noexcept {
   std::int64_t column = 0;
   for (const auto& part : settings_.parts) {
-    const BirthTask task{settings_.seed, part.init_scale, layout_.first_column + column, part.dim};
+    const InitialValuesTask task{settings_.seed, part.init_scale, layout_.first_column + column, part.dim};
     std::byte* const out = weights + column * item_bytes(layout_.dtype);
     switch (layout_.dtype) {
       case Dtype::float32:
-        kernels().float32.birth(task, id, reinterpret_cast<float*>(out));
+        kernels().float32.initial_values(task, id, reinterpret_cast<float*>(out));
         break;
       case Dtype::float64:
-        kernels().float64.birth(task, id, reinterpret_cast<double*>(out));
+        kernels().float64.initial_values(task, id, reinterpret_cast<double*>(out));
         break;
       case Dtype::bfloat16:
         if (layout_.is_split) {
-          kernels().birth_split(task, id, reinterpret_cast<std::uint16_t*>(out), lows ? lows + column : lows);
+          kernels().initial_values_split(task, id, reinterpret_cast<std::uint16_t*>(out), lows ? lows + column : lows);
         } else {
-          kernels().birth_bfloat16(task, id, reinterpret_cast<std::uint16_t*>(out));
+          kernels().initial_values_bfloat16(task, id, reinterpret_cast<std::uint16_t*>(out));
         }
         break;
       case Dtype::float16:
-        kernels().birth_float16(task, id, reinterpret_cast<std::uint16_t*>(out));
+        kernels().initial_values_float16(task, id, reinterpret_cast<std::uint16_t*>(out));
         break;
     }
     column += part.dim;
   }
 }
 
-void TableRows::birth(std::int64_t id, std::uint32_t slot) const noexcept {
+void TableRows::initialise(std::int64_t id, std::uint32_t slot) const noexcept {
   std::byte* const state = layout_.state_of(slot);
   auto* const lows = reinterpret_cast<std::uint16_t*>(state + layout_.lows_offset);
-  birth_values(id, layout_.weights_of(slot), lows);
+  initial_values(id, layout_.weights_of(slot), lows);
   std::memset(state, 0, static_cast<std::size_t>(layout_.lows_offset));
   for (const auto& part : settings_.parts) {
     if (compute_dtype(layout_.dtype) == Dtype::float32) {
@@ -575,7 +575,7 @@ std::vector<std::pair<std::int64_t, std::uint32_t>> TableRows::resident(bool onl
   std::vector<std::pair<std::int64_t, std::uint32_t>> rows;
   if (!only_dirty) rows.reserve(static_cast<std::size_t>(num_rows_));
   if (is_direct_) {
-    born_.for_each_born(settings_.capacity_rows, [&](std::uint64_t place) {
+    initialised_.for_each_initialised(settings_.capacity_rows, [&](std::uint64_t place) {
       const auto slot = static_cast<std::uint32_t>(place);
       if (!only_dirty || is_newer(slot)) rows.emplace_back(share_.id_of(place), slot);
     });
@@ -598,12 +598,12 @@ void TableRows::erase(std::int64_t id, const RowSink& sink) {
   if (slot == kNoSlot) return;
   if (bits_.is_to_save(slot)) save({&slot, 1}, sink);
   if (is_direct_ ? num_pinned_ > 0 : headers_.is_pinned(slot)) {
-    birth(id, slot);
+    initialise(id, slot);
     return;
   }
   if (!is_direct_) return free_slot(slot);
   --num_rows_;
-  born_.forget(slot);
+  initialised_.forget(slot);
   bits_.clean(slot);
 }
 

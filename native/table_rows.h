@@ -18,13 +18,13 @@
 #include "scalar.h"
 #include "slab.h"
 #include "slot_headers.h"
-#include "slot_worth.h"
+#include "slot_scores.h"
 #include "vocabulary.h"
 
 namespace colonnade {
 
 // Initial values and optimizer state of one part of a row.
-struct PartBirth {
+struct PartInitialValues {
   std::int64_t dim;           // columns, after those of earlier parts
   std::int64_t state = 0;     // first state element
   double init_scale = 0.0;    // values are uniform in [-init_scale, init_scale)
@@ -33,7 +33,7 @@ struct PartBirth {
 };
 
 struct TableSettings {
-  std::vector<PartBirth> parts;  // adjacent
+  std::vector<PartInitialValues> parts;  // adjacent
   std::int64_t state_elements;   // of all parts
   std::int64_t rows;             // 0: open table
   std::int64_t capacity_rows;
@@ -102,13 +102,13 @@ struct RowLayout {
 inline constexpr std::uint32_t kNoSlot = SlotIndex::kAbsent;
 
 // Rows of one table to be written to the tier below.
-struct LeftRows {
+struct EvictedRows {
   std::span<const std::int64_t> ids;
-  std::span<const std::uint8_t> heats;
+  std::span<const std::uint8_t> frequencies;
   bool is_for_commit;  // with their content at the time of the snapshot
   std::span<const std::uint32_t> slots;
   const RowLayout* layout;
-  const SlotWorth* worth;  // null if the table never evicts
+  const SlotScores* scores;  // null if the table never evicts
 
   void pack(std::size_t i, std::byte* record) const {
     if (i + 8 < slots.size()) {
@@ -119,7 +119,7 @@ struct LeftRows {
   }
 };
 // Receives some rows at a time; must not call back. If it throws, the rows stay unchanged.
-using RowSink = std::function<void(const LeftRows&)>;
+using RowSink = std::function<void(const EvictedRows&)>;
 
 // A vocabulary table with capacity for all its local rows is direct: a row's local number is its slot, bits store
 // whether it is initialised and dirty, and nothing is evicted. It has one pin count for the whole table. All other
@@ -152,17 +152,17 @@ class TableRows {
   std::int64_t num_addresses() const { return settings_.most_rows; }
   bool is_direct() const { return is_direct_; }
   bool can_evict() const { return !is_direct_ && settings_.can_evict; }
-  std::uint64_t num_looked() const { return worth_.num_looked(); }
+  std::uint64_t num_slots_examined() const { return scores_.num_slots_examined(); }
   std::int64_t num_rows() const { return num_rows_; }
   std::int64_t num_pinned() const { return num_pinned_; }  // rows; pins in a direct table
   std::int64_t resident_bytes() const;
   bool is_mapped() const { return !settings_.directory.empty(); }
   std::int64_t mapped_bytes() const { return is_mapped() ? row_bytes() : 0; }  // of resident_bytes
 
-  // Steps of an acquire of unique ids. next_use: by id, codes of heat.h; empty: no hints. Runs of step 2 may be on
+  // Steps of an acquire of unique ids. next_use: by id, codes of access_frequency.h; empty: no hints. Runs of step 2 may be on
   // different threads.
   void tick(std::int64_t rows, bool is_hinted) noexcept {  // 1
-    if (can_evict()) worth_.tick(rows, headers_.num_touched(), is_hinted);
+    if (can_evict()) scores_.tick(rows, headers_.num_touched(), is_hinted);
   }
   LookupCounts pin_resident(std::span<const std::int64_t> ids, std::span<const std::uint8_t> next_use,
                             std::span<std::uint32_t> slots) noexcept;  // 2: kNoSlot if absent
@@ -190,7 +190,7 @@ class TableRows {
   void admit(std::span<const std::int64_t> ids, std::span<const std::uint8_t> next_use,
              std::span<std::uint32_t> slots, const LookupCounts& counts) noexcept;
   // Restore the access frequency of rows just admitted that had been resident before.
-  void resume(std::span<const std::uint32_t> slots, std::span<const std::uint8_t> heats) noexcept;
+  void resume(std::span<const std::uint32_t> slots, std::span<const std::uint8_t> frequencies) noexcept;
   // Estimate the access frequency of rows just read that this process has not used: their clocks count the uses of
   // earlier processes, in `steps` steps.
   void recall(std::span<const std::uint32_t> slots, std::int64_t steps) noexcept;
@@ -212,8 +212,8 @@ class TableRows {
     for (std::int64_t i = 0; i < static_cast<std::int64_t>(ids.size()); ++i) visit(i, find(ids[i]));
   }
   std::uint32_t find(std::int64_t id) const noexcept;  // kNoSlot if absent
-  void birth_values(std::int64_t id, std::byte* weights) const noexcept { birth_values(id, weights, nullptr); }
-  void birth(std::int64_t id, std::uint32_t slot) const noexcept;
+  void initial_values(std::int64_t id, std::byte* weights) const noexcept { initial_values(id, weights, nullptr); }
+  void initialise(std::int64_t id, std::uint32_t slot) const noexcept;
 
   std::vector<std::pair<std::int64_t, std::uint32_t>> resident(bool only_dirty) const;  // ascending by id
   void clean(std::span<const std::uint32_t> slots) noexcept;
@@ -234,7 +234,7 @@ class TableRows {
   // As a cache below another tier with the same layout, where nothing is pinned between calls:
   // Insert rows of that tier, none of which is here, at their scores; `sink` gets rows evicted for them. Returns the
   // number inserted: the first ones, at most the capacity. If it throws, nothing was inserted.
-  std::size_t insert(const LeftRows& rows, bool is_dirty, const RowSink& sink);
+  std::size_t insert(const EvictedRows& rows, bool is_dirty, const RowSink& sink);
   // Insert records as dirty rows that were just used; else as above.
   std::size_t insert(std::span<const std::int64_t> ids, const std::byte* records, const RowSink& sink);
   // Copy rows to slots of the tier above; own_slots (N,) output: slots of this tier, kNoSlot if absent. Those that a
@@ -253,7 +253,7 @@ class TableRows {
  private:
   std::int64_t row_bytes() const;  // of rows and state in use
   // lows: target of a split row's low halves, or null.
-  void birth_values(std::int64_t id, std::byte* weights, std::uint16_t* lows) const noexcept;
+  void initial_values(std::int64_t id, std::byte* weights, std::uint16_t* lows) const noexcept;
 
   bool is_newer(std::uint32_t slot) const {  // than the backing: a row that was never updated has nothing to save
     return (bits_.is_dirty(slot) || bits_.is_to_save(slot)) && layout_.clock_of(slot) != 0;
@@ -271,11 +271,11 @@ class TableRows {
   // Id lookup for the index, which also prefetches what a use of the row touches.
   struct Fetched {
     const SlotHeaders& headers;
-    const SlotWorth* worth;
+    const SlotScores* scores;
     std::int64_t operator()(std::uint32_t slot) const { return headers(slot); }
     COLONNADE_INLINE_MEMBER void fetch(std::uint32_t slot) const {
       headers.fetch(slot);
-      if (worth) worth->fetch(slot);
+      if (scores) scores->fetch(slot);
     }
   };
   // Evict for `ids`, all absent, as many as fit; then call fill(i, slot) for each, which must not throw.
@@ -292,10 +292,10 @@ class TableRows {
   RowLayout layout_;
   Slab weights_slab_, states_slab_;
   DirtyBits bits_;
-  RowBits born_;         // direct tables
+  RowBits initialised_;         // direct tables
   SlotHeaders headers_;  // hashed tables, as all that follows except the counts
   SlotIndex index_;
-  SlotWorth worth_;  // if rows can be evicted
+  SlotScores scores_;  // if rows can be evicted
   std::int64_t snapshot_cursor_ = 0;
   bool has_huge_rows_ = false, has_huge_headers_ = false;
   std::int64_t num_rows_ = 0;

@@ -99,13 +99,13 @@ class Helpers {
         if (job->running.fetch_sub(1, std::memory_order_release) == 1) done_.notify_all();
         continue;
       }
-      const auto seen = version_.load(std::memory_order_acquire);
+      const auto version = version_.load(std::memory_order_acquire);
       lock.unlock();
-      for (int i = 0; i < kSpins && version_.load(std::memory_order_acquire) == seen; ++i) pause_here();
+      for (int i = 0; i < kSpins && version_.load(std::memory_order_acquire) == version; ++i) pause_here();
       lock.lock();
-      if (version_.load(std::memory_order_acquire) != seen) continue;
+      if (version_.load(std::memory_order_acquire) != version) continue;
       num_asleep_.fetch_add(1);
-      wake_.wait(lock, [&] { return version_.load(std::memory_order_acquire) != seen; });
+      wake_.wait(lock, [&] { return version_.load(std::memory_order_acquire) != version; });
       num_asleep_.fetch_sub(1);
     }
   }
@@ -121,11 +121,11 @@ class Helpers {
 // A child of fork has none of the threads, and perhaps a locked mutex: start over.
 Helpers& helpers() {
   alignas(Helpers) static std::byte memory[sizeof(Helpers)];
-  static Helpers* const here = [] {
+  static Helpers* const helpers = [] {
     pthread_atfork(nullptr, nullptr, [] { new (memory) Helpers; });
     return new (memory) Helpers;
   }();
-  return *here;
+  return *helpers;
 }
 }  // namespace
 

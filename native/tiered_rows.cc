@@ -15,7 +15,7 @@ namespace {
 
 constexpr std::int64_t kFresh = 0;        // stream of evicted rows; compaction has others
 constexpr std::int64_t kSaves = 512;    // rows that a checkpoint saves at a time, for which training may wait
-constexpr std::int64_t kBirths = 256;   // rows that a thread initialises at a time
+constexpr std::int64_t kInitialisedTogether = 256;   // rows that a thread initialises at a time
 
 }  // namespace
 
@@ -54,22 +54,22 @@ TieredRows::~TieredRows() {
   for (const auto& job : jobs_) job->read_->wait();
 }
 
-void TieredRows::append(std::int64_t table, const LeftRows& rows) {
+void TieredRows::append(std::int64_t table, const EvictedRows& rows) {
   logs_[table]->append(
       rows.ids, [&](std::size_t i, std::uint8_t* payload) { rows.pack(i, reinterpret_cast<std::byte*>(payload)); },
-      rows.heats, kFresh, rows.is_for_commit);
+      rows.frequencies, kFresh, rows.is_for_commit);
 }
 
 TableSink TieredRows::sink() {
-  return [this](std::int64_t t, const LeftRows& rows) { append(t, rows); };
+  return [this](std::int64_t t, const EvictedRows& rows) { append(t, rows); };
 }
 
 // Insert rows evicted from memory. The log gets dirty ones that the cache is too small for.
-void TieredRows::insert_in_cache(std::int64_t table, const LeftRows& rows, bool is_dirty) {
+void TieredRows::insert_in_cache(std::int64_t table, const EvictedRows& rows, bool is_dirty) {
   const std::size_t room = static_cast<std::size_t>(cache_->capacity_rows(table));
   if (is_dirty && rows.ids.size() > room) {
-    append(table, {rows.ids.subspan(room), rows.heats.subspan(room), false, rows.slots.subspan(room), rows.layout,
-                   rows.worth});
+    append(table, {rows.ids.subspan(room), rows.frequencies.subspan(room), false, rows.slots.subspan(room), rows.layout,
+                   rows.scores});
   }
   const auto n = static_cast<std::int64_t>(cache_->insert(table, rows, is_dirty, sink()));
   rows_inserted_ += n;
@@ -92,7 +92,7 @@ std::shared_ptr<AcquireJob> TieredRows::acquire(std::span<const std::int64_t> id
   auto job = std::make_shared<AcquireJob>();
   std::atomic<std::int64_t> bytes_evicted = 0;  // tables evict on different threads
   std::atomic<bool> has_inserted = false;
-  const TableSink dirty_rows = [&](std::int64_t t, const LeftRows& left) {
+  const TableSink dirty_rows = [&](std::int64_t t, const EvictedRows& left) {
     if (cache_ != nullptr) has_inserted = true;
     if (cache_ == nullptr || left.is_for_commit) append(t, left);
     if (cache_ != nullptr) insert_in_cache(t, left, !left.is_for_commit);
@@ -100,7 +100,7 @@ std::shared_ptr<AcquireJob> TieredRows::acquire(std::span<const std::int64_t> id
   };
   TableSink clean_rows;
   if (cache_ != nullptr) {
-    clean_rows = [&](std::int64_t t, const LeftRows& left) {
+    clean_rows = [&](std::int64_t t, const EvictedRows& left) {
       has_inserted = true;
       insert_in_cache(t, left, false);
     };
@@ -154,11 +154,11 @@ std::shared_ptr<AcquireJob> TieredRows::acquire(std::span<const std::int64_t> id
     }
     ReadPlan plan;
     std::vector<RowAt> locations(missing.size(), RowAt::memory);
-    std::vector<std::uint8_t> heats(missing.size());
+    std::vector<std::uint8_t> frequencies(missing.size());
     std::vector<std::int64_t> uncached_ids;  // that the cache does not have
     std::vector<std::uint32_t> uncached_positions;
     std::vector<RowAt> uncached_locations;
-    std::vector<std::uint8_t> uncached_heats;
+    std::vector<std::uint8_t> uncached_frequencies;
     std::int64_t num_cached = 0;
     for (std::int64_t t = 0; t < num_tables; ++t) {
       const std::int64_t begin = bounds[t], n = bounds[t + 1] - begin;
@@ -166,7 +166,7 @@ std::shared_ptr<AcquireJob> TieredRows::acquire(std::span<const std::int64_t> id
       const auto part = [&](auto& all) { return std::span(all).subspan(begin, n); };
       if (cache_ == nullptr) {
         logs_[t]->plan_reads(part(missing_ids), part(positions), static_cast<std::uint32_t>(t), plan, deliver,
-                             part(locations), part(heats));
+                             part(locations), part(frequencies));
         continue;
       }
       uncached_ids.clear();
@@ -179,42 +179,42 @@ std::shared_ptr<AcquireJob> TieredRows::acquire(std::span<const std::int64_t> id
       num_cached += n - static_cast<std::int64_t>(uncached_ids.size());
       job->counts_.bytes_mapped += (n - static_cast<std::int64_t>(uncached_ids.size())) * logs_[t]->record_bytes();
       uncached_locations.resize(uncached_ids.size());
-      uncached_heats.resize(uncached_ids.size());
+      uncached_frequencies.resize(uncached_ids.size());
       logs_[t]->plan_reads(uncached_ids, uncached_positions, static_cast<std::uint32_t>(t), plan, deliver,
-                           uncached_locations, uncached_heats);
+                           uncached_locations, uncached_frequencies);
       for (std::size_t i = 0; i < uncached_ids.size(); ++i) {
         locations[uncached_positions[i]] = uncached_locations[i];
-        heats[uncached_positions[i]] = uncached_heats[i];
+        frequencies[uncached_positions[i]] = uncached_frequencies[i];
       }
     }
-    std::vector<std::uint32_t> born, resumed_slots, unknown_heat_slots;
-    std::vector<std::uint8_t> resumed_heats;
+    std::vector<std::uint32_t> born, resumed_slots, unknown_frequency_slots;
+    std::vector<std::uint8_t> resumed_frequencies;
     for (std::size_t i = 0; i < missing.size(); ++i) {
       if (locations[i] == RowAt::nowhere) born.push_back(static_cast<std::uint32_t>(i));
       if (locations[i] == RowAt::disk) job->coming_.emplace_back((*rows)[i].table, missing_ids[i]);
     }
     std::ranges::sort(job->coming_);
-    for_each_run(static_cast<std::int64_t>(born.size()), kBirths, [&](std::int64_t begin, std::int64_t end) {
+    for_each_run(static_cast<std::int64_t>(born.size()), kInitialisedTogether, [&](std::int64_t begin, std::int64_t end) {
       for (std::int64_t i = begin; i < end; ++i) {
         const Row& row = (*rows)[born[i]];
-        dram_.birth_at(row.table, row.id, row.slot);
+        dram_.initialise_at(row.table, row.id, row.slot);
       }
     });
     for (std::int64_t t = 0; t < num_tables; ++t) {
       resumed_slots.clear();
-      resumed_heats.clear();
-      unknown_heat_slots.clear();
+      resumed_frequencies.clear();
+      unknown_frequency_slots.clear();
       for (std::int64_t i = bounds[t]; i < bounds[t + 1]; ++i) {
         if (locations[i] == RowAt::nowhere || (cache_ != nullptr && cache_slots[i] != kNoSlot)) continue;
-        if (heats[i] == heat::kUnknown) {
-          unknown_heat_slots.push_back(missing_slots[i]);
+        if (frequencies[i] == access_frequency::kUnknown) {
+          unknown_frequency_slots.push_back(missing_slots[i]);
           continue;
         }
         resumed_slots.push_back(missing_slots[i]);
-        resumed_heats.push_back(heats[i]);
+        resumed_frequencies.push_back(frequencies[i]);
       }
-      if (!resumed_slots.empty()) dram_.resume(t, resumed_slots, resumed_heats);
-      if (!unknown_heat_slots.empty()) job->unknown_heat_slots_.emplace_back(t, unknown_heat_slots);
+      if (!resumed_slots.empty()) dram_.resume(t, resumed_slots, resumed_frequencies);
+      if (!unknown_frequency_slots.empty()) job->unknown_frequency_slots_.emplace_back(t, unknown_frequency_slots);
     }
     auto& counts = job->counts_;
     counts.born = static_cast<std::int64_t>(born.size());
@@ -267,7 +267,7 @@ std::optional<ReadFault> TieredRows::wait_before(std::uint64_t number) {
     if (fault && !fault_) fault_ = fault;
     if (jobs_.empty() || jobs_.front() != job) continue;
     // Before any waiting thread continues: no thread has released or changed these rows.
-    for (const auto& [t, slots] : job->unknown_heat_slots_) {
+    for (const auto& [t, slots] : job->unknown_frequency_slots_) {
       if (!fault_) dram_.recall(t, slots, steps_);
     }
     jobs_.pop_front();
@@ -309,9 +309,9 @@ std::optional<ReadFault> TieredRows::read(std::int64_t table, std::span<const st
     logs_[table]->plan_reads(absent_ids, positions, static_cast<std::uint32_t>(table), plan, deliver, locations, {});
     job = reader_.submit(std::move(plan), deliver, true);
   }
-  for_each_run(static_cast<std::int64_t>(absent.size()), kBirths, [&](std::int64_t begin, std::int64_t end) {
+  for_each_run(static_cast<std::int64_t>(absent.size()), kInitialisedTogether, [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t i = begin; i < end; ++i) {
-      if (locations[i] == RowAt::nowhere) dram_.birth_values(table, {&absent_ids[i], 1}, out + absent[i] * width);
+      if (locations[i] == RowAt::nowhere) dram_.initial_values(table, {&absent_ids[i], 1}, out + absent[i] * width);
     }
   });
   return job->wait();
@@ -365,7 +365,7 @@ std::int64_t TieredRows::resize(std::int64_t table, std::int64_t capacity) {
 
 std::int64_t TieredRows::write_dirty(std::int64_t table, std::int64_t rows) {
   std::int64_t written = 0;
-  const TableSink counted = [&](std::int64_t t, const LeftRows& left) {
+  const TableSink counted = [&](std::int64_t t, const EvictedRows& left) {
     append(t, left);
     written += static_cast<std::int64_t>(left.ids.size());
   };
@@ -378,7 +378,7 @@ std::int64_t TieredRows::write_dirty(std::int64_t table, std::int64_t rows) {
 
 std::int64_t TieredRows::save_some(std::int64_t rows) {
   std::int64_t saved = 0;
-  const TableSink counted = [&](std::int64_t t, const LeftRows& left) {
+  const TableSink counted = [&](std::int64_t t, const EvictedRows& left) {
     append(t, left);
     saved += static_cast<std::int64_t>(left.ids.size());
   };

@@ -34,7 +34,7 @@ class AcquireJob {
   std::uint64_t number_ = 0;
   Counts counts_;
   std::vector<std::pair<std::int64_t, std::int64_t>> coming_;  // (table, id) read from files, ascending
-  std::vector<std::pair<std::int64_t, std::vector<std::uint32_t>>> unknown_heat_slots_;  // by table
+  std::vector<std::pair<std::int64_t, std::vector<std::uint32_t>>> unknown_frequency_slots_;  // by table
   std::shared_ptr<ReadJob> read_;
 };
 
@@ -98,9 +98,9 @@ class TieredRows {
 
  private:
   TableSink sink();
-  void insert_in_cache(std::int64_t table, const LeftRows& rows, bool is_dirty);
+  void insert_in_cache(std::int64_t table, const EvictedRows& rows, bool is_dirty);
   void drop_resident_from_cache();
-  void append(std::int64_t table, const LeftRows& rows);
+  void append(std::int64_t table, const EvictedRows& rows);
   std::vector<std::int32_t> read_cached(std::int64_t table, std::span<const std::int64_t> ids,
                                         std::vector<std::int32_t> absent, std::byte* out) const;
   std::optional<ReadFault> wait_before(std::uint64_t number);

@@ -127,7 +127,7 @@ void sum_rows(const Segments& segments, const GradientSource& source, const Part
   });
 }
 
-void update(Dram& dram, std::span<const std::uint32_t> given_slots, const Segments& given_segments,
+void update(Dram& dram, std::span<const std::uint32_t> unordered_slots, const Segments& unordered_segments,
             const GradientSource& source, const Parts& parts, std::span<const std::int32_t> optimizers,
             std::span<const double> settings) {
   const Dtype dtype = compute_dtype(dram.dtype());
@@ -141,7 +141,7 @@ void update(Dram& dram, std::span<const std::uint32_t> given_slots, const Segmen
              number(dram.layout(t).dim));
     }
   }
-  const PageOrder order(given_slots, given_segments);
+  const PageOrder order(unordered_slots, unordered_segments);
   const auto slots = order.slots();
   const Segments& segments = order.segments();
   const Summation summation(segments, source, parts, dtype);

@@ -27,7 +27,7 @@ PASSES = 1.5
 
 
 def heats_of(counts: NDArray[np.float32]) -> NDArray[np.uint8]:
-    """Encode numbers of uses as rows store them in files: native/heat.h, at the beginning of its clock."""
+    """Encode numbers of uses as rows store them in files: native/access_frequency.h, at the beginning of its clock."""
     doublings = np.log2(np.clip(counts, 0.5, 2.0**MAX_DOUBLINGS))
     return (np.round(STEPS_PER_DOUBLING * doublings).astype(np.int64) & 255).astype(np.uint8)
 

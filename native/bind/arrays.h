@@ -81,16 +81,16 @@ inline constexpr auto kOwned = nb::rv_policy::automatic;
 // Return a tensor that owns `values`.
 template <class T>
 Made<T> tensor(std::vector<T> values) {
-  auto* kept = new std::vector<T>(std::move(values));
-  nb::capsule owner(kept, [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
-  return Made<T>(kept->data(), {kept->size()}, owner);
+  auto* owned = new std::vector<T>(std::move(values));
+  nb::capsule owner(owned, [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
+  return Made<T>(owned->data(), {owned->size()}, owner);
 }
 
 template <class T>
 Made<T> tensor(Buffer<T> values) {
-  auto* kept = new Buffer<T>(std::move(values));
-  nb::capsule owner(kept, [](void* p) noexcept { delete static_cast<Buffer<T>*>(p); });
-  return Made<T>(kept->data(), {kept->size()}, owner);
+  auto* owned = new Buffer<T>(std::move(values));
+  nb::capsule owner(owned, [](void* p) noexcept { delete static_cast<Buffer<T>*>(p); });
+  return Made<T>(owned->data(), {owned->size()}, owner);
 }
 
 // Return a tensor that refers to memory of `owner` and keeps it alive.

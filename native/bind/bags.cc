@@ -41,12 +41,12 @@ void bind_bags(nb::module_& m) {
         const auto w = elements<const uint8_t>(is_weighted, "is_weighted", {lookups.lookups->num_features()});
         std::optional<std::span<const uint8_t>> c;
         if (codes) c = elements<const uint8_t>(*codes, "codes", {lookups.lookups->num_lookups()});
-        PackedBags found;
+        PackedBags result;
         {
           nb::gil_scoped_release release;
-          found = pack_bags(*lookups.lookups, deal.dealt, p, w, c);
+          result = pack_bags(*lookups.lookups, deal.dealt, p, w, c);
         }
-        return std::pair(tensor(std::move(found.bytes)), tensor(std::move(found.ends)));
+        return std::pair(tensor(std::move(result.bytes)), tensor(std::move(result.ends)));
       },
       "lookups"_a, "table_rows"_a, "num_owners"_a, "places"_a, "is_weighted"_a, "codes"_a.none());
   m.def(
@@ -64,14 +64,14 @@ void bind_bags(nb::module_& m) {
         std::vector<std::span<const uint8_t>> data;
         for (const auto& message : messages) data.push_back(elements<const uint8_t>(message, "message", {-1}));
         const Dtype of_weights = dtype_named(dtype);
-        JoinedBags found;
+        JoinedBags result;
         {
           nb::gil_scoped_release release;
-          found = join_bags(data, t, deal.dealt, p, of_weights);
+          result = join_bags(data, t, deal.dealt, p, of_weights);
         }
-        return std::tuple(tensor(std::move(found.ids)), tensor(std::move(found.feature_offsets)),
-                          tensor(std::move(found.bag_offsets)), tensor(std::move(found.weights)),
-                          tensor(std::move(found.codes)), tensor(std::move(found.sizes)));
+        return std::tuple(tensor(std::move(result.ids)), tensor(std::move(result.feature_offsets)),
+                          tensor(std::move(result.bag_offsets)), tensor(std::move(result.weights)),
+                          tensor(std::move(result.codes)), tensor(std::move(result.sizes)));
       },
       "messages"_a, "tables"_a, "table_rows"_a, "num_owners"_a, "places"_a, "dtype"_a);
 }

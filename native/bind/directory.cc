@@ -16,24 +16,24 @@ CachePolicy policy_named(const std::string& name) {
 
 auto columns(const std::vector<DirectoryRow>& rows) {
   std::vector<int64_t> ids(rows.size());
-  std::vector<int32_t> slots(rows.size()), copied(rows.size()), ticks(rows.size()), worths(rows.size());
+  std::vector<int32_t> slots(rows.size()), copied(rows.size()), ticks(rows.size()), scores(rows.size());
   for (size_t i = 0; i < rows.size(); ++i) {
     ids[i] = rows[i].id;
     slots[i] = static_cast<int32_t>(rows[i].slot);
     copied[i] = static_cast<int32_t>(rows[i].copied);
     ticks[i] = static_cast<int32_t>(rows[i].ticks);
-    worths[i] = static_cast<int32_t>(rows[i].worth);
+    scores[i] = static_cast<int32_t>(rows[i].score);
   }
   return std::tuple(tensor(std::move(ids)), tensor(std::move(slots)), tensor(std::move(copied)),
-                    tensor(std::move(ticks)), tensor(std::move(worths)));
+                    tensor(std::move(ticks)), tensor(std::move(scores)));
 }
 
-DirectoryStep step(Directory& self, In ids, std::optional<In> next_uses, std::optional<In> coming, int64_t window) {
+DirectoryStep step(Directory& self, In ids, std::optional<In> next_uses, std::optional<In> entering, int64_t window) {
   const auto i = elements<const int64_t>(ids, "ids", {-1});
   std::span<const int32_t> n;
   std::span<const int64_t> c;
   if (next_uses) n = elements<const int32_t>(*next_uses, "next_uses", {length(i)});
-  if (coming) c = elements<const int64_t>(*coming, "coming", {-1});
+  if (entering) c = elements<const int64_t>(*entering, "entering", {-1});
   nb::gil_scoped_release release;
   return self.step(i, n, c, window);
 }
@@ -53,7 +53,7 @@ void bind_directory(nb::module_& m) {
   nb::class_<DirectoryStep>(m, "DirectoryStep")
       .def_ro("number", &DirectoryStep::number)
       .def_prop_ro("slots", array<int32_t, &DirectoryStep::slots>(), kOwned)
-      .def_prop_ro("asked", array<uint8_t, &DirectoryStep::asked>(), kOwned)
+      .def_prop_ro("outcomes", array<uint8_t, &DirectoryStep::outcomes>(), kOwned)
       .def_prop_ro("ages", array<int32_t, &DirectoryStep::ages>(), kOwned)
       .def_prop_ro("ticks", array<int32_t, &DirectoryStep::ticks>(), kOwned)
       .def_prop_ro("pushed", array<bool, &DirectoryStep::pushed>(), kOwned)
@@ -73,7 +73,7 @@ void bind_directory(nb::module_& m) {
             new (self) Directory({capacity, read_bound, write_bound, policy_named(policy)});
           },
           "capacity"_a, "read_bound"_a, "write_bound"_a, "policy"_a)
-      .def("step", &step, "ids"_a, "next_uses"_a.none(), "coming"_a.none(), "window"_a)
+      .def("step", &step, "ids"_a, "next_uses"_a.none(), "entering"_a.none(), "window"_a)
       .def(
           "undo",
           [](Directory& self, In ids, const DirectoryStep& done) {
@@ -105,19 +105,19 @@ void bind_directory(nb::module_& m) {
            })
       .def(
           "load",
-          [](Directory& self, In ids, In slots, In copied, In ticks, In worths, int64_t number, uint64_t time) {
+          [](Directory& self, In ids, In slots, In copied, In ticks, In scores, int64_t number, uint64_t time) {
             const auto i = elements<const int64_t>(ids, "ids", {-1});
             const auto s = unsigned_bits(elements<const int32_t>(slots, "slots", {length(i)}));
             const auto c = unsigned_bits(elements<const int32_t>(copied, "copied", {length(i)}));
             const auto t = unsigned_bits(elements<const int32_t>(ticks, "ticks", {length(i)}));
-            const auto w = unsigned_bits(elements<const int32_t>(worths, "worths", {length(i)}));
+            const auto w = unsigned_bits(elements<const int32_t>(scores, "scores", {length(i)}));
             nb::gil_scoped_release release;
             std::vector<DirectoryRow> rows;
             rows.reserve(i.size());
             for (size_t k = 0; k < i.size(); ++k) rows.push_back({i[k], s[k], c[k], t[k], w[k]});
             self.load(rows, number, time);
           },
-          "ids"_a, "slots"_a, "copied"_a, "ticks"_a, "worths"_a, "number"_a, "time"_a)
+          "ids"_a, "slots"_a, "copied"_a, "ticks"_a, "scores"_a, "number"_a, "time"_a)
       .def("__len__", &Directory::size)
       .def_prop_ro("number", &Directory::number)
       .def_prop_ro("time", &Directory::time)

@@ -11,27 +11,27 @@ namespace {
 struct Collected {
   Acquired acquired;
   std::vector<std::vector<int64_t>> ids;       // by table
-  std::vector<std::vector<uint8_t>> records, heats;
+  std::vector<std::vector<uint8_t>> records, frequencies;
   std::vector<size_t> record_bytes;
 
-  explicit Collected(const Dram& dram) : ids(dram.num_tables()), records(dram.num_tables()), heats(dram.num_tables()) {
+  explicit Collected(const Dram& dram) : ids(dram.num_tables()), records(dram.num_tables()), frequencies(dram.num_tables()) {
     for (int64_t t = 0; t < dram.num_tables(); ++t)
       record_bytes.push_back(static_cast<size_t>(dram.layout(t).record_bytes()));
   }
   TableSink sink() {
-    return [this](int64_t t, const LeftRows& rows) {
+    return [this](int64_t t, const EvictedRows& rows) {
       const size_t before = records[t].size();
       records[t].resize(before + rows.ids.size() * record_bytes[t]);
       for (size_t i = 0; i < rows.ids.size(); ++i)
         rows.pack(i, reinterpret_cast<std::byte*>(records[t].data() + before + i * record_bytes[t]));
       ids[t].insert(ids[t].end(), rows.ids.begin(), rows.ids.end());
-      heats[t].insert(heats[t].end(), rows.heats.begin(), rows.heats.end());
+      frequencies[t].insert(frequencies[t].end(), rows.frequencies.begin(), rows.frequencies.end());
     };
   }
 };
 
 // For tables without a backing, which never evict a dirty row.
-void nowhere(int64_t, const LeftRows&) {}
+void nowhere(int64_t, const EvictedRows&) {}
 
 void make_dram(Dram* self, const Parts& parts, const std::vector<int64_t>& state_elements,
                const std::vector<int64_t>& rows, const std::vector<int64_t>& capacity_rows,
@@ -108,10 +108,10 @@ void bind_dram(nb::module_& m) {
             return all;
           })
       .def_prop_ro(
-          "evicted_heats",
+          "evicted_frequencies",
           [](const Collected& self) {
             nb::list all;
-            for (const auto& heats : self.heats) all.append(tensor(heats));
+            for (const auto& frequencies : self.frequencies) all.append(tensor(frequencies));
             return all;
           })
       .def_prop_ro(
@@ -132,7 +132,7 @@ void bind_dram(nb::module_& m) {
            "first_columns"_a = std::vector<int64_t>(), "most_rows"_a = std::vector<int64_t>())
       .def(
           "acquire",
-          [](Dram& self, In ids, In offsets, Out slots, bool birth, std::optional<In> next_use) {
+          [](Dram& self, In ids, In offsets, Out slots, bool initialise, std::optional<In> next_use) {
             const auto i = elements<const int64_t>(ids, "ids", {-1});
             const auto o = elements<const int64_t>(offsets, "offsets", {-1});
             const auto s = elements<int32_t>(slots, "slots", {length(i)});
@@ -140,20 +140,20 @@ void bind_dram(nb::module_& m) {
             if (next_use) hints = elements<const uint8_t>(*next_use, "next_use", {length(i)});
             nb::gil_scoped_release release;
             auto collected = std::make_unique<Collected>(self);
-            collected->acquired = self.acquire(i, o, hints, {reinterpret_cast<uint32_t*>(s.data()), s.size()}, birth,
+            collected->acquired = self.acquire(i, o, hints, {reinterpret_cast<uint32_t*>(s.data()), s.size()}, initialise,
                                                collected->sink());
             return collected;
           },
-          "ids"_a, "offsets"_a, "slots"_a, "birth"_a, "next_use"_a = nb::none())
+          "ids"_a, "offsets"_a, "slots"_a, "initialise"_a, "next_use"_a = nb::none())
       .def(
           "resume",
-          [](Dram& self, int64_t table, In slots, In heats) {
+          [](Dram& self, int64_t table, In slots, In frequencies) {
             const auto s = slots_in(slots);
-            const auto h = elements<const uint8_t>(heats, "heats", {length(s)});
+            const auto h = elements<const uint8_t>(frequencies, "frequencies", {length(s)});
             nb::gil_scoped_release release;
             self.resume(table, s, h);
           },
-          "table"_a, "slots"_a, "heats"_a)
+          "table"_a, "slots"_a, "frequencies"_a)
       .def(
           "recall",
           [](Dram& self, int64_t table, In slots, int64_t steps) {
@@ -172,12 +172,12 @@ void bind_dram(nb::module_& m) {
           },
           "slots"_a, "offsets"_a, "dirty"_a)
       .def(
-          "birth",
+          "initialise",
           [](Dram& self, In ids, In slots, int64_t table) {
             const auto i = elements<const int64_t>(ids, "ids", {-1});
             const auto s = unsigned_bits(elements<const int32_t>(slots, "slots", {length(i)}));
             nb::gil_scoped_release release;
-            self.birth(table, i, s);
+            self.initialise(table, i, s);
           },
           "ids"_a, "slots"_a, "table"_a)
       .def(
@@ -236,12 +236,12 @@ void bind_dram(nb::module_& m) {
           },
           "table"_a, "ids"_a, "out"_a)
       .def(
-          "birth_values",
+          "initial_values",
           [](const Dram& self, int64_t table, In ids, Out out) {
             const auto i = elements<const int64_t>(ids, "ids", {-1});
             auto* o = row_bytes(out, "out", self.dtype(), length(i), self.layout(table).dim);
             nb::gil_scoped_release release;
-            self.birth_values(table, i, o);
+            self.initial_values(table, i, o);
           },
           "table"_a, "ids"_a, "out"_a)
       .def(
@@ -280,7 +280,7 @@ void bind_dram(nb::module_& m) {
       .def(
           "stride_bytes", [](const Dram& self, int64_t table) { return self.layout(table).weights_stride; },
           "table"_a)
-      .def("num_looked", &Dram::num_looked, nb::call_guard<nb::gil_scoped_release>(), "table"_a)
+      .def("num_slots_examined", &Dram::num_slots_examined, nb::call_guard<nb::gil_scoped_release>(), "table"_a)
       .def("pinned_share", &Dram::pinned_share, nb::call_guard<nb::gil_scoped_release>(), "table"_a)
       .def("capacity_rows", &Dram::capacity_rows, "table"_a)
       .def("can_resize", &Dram::can_resize, "table"_a)

@@ -101,13 +101,13 @@ void bind_mappings(nb::module_& m) {
         if (!stride || !block_bytes || (num_rows && (begin + num_rows * stride - 1) / block_bytes >= c.size())) {
           throw std::invalid_argument("checked: got fewer blocks than the rows take");
         }
-        std::vector<int64_t> found(256);
+        std::vector<int64_t> unchecked(256);
         {
           nb::gil_scoped_release release;
-          found.resize(unchecked_blocks(s.data(), s.size(), num_rows, begin, stride, block_bytes, c.data(), found.data(),
-                                        found.size()));
+          unchecked.resize(unchecked_blocks(s.data(), s.size(), num_rows, begin, stride, block_bytes, c.data(), unchecked.data(),
+                                        unchecked.size()));
         }
-        return found;
+        return unchecked;
       },
       "slots"_a, "num_rows"_a, "begin"_a, "stride"_a, "block_bytes"_a, "checked"_a);
 }

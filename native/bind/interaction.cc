@@ -97,26 +97,26 @@ Pointer data_of(const auto& array, const char* name, const Vectors& vectors,
 void bind_interaction(nb::module_& m) {
   m.def(
       "pairwise_dot",
-      [](const std::vector<In>& vectors, const std::vector<int32_t>& kept, Out out) {
+      [](const std::vector<In>& vectors, const std::vector<int32_t>& copied, Out out) {
         const Vectors places = vectors_of(vectors);
-        const int64_t width = dots_width(places, static_cast<int64_t>(kept.size()));
+        const int64_t width = dots_width(places, static_cast<int64_t>(copied.size()));
         void* to = data_of<void*>(out, "out", places, {places.num_samples, width});
         nb::gil_scoped_release release;
-        dots(places, kept, to);
+        dots(places, copied, to);
       },
-      "vectors"_a, "kept"_a, "out"_a);
+      "vectors"_a, "copied"_a, "out"_a);
   m.def(
       "pairwise_dot_gradient",
-      [](const std::vector<In>& vectors, const std::vector<int32_t>& kept, In gradient,
+      [](const std::vector<In>& vectors, const std::vector<int32_t>& copied, In gradient,
          const std::vector<std::optional<Out>>& out) {
         const Vectors places = vectors_of(vectors);
         const auto targets = targets_of(out, vectors, places);
-        const int64_t width = dots_width(places, static_cast<int64_t>(kept.size()));
+        const int64_t width = dots_width(places, static_cast<int64_t>(copied.size()));
         const auto* from = data_of<const void*>(gradient, "gradient", places, {places.num_samples, width});
         nb::gil_scoped_release release;
-        dots_gradient(places, kept, from, targets);
+        dots_gradient(places, copied, from, targets);
       },
-      "vectors"_a, "kept"_a, "gradient"_a, "out"_a);
+      "vectors"_a, "copied"_a, "gradient"_a, "out"_a);
   m.def(
       "fm",
       [](const std::vector<In>& vectors, Out out) {

@@ -96,9 +96,9 @@ void bind_chunk(nb::module_& m) {
       .def_prop_ro("offset", [](const BoundChunk& self) { return self.chunk->offset; })
       .def_prop_ro("is_last", [](const BoundChunk& self) { return self.chunk->is_last; })
       .def_prop_ro("data", [](const BoundChunk& self) {
-        auto* kept = new Chunk(self.chunk);
-        nb::capsule owner(kept, [](void* p) noexcept { delete static_cast<Chunk*>(p); });
-        const nb::ndarray<nb::numpy, uint8_t> array((*kept)->bytes.data(), {static_cast<size_t>((*kept)->num_bytes)}, owner);
+        auto* owned = new Chunk(self.chunk);
+        nb::capsule owner(owned, [](void* p) noexcept { delete static_cast<Chunk*>(p); });
+        const nb::ndarray<nb::numpy, uint8_t> array((*owned)->bytes.data(), {static_cast<size_t>((*owned)->num_bytes)}, owner);
         return nb::module_::import_("builtins").attr("memoryview")(nb::cast(array));
       });
 }
@@ -117,18 +117,18 @@ void bind_row_log(nb::module_& m) {
           "first_segment"_a)
       .def(
           "write",
-          [](RowLog& self, In ids, In records, std::optional<In> heats, int64_t stream, bool for_commit) {
+          [](RowLog& self, In ids, In records, std::optional<In> frequencies, int64_t stream, bool for_commit) {
             const auto i = elements<const int64_t>(ids, "ids", {-1});
             const auto n = static_cast<int64_t>(i.size());
             const auto r = elements<const uint8_t>(records, "records", {n, self.record_bytes()});
             std::span<const uint8_t> h;
-            if (heats) h = elements<const uint8_t>(*heats, "heats", {n});
+            if (frequencies) h = elements<const uint8_t>(*frequencies, "frequencies", {n});
             nb::gil_scoped_release released;
             const auto width = static_cast<size_t>(self.record_bytes());
             self.append(i, [&](size_t row, uint8_t* payload) { std::memcpy(payload, r.data() + row * width, width); }, h,
                         stream, for_commit);
           },
-          "ids"_a, "records"_a, "heats"_a.none(), "stream"_a, "for_commit"_a = false)
+          "ids"_a, "records"_a, "frequencies"_a.none(), "stream"_a, "for_commit"_a = false)
       .def(
           "delete",
           [](RowLog& self, In ids) {
@@ -147,23 +147,23 @@ void bind_row_log(nb::module_& m) {
           },
           "ids"_a, "out"_a)
       .def(
-          "heats",
+          "frequencies",
           [](const RowLog& self, In ids, Out out) {
             const auto i = elements<const int64_t>(ids, "ids", {-1});
             const auto o = elements<uint8_t>(out, "out", {static_cast<int64_t>(i.size())});
             nb::gil_scoped_release released;
-            self.heats(i, o);
+            self.frequencies(i, o);
           },
           "ids"_a, "out"_a)
       .def(
           "touch",
-          [](RowLog& self, In ids, In heats) {
+          [](RowLog& self, In ids, In frequencies) {
             const auto i = elements<const int64_t>(ids, "ids", {-1});
-            const auto h = elements<const uint8_t>(heats, "heats", {static_cast<int64_t>(i.size())});
+            const auto h = elements<const uint8_t>(frequencies, "frequencies", {static_cast<int64_t>(i.size())});
             nb::gil_scoped_release released;
             self.touch(i, h);
           },
-          "ids"_a, "heats"_a)
+          "ids"_a, "frequencies"_a)
       .def(
           "read",
           [](RowLog& self, PageReader& reader, In ids, Out out, bool demand) {

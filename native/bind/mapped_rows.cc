@@ -100,10 +100,10 @@ class MappedReader {
   }
 
   // None: something is unusual, invalid or unchecked.
-  std::optional<std::vector<MadeOfDtype>> read(const std::vector<const HeldTable*>& tables, const Dram& births,
+  std::optional<std::vector<MadeOfDtype>> read(const std::vector<const HeldTable*>& tables, const Dram& initial_rows,
                                                nb::handle ids, int64_t size, bool is_sharing,
                                                RowCache* cache) const {
-    if (tables.size() < num_tables_ || births.num_tables() < length(std::span(tables)) || size < 0) return std::nullopt;
+    if (tables.size() < num_tables_ || initial_rows.num_tables() < length(std::span(tables)) || size < 0) return std::nullopt;
     if (cache && cache->num_files() != tables.size()) return std::nullopt;
     std::vector<const MappedTable*> mapped;
     for (const auto* held : tables) mapped.push_back(&held->table);
@@ -126,7 +126,7 @@ class MappedReader {
     bool is_read = false;
     {
       nb::gil_scoped_release release;
-      is_read = read_mapped(mapped, births, columns, reads, size, dtype_, output_, cache);
+      is_read = read_mapped(mapped, initial_rows, columns, reads, size, dtype_, output_, cache);
     }
     if (!is_read) return std::nullopt;
     return outputs;
@@ -226,7 +226,7 @@ void bind_mapped_rows(nb::module_& m) {
   nb::class_<MappedReader>(m, "MappedReader")
       .def(nb::init<nb::object, std::vector<nb::str>, In, In, In, In, const std::string&, const std::string&>(), "kind"_a,
            "names"_a, "tables"_a, "poolings"_a, "reads"_a, "widths"_a, "dtype"_a, "output"_a)
-      .def("read", &MappedReader::read, "tables"_a, "births"_a, "ids"_a, "size"_a, "is_sharing"_a, "cache"_a.none() = nb::none());
+      .def("read", &MappedReader::read, "tables"_a, "initial_rows"_a, "ids"_a, "size"_a, "is_sharing"_a, "cache"_a.none() = nb::none());
 }
 
 }  // namespace colonnade

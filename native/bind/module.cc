@@ -62,9 +62,9 @@ NB_MODULE(_native, m) {
   m.def(
       "empty_bytes",
       [](size_t n) {
-        auto* kept = new Buffer<uint8_t>(n);
-        nb::capsule owner(kept, [](void* p) noexcept { delete static_cast<Buffer<uint8_t>*>(p); });
-        return Made<uint8_t>(kept->data(), {n}, owner);
+        auto* owned = new Buffer<uint8_t>(n);
+        nb::capsule owner(owned, [](void* p) noexcept { delete static_cast<Buffer<uint8_t>*>(p); });
+        return Made<uint8_t>(owned->data(), {n}, owner);
       },
       "n"_a);
   bind_plan(m);

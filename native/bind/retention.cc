@@ -73,7 +73,7 @@ void bind_retention(nb::module_& m) {
           },
           "by"_a, "max_rows"_a, "max_age"_a, "halve_steps"_a, "num_shares"_a)
       .def(
-          "hear",
+          "record_updates",
           [](Retention& self, In ids, std::optional<In> norms, int64_t step) {
             const auto i = elements<const int64_t>(ids, "ids", {-1});
             std::span<const double> n;
@@ -81,7 +81,7 @@ void bind_retention(nb::module_& m) {
             std::vector<int64_t> left;
             {
               nb::gil_scoped_release release;
-              left = self.hear(i, n, step);
+              left = self.record_updates(i, n, step);
             }
             return tensor(std::move(left));
           },
@@ -111,15 +111,15 @@ void bind_retention(nb::module_& m) {
           },
           "threshold"_a, "depth"_a, "width"_a, "num_blocks"_a, "first_block"_a, "end_block"_a, "halve_steps"_a)
       .def(
-          "hear",
+          "record_updates",
           [](CountMinSketch& self, In ids, int64_t step) {
             const auto i = elements<const int64_t>(ids, "ids", {-1});
-            std::vector<uint8_t> found;
+            std::vector<uint8_t> result;
             {
               nb::gil_scoped_release release;
-              found = self.hear(i, step);
+              result = self.record_updates(i, step);
             }
-            return tensor(std::move(found));
+            return tensor(std::move(result));
           },
           "ids"_a, "step"_a)
       .def_prop_ro("counters",
@@ -131,13 +131,13 @@ void bind_retention(nb::module_& m) {
       .def("begin_snapshot", &CountMinSketch::begin_snapshot, nb::call_guard<nb::gil_scoped_release>())
       .def("saved",
            [](CountMinSketch& self) {
-             auto* kept = new Buffer<uint8_t>();
-             nb::capsule owner(kept, [](void* p) noexcept { delete static_cast<Buffer<uint8_t>*>(p); });
+             auto* owned = new Buffer<uint8_t>();
+             nb::capsule owner(owned, [](void* p) noexcept { delete static_cast<Buffer<uint8_t>*>(p); });
              {
                nb::gil_scoped_release release;
-               *kept = self.saved();
+               *owned = self.saved();
              }
-             return Made<uint8_t>(kept->data(), {kept->size()}, owner);
+             return Made<uint8_t>(owned->data(), {owned->size()}, owner);
            })
       .def_prop_ro("work", &CountMinSketch::work);
 
@@ -146,12 +146,12 @@ void bind_retention(nb::module_& m) {
       [](intptr_t address, int64_t stride_bytes, int64_t dim, const std::string& dtype, In slots) {
         const auto s = unsigned_bits(elements<const int32_t>(slots, "slots", {-1}));
         const Dtype kind = dtype_named(dtype);
-        std::vector<double> found;
+        std::vector<double> result;
         {
           nb::gil_scoped_release release;
-          found = squared_norms(reinterpret_cast<const std::byte*>(address), stride_bytes, dim, kind, s);
+          result = squared_norms(reinterpret_cast<const std::byte*>(address), stride_bytes, dim, kind, s);
         }
-        return tensor(std::move(found));
+        return tensor(std::move(result));
       },
       "address"_a, "stride_bytes"_a, "dim"_a, "dtype"_a, "slots"_a);
 }

@@ -42,8 +42,8 @@ struct TorchTensors {
   const TensorExchange* exchange = nullptr;
 };
 inline const TorchTensors& torch_tensors() noexcept {
-  static TorchTensors found;
-  if (found.type) return found;
+  static TorchTensors tensors;
+  if (tensors.type) return tensors;
   PyObject* const torch = PyDict_GetItemString(PyImport_GetModuleDict(), "torch");
   const nb::object type = nb::steal(torch ? PyObject_GetAttrString(torch, "Tensor") : nullptr);
   if (type.is_valid() && PyType_Check(type.ptr())) {
@@ -51,12 +51,12 @@ inline const TorchTensors& torch_tensors() noexcept {
     if (api.is_valid() && PyCapsule_CheckExact(api.ptr())) {
       auto* exchange = static_cast<const TensorExchange*>(PyCapsule_GetPointer(api.ptr(), "dlpack_exchange_api"));
       while (exchange && exchange->major > 1) exchange = exchange->older;
-      if (exchange && exchange->major == 1 && exchange->give && exchange->look) found.exchange = exchange;
+      if (exchange && exchange->major == 1 && exchange->give && exchange->look) tensors.exchange = exchange;
     }
-    found.type = reinterpret_cast<PyTypeObject*>(nb::object(type).release().ptr());  // never released
+    tensors.type = reinterpret_cast<PyTypeObject*>(nb::object(type).release().ptr());  // never released
   }
   PyErr_Clear();
-  return found;
+  return tensors;
 }
 
 // Array arguments that are read; those that are written.
@@ -101,7 +101,7 @@ struct MadeOfDtype : nb::ndarray<nb::pytorch> {
 
 // Return the same as a Python object; null if torch is not available.
 template <class Array>
-nb::object given(const Array& made) noexcept {
+nb::object to_python(const Array& made) noexcept {
   struct Held {
     ManagedTensor managed;
     typename Array::Base array;
@@ -158,7 +158,7 @@ struct made_caster {
   using Cast = Value;
 
   static handle from_cpp(const Array& made, rv_policy policy, cleanup_list* cleanup) noexcept {
-    object tensor = colonnade::given(made);
+    object tensor = colonnade::to_python(made);
     return tensor.is_valid() ? tensor.release() : Base::from_cpp(made, policy, cleanup);
   }
 };

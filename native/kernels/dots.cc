@@ -170,9 +170,9 @@ COLONNADE_INLINE void find_rows(const VectorPlace* vectors, std::int64_t num_vec
 
 template <class T>
 void dots(const DotsTask& task) {
-  const std::int64_t num_vectors = task.num_vectors, dim = task.dim, num_kept = task.num_kept;
+  const std::int64_t num_vectors = task.num_vectors, dim = task.dim, num_copied = task.num_copied;
   const std::int64_t stride = (num_vectors + kLanes<T> - 1) / kLanes<T> * kLanes<T>;
-  const std::int64_t num_dots = triangle(num_vectors), width = num_kept * dim + num_dots;
+  const std::int64_t num_dots = triangle(num_vectors), width = num_copied * dim + num_dots;
   T* const columns = static_cast<T*>(task.scratch);
   T* const zeros = columns + stride * dim;
   T* const spare = zeros + dim;  // num_dots + kDotsOverrun
@@ -185,8 +185,8 @@ void dots(const DotsTask& task) {
     find_rows(task.vectors, num_vectors, b, task.rows);
     if (b + 2 < task.end) fetch_vectors<T>(task.vectors, num_vectors, dim, b + 2);
     T* out = static_cast<T*>(task.out) + b * width;
-    for (std::int64_t k = 0; k < num_kept; ++k, out += dim) {
-      copy(reinterpret_cast<const T*>(task.rows[task.kept[k]]), dim, out);
+    for (std::int64_t k = 0; k < num_copied; ++k, out += dim) {
+      copy(reinterpret_cast<const T*>(task.rows[task.copied[k]]), dim, out);
     }
     transpose(task.rows, num_vectors, dim, columns, stride);
     // What is written too far lands in this task's next samples, which are written later, or else is cut off.
@@ -248,12 +248,12 @@ COLONNADE_INLINE void add_others(const std::byte* const* others, int64_t num_vec
   }
 }
 
-// One sample's gradient: the kept vectors' at `kept`, the dots' at `dots`.
+// One sample's gradient: the copied vectors' at `copied`, the dots' at `dots`.
 template <class T>
 struct SampleGradient {
   const DotsGradientTask& task;
   int64_t sample;
-  const T *kept, *dots;
+  const T *copied, *dots;
 
   // Vectors [i, i + kCount).
   template <int kCount>
@@ -271,8 +271,8 @@ struct SampleGradient {
     typename R::Value sums[kCount][1] = {};
     const auto bytes = static_cast<std::size_t>(dim - d) * sizeof(T);
     for (int r = 0; r < kCount; ++r) {
-      const int64_t k = task.kept_at[i + r];
-      if (k >= 0) __builtin_memcpy(sums[r], kept + k * dim + d, bytes);
+      const int64_t k = task.copied_at[i + r];
+      if (k >= 0) __builtin_memcpy(sums[r], copied + k * dim + d, bytes);
     }
     add_others<kCount, 1, T>(task.rows + task.num_vectors, task.num_vectors, 0, dots, i, sums);
     for (int r = 0; r < kCount; ++r) {
@@ -286,9 +286,9 @@ struct SampleGradient {
     using R = Register<T, kRegisterBytes>;
     typename R::Value sums[kCount][kWide] = {};
     for (int r = 0; r < kCount; ++r) {
-      const int64_t k = task.kept_at[i + r];
+      const int64_t k = task.copied_at[i + r];
       if (k < 0) continue;
-      for (int w = 0; w < kWide; ++w) sums[r][w] = R::load(kept + k * task.dim + d + w * R::kLanes);
+      for (int w = 0; w < kWide; ++w) sums[r][w] = R::load(copied + k * task.dim + d + w * R::kLanes);
     }
     add_others<kCount, kWide, T>(task.rows, task.num_vectors, d, dots, i, sums);
     for (int r = 0; r < kCount; ++r) {
@@ -317,7 +317,7 @@ void dots_gradient(const DotsGradientTask& task) {
   constexpr int64_t kWidth = Register<T, kRegisterBytes>::kLanes;
   const int64_t num_vectors = task.num_vectors, dim = task.dim;
   const int64_t rest = dim % kWidth;
-  const int64_t width = task.num_kept * dim + triangle(num_vectors);
+  const int64_t width = task.num_copied * dim + triangle(num_vectors);
   T* const copies = static_cast<T*>(task.scratch);  // num_vectors registers, cleared by the caller
   for (int64_t v = 0; v < num_vectors; ++v) {
     task.rows[num_vectors + v] = reinterpret_cast<const std::byte*>(copies + v * kWidth);
@@ -329,8 +329,8 @@ void dots_gradient(const DotsGradientTask& task) {
       const T* row = reinterpret_cast<const T*>(task.rows[v]) + dim - rest;
       for (int64_t d = 0; d < rest; ++d) copies[v * kWidth + d] = row[d];
     }
-    const T* kept = static_cast<const T*>(task.gradient) + b * width;
-    const SampleGradient<T> gradient{task, b, kept, kept + task.num_kept * dim};
+    const T* copied = static_cast<const T*>(task.gradient) + b * width;
+    const SampleGradient<T> gradient{task, b, copied, copied + task.num_copied * dim};
     int64_t i = 0;
     for (; i + kRows <= num_vectors; i += kRows) gradient.template rows<kRows>(i);
     if (i + 4 <= num_vectors) gradient.template rows<4>(i), i += 4;

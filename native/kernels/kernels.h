@@ -112,7 +112,7 @@ struct OptimizerKernel {
 };
 
 // Initial values of some columns of a row.
-struct BirthTask {
+struct InitialValuesTask {
   std::uint64_t seed;
   double scale;
   std::int64_t column, dim;
@@ -128,12 +128,12 @@ struct TargetPlace {
   std::int64_t stride;
 };
 
-// Samples [begin, end): the kept vectors, adjacent, then the dot products <v_i, v_j> of all pairs j < i, by i, then j.
+// Samples [begin, end): the copied vectors, adjacent, then the dot products <v_i, v_j> of all pairs j < i, by i, then j.
 struct DotsTask {
   const VectorPlace* vectors;
   std::int64_t num_vectors, dim;
-  const std::int32_t* kept;
-  std::int64_t num_kept;
+  const std::int32_t* copied;
+  std::int64_t num_copied;
   void* out;  // samples are adjacent
   std::int64_t begin, end;
   void* scratch;           // dots_scratch elements, cleared
@@ -148,8 +148,8 @@ constexpr std::int64_t dots_scratch(std::int64_t num_vectors, std::int64_t dim) 
 struct DotsGradientTask {
   const VectorPlace* vectors;
   std::int64_t num_vectors, dim;
-  const std::int32_t* kept_at;  // by vector: its index among the kept ones, or -1
-  std::int64_t num_kept;
+  const std::int32_t* copied_at;  // by vector: its index among the copied ones, or -1
+  std::int64_t num_copied;
   const void* gradient;       // as DotsTask::out
   const TargetPlace* out;     // by vector
   bool is_streamed;           // non-temporal stores; rows of `out` are whole, aligned cache lines
@@ -219,7 +219,7 @@ struct SquareGradientTask {
 template <class T>
 struct RowKernels {
   void (*sum)(const SumTask&);
-  void (*birth)(const BirthTask&, std::int64_t id, T* out);
+  void (*initial_values)(const InitialValuesTask&, std::int64_t id, T* out);
   bool (*all_finite)(const T* values, std::int64_t n);
   double (*squared_norm)(const T* values, std::int64_t n);
   void (*dots)(const DotsTask&);
@@ -241,9 +241,9 @@ struct Kernels {
   RowKernels<double> float64;
   // 16-bit rows are initialised as float32 and rounded. Split ones get the high halves of their masters; lows may be
   // null.
-  void (*birth_bfloat16)(const BirthTask&, std::int64_t id, std::uint16_t* out);
-  void (*birth_float16)(const BirthTask&, std::int64_t id, std::uint16_t* out);
-  void (*birth_split)(const BirthTask&, std::int64_t id, std::uint16_t* highs, std::uint16_t* lows);
+  void (*initial_values_bfloat16)(const InitialValuesTask&, std::int64_t id, std::uint16_t* out);
+  void (*initial_values_float16)(const InitialValuesTask&, std::int64_t id, std::uint16_t* out);
+  void (*initial_values_split)(const InitialValuesTask&, std::int64_t id, std::uint16_t* highs, std::uint16_t* lows);
 };
 
 namespace portable {

@@ -11,10 +11,10 @@ void pool(const PoolTask& task);
 template <class T>
 void sum(const SumTask& task);
 template <class T>
-void birth(const BirthTask& task, std::int64_t id, T* out);
-void birth_bfloat16(const BirthTask& task, std::int64_t id, std::uint16_t* out);
-void birth_float16(const BirthTask& task, std::int64_t id, std::uint16_t* out);
-void birth_split(const BirthTask& task, std::int64_t id, std::uint16_t* highs, std::uint16_t* lows);
+void initial_values(const InitialValuesTask& task, std::int64_t id, T* out);
+void initial_values_bfloat16(const InitialValuesTask& task, std::int64_t id, std::uint16_t* out);
+void initial_values_float16(const InitialValuesTask& task, std::int64_t id, std::uint16_t* out);
+void initial_values_split(const InitialValuesTask& task, std::int64_t id, std::uint16_t* highs, std::uint16_t* lows);
 template <class T>
 bool all_finite(const T* values, std::int64_t n);
 template <class T>

@@ -11,7 +11,7 @@ namespace {
 template <class T>
 constexpr RowKernels<T> row_kernels() {
   return {sum<T>,
-          birth<T>,
+          initial_values<T>,
           all_finite<T>,
           squared_norm<T>,
           dots<T>,
@@ -35,8 +35,8 @@ constinit const Kernels kernels{COLONNADE_NAME(COLONNADE_ISA),
                                 sizeof(kOptimizers) / sizeof(kOptimizers[0]),
                                 row_kernels<float>(),
                                 row_kernels<double>(),
-                                birth_bfloat16,
-                                birth_float16,
-                                birth_split};
+                                initial_values_bfloat16,
+                                initial_values_float16,
+                                initial_values_split};
 
 }  // namespace colonnade::COLONNADE_ISA

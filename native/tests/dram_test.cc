@@ -8,7 +8,7 @@
 #include <thread>
 
 #include "check.h"
-#include "left_rows.h"
+#include "evicted_rows.h"
 
 using namespace colonnade;
 
@@ -61,16 +61,16 @@ void nothing_is_lost(std::int64_t rows, std::int64_t capacity, std::int64_t univ
     num_evicted += acquired.num_evicted;
     note_left();
     for (const auto position : acquired.missing) {
-      dram.birth(0, {&ids[position], 1}, {&slots[position], 1});
+      dram.initialise(0, {&ids[position], 1}, {&slots[position], 1});
       std::vector<std::byte> record(kRecordBytes);
       dram.pack(0, {&slots[position], 1}, record.data());
       std::memcpy(record.data() + kRecordBytes - 8, &below[ids[position]], 8);
       dram.unpack(0, {&slots[position], 1}, record.data());
     }
     const bool is_dirty = random.below(2);
-    const auto found = dram.clocks(0, slots);
+    const auto read_clocks = dram.clocks(0, slots);
     for (std::size_t i = 0; i < ids.size(); ++i) {
-      CHECK(static_cast<std::uint64_t>(found[i]) == clocks[ids[i]]);
+      CHECK(static_cast<std::uint64_t>(read_clocks[i]) == clocks[ids[i]]);
       if (is_dirty) dram.layout(0).clock_of(slots[i]) = static_cast<std::uint32_t>(++clocks[ids[i]]);
     }
     const auto resize = [&](std::int64_t num_pinned) {
@@ -120,7 +120,7 @@ void refused_acquires_leave_no_trace() {
   CHECK(dram.num_rows(1) == 4);
 }
 
-void births_depend_on_seed_and_id_alone() {
+void initial_values_depend_on_seed_and_id_alone() {
   const TableSettings settings = table(0, 1'000);
   std::vector<std::int64_t> ids(1'000);
   for (std::size_t i = 0; i < ids.size(); ++i) ids[i] = static_cast<std::int64_t>(mix64(i));
@@ -128,7 +128,7 @@ void births_depend_on_seed_and_id_alone() {
   everywhere([&] {
     Dram dram({&settings, 1}, {Dtype::float32});
     std::vector<float> born(4'000), read(4'000);
-    dram.birth_values(0, ids, reinterpret_cast<std::byte*>(born.data()));
+    dram.initial_values(0, ids, reinterpret_cast<std::byte*>(born.data()));
     std::vector<std::uint32_t> slots(ids.size());
     const std::int64_t offsets[] = {0, 1'000};
     dram.acquire(ids, offsets, {}, slots, true, nowhere);
@@ -156,7 +156,7 @@ void snapshots_are_of_their_moment(std::int64_t rows, std::int64_t capacity, std
   std::map<std::int64_t, std::uint64_t> clocks, below, committed;
   Left left(dram);
   std::size_t num_read = 0;
-  const auto look_below = [&] {  // rows that left most recently
+  const auto check_tier_below = [&] {  // rows that left most recently
     const std::scoped_lock lock(left.mutex);
     for (; num_read < left.tables[0].ids.size(); ++num_read) {
       const std::byte* record = left.tables[0].records.data() + num_read * kRecordBytes;
@@ -175,7 +175,7 @@ void snapshots_are_of_their_moment(std::int64_t rows, std::int64_t capacity, std
     const bool is_beside = round % 3 > 0;
     for (int step = 0; step < 20; ++step) {
       if (step == 8) {
-        look_below();
+        check_tier_below();
         wanted = clocks;
         committed = below;
         dram.begin_snapshot();
@@ -193,7 +193,7 @@ void snapshots_are_of_their_moment(std::int64_t rows, std::int64_t capacity, std
       const std::int64_t offsets[] = {0, static_cast<std::int64_t>(ids.size())};
       std::vector<std::uint32_t> slots(ids.size());
       const Acquired acquired = dram.acquire(ids, offsets, {}, slots, true, left.sink());
-      look_below();
+      check_tier_below();
       for (const auto position : acquired.missing) set_row(dram, slots[position], below[ids[position]]);
       const bool is_dirty = random.below(3);
       if (is_dirty) dram.save(slots, offsets, left.sink());
@@ -204,12 +204,12 @@ void snapshots_are_of_their_moment(std::int64_t rows, std::int64_t capacity, std
       dram.release(slots, offsets, is_dirty);
       if (round % 2) {
         dram.resize(0, capacity / 3 + static_cast<std::int64_t>(random.below(static_cast<std::uint64_t>(capacity))), left.sink());
-        look_below();
+        check_tier_below();
       }
       if (step % 5 == 4) {
         const std::int64_t gone[] = {static_cast<std::int64_t>(random.below(static_cast<std::uint64_t>(universe)))};
         dram.erase(0, gone, left.sink());
-        look_below();
+        check_tier_below();
         clocks.erase(gone[0]);
         below.erase(gone[0]);
       }
@@ -219,7 +219,7 @@ void snapshots_are_of_their_moment(std::int64_t rows, std::int64_t capacity, std
     while (!is_abandoned && dram.save_some(0, 7, left.sink())) {
     }
     dram.end_snapshot();
-    look_below();
+    check_tier_below();
     if (is_abandoned) {  // the next one has what was not saved
       wanted = clocks;
       committed = below;
@@ -227,7 +227,7 @@ void snapshots_are_of_their_moment(std::int64_t rows, std::int64_t capacity, std
       while (dram.save_some(0, 7, left.sink())) {
       }
       dram.end_snapshot();
-      look_below();
+      check_tier_below();
     }
     for (const auto& [id, clock] : wanted) CHECK(committed[id] == clock);
   }
@@ -242,7 +242,7 @@ void sinks_may_fail() {
   dram.acquire(ids, offsets, {}, slots, true, nowhere);
   for (const auto slot : slots) set_row(dram, slot, 1);
   dram.release(slots, offsets, true);
-  const TableSink full = [](std::int64_t, const LeftRows&) { throw NoRoom("full"); };
+  const TableSink full = [](std::int64_t, const EvictedRows&) { throw NoRoom("full"); };
   const std::int64_t others[] = {11, 12, 1, 2}, other_offsets[] = {0, 4};
   std::uint32_t other_slots[4];
   CHECK_THROWS(dram.acquire(others, other_offsets, {}, other_slots, true, full), NoRoom, "full");
@@ -269,5 +269,5 @@ int main() {
   for (const std::int64_t rows : {0, 200, 60}) snapshots_are_of_their_moment(rows, 60, rows ? rows : 150);
   sinks_may_fail();
   refused_acquires_leave_no_trace();
-  births_depend_on_seed_and_id_alone();
+  initial_values_depend_on_seed_and_id_alone();
 }

@@ -32,11 +32,11 @@ struct World {
     return std::span(places).subspan(rank * table_rows.size(), table_rows.size());
   }
   std::vector<std::int32_t> tables_at(std::size_t rank) const {
-    std::vector<std::int32_t> found;
+    std::vector<std::int32_t> own_tables;
     for (const auto t : tables) {
-      if (places_of(rank)[static_cast<std::size_t>(t)] >= 0) found.push_back(t);
+      if (places_of(rank)[static_cast<std::size_t>(t)] >= 0) own_tables.push_back(t);
     }
-    return found;
+    return own_tables;
   }
   bool is_of(std::int64_t id, std::int32_t table, std::size_t rank) const {
     const auto t = static_cast<std::size_t>(table);
@@ -86,26 +86,26 @@ JoinedBags join(const std::vector<std::vector<std::uint8_t>>& messages, const Wo
   return join_bags(data, world.tables_at(rank), world.dealt(), world.places_of(rank), Dtype::float32);
 }
 
-void check_rows(const JoinedBags& found, const World& world, std::size_t rank) {
+void check_rows(const JoinedBags& joined, const World& world, std::size_t rank) {
   const auto tables = world.tables_at(rank);
   std::int64_t samples = 0;
-  for (const auto size : found.sizes) samples += size;
-  const auto num_lookups = static_cast<std::int64_t>(found.ids.size());
-  CHECK(found.feature_offsets.size() == tables.size() + 1 && found.feature_offsets.back() == num_lookups);
-  CHECK(found.weights.empty() || found.weights.size() == found.ids.size() * sizeof(float));
-  CHECK(found.codes.empty() || found.codes.size() == found.ids.size());
+  for (const auto size : joined.sizes) samples += size;
+  const auto num_lookups = static_cast<std::int64_t>(joined.ids.size());
+  CHECK(joined.feature_offsets.size() == tables.size() + 1 && joined.feature_offsets.back() == num_lookups);
+  CHECK(joined.weights.empty() || joined.weights.size() == joined.ids.size() * sizeof(float));
+  CHECK(joined.codes.empty() || joined.codes.size() == joined.ids.size());
   for (std::size_t c = 0; c < tables.size(); ++c) {
-    for (auto e = found.feature_offsets[c]; e < found.feature_offsets[c + 1]; ++e) {
-      CHECK(world.is_of(found.ids[static_cast<std::size_t>(e)], tables[c], rank));
+    for (auto e = joined.feature_offsets[c]; e < joined.feature_offsets[c + 1]; ++e) {
+      CHECK(world.is_of(joined.ids[static_cast<std::size_t>(e)], tables[c], rank));
     }
   }
-  if (!found.bag_offsets.size()) {
+  if (!joined.bag_offsets.size()) {
     CHECK(num_lookups == samples * static_cast<std::int64_t>(tables.size()));
     return;
   }
-  CHECK(found.bag_offsets.size() == tables.size() * static_cast<std::size_t>(samples) + 1);
-  CHECK(std::is_sorted(found.bag_offsets.data(), found.bag_offsets.data() + found.bag_offsets.size()));
-  CHECK(found.bag_offsets[0] == 0 && found.bag_offsets[found.bag_offsets.size() - 1] == num_lookups);
+  CHECK(joined.bag_offsets.size() == tables.size() * static_cast<std::size_t>(samples) + 1);
+  CHECK(std::is_sorted(joined.bag_offsets.data(), joined.bag_offsets.data() + joined.bag_offsets.size()));
+  CHECK(joined.bag_offsets[0] == 0 && joined.bag_offsets[joined.bag_offsets.size() - 1] == num_lookups);
 }
 
 void visit(std::uint64_t seed) {
@@ -150,8 +150,8 @@ void visit(std::uint64_t seed) {
   }
   // Samples alone, without a lookup, may be 2^24 in a few bytes: offsets for as many take the test's time.
   if (message.size() > 2 && (message[0] & message[1] & message[2] & 128)) return;
-  std::optional<JoinedBags> found;
-  if (is_accepted([&] { found = join(messages, world, rank); })) check_rows(*found, world, rank);
+  std::optional<JoinedBags> joined;
+  if (is_accepted([&] { joined = join(messages, world, rank); })) check_rows(*joined, world, rank);
 }
 
 }  // namespace

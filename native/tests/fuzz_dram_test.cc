@@ -8,7 +8,7 @@
 #include "../dram.h"
 #include "../row_index.h"
 #include "fuzz.h"
-#include "left_rows.h"
+#include "evicted_rows.h"
 
 using namespace colonnade;
 
@@ -113,7 +113,7 @@ class Session {
     return is_fine;
   }
 
-  bool is_here(std::int64_t t, std::int64_t id) const {
+  bool is_resident(std::int64_t t, std::int64_t id) const {
     const auto rows = dram_->resident(t, false);
     return std::ranges::any_of(rows, [id](const auto& row) { return row.first == id; });
   }
@@ -155,7 +155,7 @@ class Session {
     }
     request.ids = {request.ids.begin(), request.ids.end()};
     request.slots.assign(request.ids.size(), 7);
-    const bool is_birth = fuzz_.one_in(2);
+    const bool is_initialising = fuzz_.one_in(2);
     Acquired acquired;
     Left left(*dram_);
     std::vector<std::uint8_t> hints(fuzz_.one_in(3) ? request.ids.size() : 0);
@@ -163,7 +163,7 @@ class Session {
     if (fuzz_.one_in(20)) hints.push_back(1);
     is_wrong |= !hints.empty() && hints.size() != request.ids.size();
     if (!accepts(is_wrong,
-                 [&] { acquired = dram_->acquire(request.ids, request.offsets, hints, request.slots, is_birth, left.sink()); }))
+                 [&] { acquired = dram_->acquire(request.ids, request.offsets, hints, request.slots, is_initialising, left.sink()); }))
       return;
     std::int64_t num_evicted = 0;
     for (std::int64_t t = 0; t < kTables; ++t) {
@@ -172,7 +172,7 @@ class Session {
       for (std::int64_t i = request.offsets[t]; i < request.offsets[t + 1]; ++i) {
         CHECK(request.slots[i] < dram_->capacity_rows(t));
         const bool is_missing = std::ranges::binary_search(acquired.missing, static_cast<std::int32_t>(i));
-        if (is_missing && !is_birth) dram_->birth(t, {&request.ids[i], 1}, {&request.slots[i], 1});
+        if (is_missing && !is_initialising) dram_->initialise(t, {&request.ids[i], 1}, {&request.slots[i], 1});
         if (fuzz_.one_in(2)) dram_->layout(t).clock_of(request.slots[i]) = 5;
       }
       CHECK(dram_->num_rows(t) <= dram_->capacity_rows(t));
@@ -239,8 +239,8 @@ class Session {
     for (const auto& held : requests_)
       pinned.insert(held.ids.begin() + held.offsets[t], held.ids.begin() + held.offsets[t + 1]);
     for (const auto id : ids) {
-      if (pinned.count(id)) CHECK(is_here(t, id));
-      if (requests_.empty()) CHECK(!is_here(t, id));
+      if (pinned.count(id)) CHECK(is_resident(t, id));
+      if (requests_.empty()) CHECK(!is_resident(t, id));
     }
   }
 
@@ -253,22 +253,22 @@ class Session {
     std::vector<std::int32_t> absent;
     if (!accepts(!is_table(t), [&] {
           absent = dram_->read(t, ids, out.data());
-          dram_->birth_values(t, ids, born.data());
+          dram_->initial_values(t, ids, born.data());
         })) {
       CHECK(out.is_untouched() && born.is_untouched());
       return;
     }
     for (std::size_t i = 0; i < ids.size(); ++i) {
-      CHECK(std::ranges::binary_search(absent, static_cast<std::int32_t>(i)) != is_here(t, ids[i]));
+      CHECK(std::ranges::binary_search(absent, static_cast<std::int32_t>(i)) != is_resident(t, ids[i]));
       const bool is_written = std::ranges::any_of(std::span(out.data() + i * row, row),
                                                   [](std::byte b) { return b != std::byte{0x5a}; });
-      CHECK(is_written == is_here(t, ids[i]));
+      CHECK(is_written == is_resident(t, ids[i]));
       CHECK(!is_written ||
             std::memcmp(out.data() + i * row, born.data() + i * row, row) == 0);  // nobody trains
     }
   }
 
-  // pack, unpack, clocks, birth and clean of rows that are here, or of slots that no table has.
+  // pack, unpack, clocks, initialise and clean of rows that are here, or of slots that no table has.
   void visit_slots() {
     const std::int64_t t = any_table();
     std::vector<std::uint32_t> slots;
@@ -292,13 +292,13 @@ class Session {
       CHECK(records.is_untouched());
       CHECK(!accepts(true, [&] { dram_->unpack(t, slots, records.data()); }));
       CHECK(!accepts(true, [&] { dram_->clocks(t, slots); }));
-      CHECK(!accepts(true, [&] { dram_->birth(t, ids, slots); }));
+      CHECK(!accepts(true, [&] { dram_->initialise(t, ids, slots); }));
       CHECK(!accepts(true, [&] { dram_->clean(t, slots); }));
       return;
     }
     const Sight before(*dram_);
     const auto clocks = dram_->clocks(t, slots);
-    dram_->birth(t, ids, slots);
+    dram_->initialise(t, ids, slots);
     CHECK(std::ranges::count(dram_->clocks(t, slots), 0) == static_cast<std::int64_t>(slots.size()));
     dram_->unpack(t, slots, records.data());
     CHECK(dram_->clocks(t, slots) == clocks && before == Sight(*dram_));
@@ -357,9 +357,9 @@ void fuzz_index(std::uint64_t seed) {
     } else {
       CHECK(std::ranges::count(values, -1) > 0);
     }
-    std::vector<std::int64_t> found(ids.size());
-    index.get(ids, found);
-    for (std::size_t i = 0; i < ids.size(); ++i) CHECK(found[i] == (map.count(ids[i]) ? map[ids[i]] : -1));
+    std::vector<std::int64_t> positions(ids.size());
+    index.get(ids, positions);
+    for (std::size_t i = 0; i < ids.size(); ++i) CHECK(positions[i] == (map.count(ids[i]) ? map[ids[i]] : -1));
     CHECK(index.size() == static_cast<std::int64_t>(map.size()));
   }
   const auto items = index.items();

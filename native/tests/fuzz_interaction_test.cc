@@ -40,12 +40,12 @@ void fuzz_interaction(std::uint64_t seed) {
     targets.push_back(fuzz.one_in(4) ? TargetPlace{nullptr, 0}
                                      : TargetPlace{gradients.back().data(), stride});
   }
-  std::vector<std::int32_t> kept;
+  std::vector<std::int32_t> copied;
   for (std::int32_t v = 0; v < n; ++v)
-    if (fuzz.one_in(4)) kept.push_back(static_cast<std::int32_t>(n - 1 - v));
+    if (fuzz.one_in(4)) copied.push_back(static_cast<std::int32_t>(n - 1 - v));
   const bool is_wrong = fuzz.one_in(4);
-  if (is_wrong) fuzz.damage(kept);
-  const std::int64_t num_kept = static_cast<std::int64_t>(kept.size()), width = dots_width(vectors, num_kept);
+  if (is_wrong) fuzz.damage(copied);
+  const std::int64_t num_copied = static_cast<std::int64_t>(copied.size()), width = dots_width(vectors, num_copied);
   const auto at = [&](std::int64_t v, std::int64_t b, std::int64_t j) {
     return element(vectors.places[v].base + b * vectors.places[v].stride, j, dtype);
   };
@@ -54,18 +54,18 @@ void fuzz_interaction(std::uint64_t seed) {
   };
 
   const Block out(static_cast<std::size_t>(batch * width * item));
-  const bool is_fine = is_accepted([&] { dots(vectors, kept, out.data()); });
+  const bool is_fine = is_accepted([&] { dots(vectors, copied, out.data()); });
   CHECK(is_fine || is_wrong);
   if (!is_fine) {
     CHECK(out.is_untouched());
-    CHECK(!is_accepted([&] { dots_gradient(vectors, kept, out.data(), targets); }));
+    CHECK(!is_accepted([&] { dots_gradient(vectors, copied, out.data(), targets); }));
     for (const auto& gradient : gradients) CHECK(gradient.is_untouched());
     return;
   }
   const std::int64_t step = is_large ? 997 : 1;
   for (std::int64_t b = 0; b < batch; b += step) {
     std::int64_t place = b * width;
-    for (const auto v : kept)
+    for (const auto v : copied)
       for (std::int64_t j = 0; j < dim; ++j) CHECK(element(out.data(), place++, dtype) == at(v, b, j));
     for (std::int64_t v = 0; v < n; ++v) {
       for (std::int64_t w = 0; w < v; ++w) {
@@ -79,7 +79,7 @@ void fuzz_interaction(std::uint64_t seed) {
     }
   }
   for (std::int64_t i = 0; i < batch * width; ++i) set_element(out.data(), i, dtype, fuzz);
-  dots_gradient(vectors, kept, out.data(), targets);
+  dots_gradient(vectors, copied, out.data(), targets);
   for (std::int64_t b = 0; b < batch; b += step) {
     for (std::int64_t v = 0; v < n; ++v) {
       for (std::int64_t j = 0; targets[v].base && j < dim; ++j) {
@@ -88,12 +88,12 @@ void fuzz_interaction(std::uint64_t seed) {
           wanted += term;
           scale += std::abs(term);
         };
-        const auto k = std::ranges::find(kept, static_cast<std::int32_t>(v)) - kept.begin();
-        if (k < num_kept) add(element(out.data(), b * width + k * dim + j, dtype));
+        const auto k = std::ranges::find(copied, static_cast<std::int32_t>(v)) - copied.begin();
+        if (k < num_copied) add(element(out.data(), b * width + k * dim + j, dtype));
         for (std::int64_t w = 0; w < n; ++w) {
           if (w == v) continue;
           const std::int64_t pair = std::max(v, w) * (std::max(v, w) - 1) / 2 + std::min(v, w);
-          add(element(out.data(), b * width + num_kept * dim + pair, dtype) * at(w, b, j));
+          add(element(out.data(), b * width + num_copied * dim + pair, dtype) * at(w, b, j));
         }
         check_close(target(v, b, j), wanted, scale, dtype);
       }

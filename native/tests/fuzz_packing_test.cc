@@ -45,9 +45,9 @@ void visit(std::uint64_t seed) {
   if (is_ascending && !space.rows) return;  // in the order of ids, which need not be that of hashes
   std::vector<std::uint8_t> again;
   Packer(again).list(ids, space, is_ascending);
-  std::vector<std::int64_t> found;
-  Unpacker(again).list(space, is_ascending, found);
-  CHECK(found == ids);
+  std::vector<std::int64_t> unpacked;
+  Unpacker(again).list(space, is_ascending, unpacked);
+  CHECK(unpacked == ids);
 }
 
 }  // namespace

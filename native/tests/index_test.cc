@@ -15,7 +15,7 @@ void random_operations_match_a_map(std::uint64_t universe) {
   RowIndex index;
   std::map<std::int64_t, std::int64_t> model;
   for (int step = 0; step < 300; ++step) {
-    std::vector<std::int64_t> ids(random.below(200)), values(ids.size()), found(ids.size());
+    std::vector<std::int64_t> ids(random.below(200)), values(ids.size()), positions(ids.size());
     for (auto& id : ids) id = static_cast<std::int64_t>(mix64(random.below(universe)));
     for (auto& value : values) value = static_cast<std::int64_t>(random.next() >> 1);
     switch (random.below(3)) {
@@ -28,10 +28,10 @@ void random_operations_match_a_map(std::uint64_t universe) {
         for (const auto id : ids) model.erase(id);
         break;
       default:
-        index.get(ids, found);
+        index.get(ids, positions);
         for (std::size_t i = 0; i < ids.size(); ++i) {
           const auto at = model.find(ids[i]);
-          CHECK(found[i] == (at == model.end() ? RowIndex::kAbsent : at->second));
+          CHECK(positions[i] == (at == model.end() ? RowIndex::kAbsent : at->second));
         }
     }
     CHECK(index.size() == static_cast<std::int64_t>(model.size()));

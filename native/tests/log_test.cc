@@ -41,11 +41,11 @@ struct Store {
   Store(const Store&) = delete;
 
   void write(const std::vector<std::int64_t>& ids, std::uint32_t version, std::int64_t stream = 0) {
-    const std::vector<std::uint8_t> heats(ids.size(), static_cast<std::uint8_t>(version));
+    const std::vector<std::uint8_t> frequencies(ids.size(), static_cast<std::uint8_t>(version));
     log.append(ids, [&](std::size_t i, std::uint8_t* payload) {
       std::memcpy(payload, &version, 4);
       for (std::size_t b = 4; b < width; ++b) payload[b] = byte_of(ids[i], version, b);
-    }, heats, stream, false);
+    }, frequencies, stream, false);
   }
   std::uint32_t check(std::int64_t id, const std::uint8_t* payload) const {
     std::uint32_t version;
@@ -106,8 +106,8 @@ void rows_survive_everything(const std::string& kind, std::int64_t width, std::i
         constexpr std::uint32_t kRows = 150;
         std::vector<std::int64_t> asked(2 * kRows);
         std::vector<std::uint32_t> positions(2 * kRows);
-        std::vector<std::uint8_t> heats(2 * kRows);
-        std::vector<RowAt> found(2 * kRows);
+        std::vector<std::uint8_t> frequencies(2 * kRows);
+        std::vector<RowAt> locations(2 * kRows);
         std::vector<std::atomic<int>> delivered(2 * kRows);
         for (std::uint32_t i = 0; i < 2 * kRows; ++i) {
           asked[i] = static_cast<std::int64_t>(random.below(static_cast<std::uint64_t>(num_rows)));
@@ -120,11 +120,11 @@ void rows_survive_everything(const std::string& kind, std::int64_t width, std::i
         ReadPlan plan;
         for (std::uint32_t s = 0; s < 2; ++s) {
           const auto part = [s](auto& all) { return std::span(all).subspan(s * kRows, kRows); };
-          stores[s]->log.plan_reads(part(asked), part(positions), s, plan, deliver, part(found), part(heats));
+          stores[s]->log.plan_reads(part(asked), part(positions), s, plan, deliver, part(locations), part(frequencies));
         }
         const auto job = reader.submit(std::move(plan), deliver, random.below(2) == 0);
         CHECK(!job->wait() && job->is_done() && !job->wait());
-        for (std::uint32_t i = 0; i < 2 * kRows; ++i) CHECK(found[i] != RowAt::nowhere && delivered[i] == 1);
+        for (std::uint32_t i = 0; i < 2 * kRows; ++i) CHECK(locations[i] != RowAt::nowhere && delivered[i] == 1);
       }
     });
   }
@@ -157,12 +157,12 @@ void faults_name_their_log(const std::string& kind) {
     CHECK(::pwrite(store->fds[1], &zero, 1, static_cast<off_t>(kSegmentHeaderBytes + 16)) == 1);
   }
   const std::vector<std::uint32_t> positions{0, 1, 2};
-  std::vector<RowAt> found(3);
+  std::vector<RowAt> locations(3);
   std::atomic<int> num_delivered{0};
   const Deliver deliver = [&](std::uint32_t, const std::uint8_t*) { ++num_delivered; };
   ReadPlan plan;
-  b.log.plan_reads(ids, positions, 1, plan, deliver, found, {});
-  a.log.plan_reads(ids, positions, 0, plan, deliver, found, {});
+  b.log.plan_reads(ids, positions, 1, plan, deliver, locations, {});
+  a.log.plan_reads(ids, positions, 0, plan, deliver, locations, {});
   const auto fault = reader.submit(std::move(plan), deliver, true)->wait();
   CHECK(fault && fault->source == 0 && fault->place == std::int64_t{1} << 32);
   CHECK(fault->kind == ReadFault::Kind::checksum && num_delivered == 4);

@@ -68,11 +68,11 @@ struct Rows {
     if (random.below(2) && !ids.empty()) return ids[random.below(ids.size())];
     return static_cast<std::int64_t>(num_ids ? random.below(static_cast<std::uint64_t>(num_ids)) : random.next());
   }
-  std::vector<float> row(std::int64_t id, const Dram& births, std::int32_t t) const {
+  std::vector<float> row(std::int64_t id, const Dram& initial_rows, std::int32_t t) const {
     std::vector<float> row(kDim);
     const auto at = slots.find(id);
     if (at == slots.end() || at->second < 0) {
-      births.birth_values(t, {&id, 1}, reinterpret_cast<std::byte*>(row.data()));
+      initial_rows.initial_values(t, {&id, 1}, reinterpret_cast<std::byte*>(row.data()));
     } else {
       std::memcpy(row.data(), values.data() + at->second * kDim, kStride);
     }
@@ -80,7 +80,7 @@ struct Rows {
   }
 };
 
-Dram births_of(std::span<Rows* const> tables) {
+Dram initial_values_of(std::span<Rows* const> tables) {
   std::vector<TableSettings> settings;
   for (const auto* rows : tables) {
     settings.push_back({.parts = {{.dim = kDim, .init_scale = 0.5, .initial_state = 0, .initial_count = 1}},
@@ -98,7 +98,7 @@ struct Column {
   std::vector<std::int64_t> ids, offsets;
   std::vector<float> weights, out, wanted;
 
-  Column(std::int32_t t, const Rows& rows, std::int64_t num_samples, const Dram& births, Random& random) {
+  Column(std::int32_t t, const Rows& rows, std::int64_t num_samples, const Dram& initial_rows, Random& random) {
     const bool is_bag = random.below(2), is_weighted = random.below(2);
     column.table = t;
     column.is_shared = num_samples != 1 && random.below(2);
@@ -118,7 +118,7 @@ struct Column {
       const std::int64_t own = column.is_shared ? 0 : b;
       std::vector<float> sum(4);
       for (std::int64_t e = offsets[own]; e < offsets[own + 1]; ++e) {
-        const auto row = rows.row(ids[e], births, t);
+        const auto row = rows.row(ids[e], initial_rows, t);
         for (int j = 0; j < 3; ++j) {
           const float term = is_weighted ? row[j + 1] * weights[e] : row[j + 1];
           sum[j] = e == offsets[own] || column.is_sequence ? term : sum[j] + term;
@@ -195,9 +195,9 @@ void check_batch(std::int64_t num_samples, std::int64_t num_rows, std::uint64_t 
     all.push_back(owned.back().get());
     tables.push_back(&all.back()->table);
   }
-  const Dram births = births_of(all);
+  const Dram initial_rows = initial_values_of(all);
   std::vector<Column> columns;
-  for (int c = 0; c < 9; ++c) columns.emplace_back(c % 4, *all[c % 4], num_samples, births, random);
+  for (int c = 0; c < 9; ++c) columns.emplace_back(c % 4, *all[c % 4], num_samples, initial_rows, random);
   const Files files(all);
   RowCache with_ring(files.opened, files.cache_bytes()), without_ring(files.opened, files.cache_bytes(), false);
   const auto check = [&](RowCache* cache) {
@@ -209,7 +209,7 @@ void check_batch(std::int64_t num_samples, std::int64_t num_rows, std::uint64_t 
       // The vector moved: spans of its own ids are still right, for they are in the heap.
       lookups.push_back(column.column);
     }
-    CHECK(read_mapped(tables, births, lookups, reads, num_samples, Dtype::float32, Dtype::float32, cache));
+    CHECK(read_mapped(tables, initial_rows, lookups, reads, num_samples, Dtype::float32, Dtype::float32, cache));
     for (const auto& column : columns) {
       CHECK(column.wanted.empty() || std::memcmp(column.out.data(), column.wanted.data(), 4 * column.out.size()) == 0);
     }

@@ -27,16 +27,16 @@ void sort_as_planned(std::vector<std::int64_t>& ids, const IdSpace& space) {
 std::size_t comes_back(const std::vector<std::int64_t>& ids, const IdSpace& space, bool is_ascending) {
   std::vector<std::uint8_t> out{0xaa};
   Packer(out).list(ids, space, is_ascending);
-  std::vector<std::int64_t> found{-7};
+  std::vector<std::int64_t> unpacked{-7};
   const std::span<const std::uint8_t> message = std::span<const std::uint8_t>(out).subspan(1);
   Unpacker unpacker(message);
-  CHECK(unpacker.list(space, is_ascending, found) == static_cast<std::int64_t>(ids.size()));
+  CHECK(unpacker.list(space, is_ascending, unpacked) == static_cast<std::int64_t>(ids.size()));
   CHECK(unpacker.position() == out.size() - 1);
-  CHECK(found.front() == -7 && std::equal(ids.begin(), ids.end(), found.begin() + 1, found.end()));
+  CHECK(unpacked.front() == -7 && std::equal(ids.begin(), ids.end(), unpacked.begin() + 1, unpacked.end()));
   // Any shorter message is refused, whatever lies behind it.
   for (std::size_t size = 0; size + 1 < out.size(); size += 1 + size / 8) {
     const std::vector<std::uint8_t> cut(message.begin(), message.begin() + static_cast<std::ptrdiff_t>(size));
-    CHECK_THROWS(Unpacker{cut}.list(space, is_ascending, found), std::invalid_argument, "message of ids");
+    CHECK_THROWS(Unpacker{cut}.list(space, is_ascending, unpacked), std::invalid_argument, "message of ids");
   }
   return out.size() - 1;
 }
@@ -49,10 +49,10 @@ void numbers_come_back() {
     for (auto& value : values) value = width ? random.next() >> (64 - width) : 0;
     std::vector<std::uint8_t> out;
     Packer(out).numbers(values);
-    std::vector<std::uint64_t> found(values.size());
+    std::vector<std::uint64_t> unpacked(values.size());
     Unpacker unpacker(out);
-    unpacker.numbers(found);
-    CHECK(found == values && unpacker.position() == out.size());
+    unpacker.numbers(unpacked);
+    CHECK(unpacked == values && unpacker.position() == out.size());
     CHECK(out.size() <= (values.size() * width + 7) / 8 + 2 * (values.size() + 127) / 128 + 1);
   }
   for (const std::uint64_t value : {std::uint64_t{0}, std::uint64_t{127}, std::uint64_t{128}, ~std::uint64_t{0}}) {

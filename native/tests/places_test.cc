@@ -25,7 +25,7 @@ PlaceEntry entry_of(Random& random) {
 }
 
 bool same(PlaceEntry a, PlaceEntry b) {
-  return a.place == b.place && a.heat == b.heat;
+  return a.place == b.place && a.frequency == b.frequency;
 }
 
 // Puts, finds and erasures against a map, where rows come, stay and go.

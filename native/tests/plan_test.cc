@@ -52,7 +52,7 @@ void check_plan(const Batch& batch, const Plan& plan, const std::vector<std::int
   CHECK(plan.segment_offsets[plan.num_unique()] == static_cast<std::int32_t>(batch.ids.size()));
   CHECK(plan.block_offsets.size() == blocks.size() + 1 && plan.block_offsets[0] == 0 &&
         plan.block_offsets[blocks.size()] == plan.num_unique());
-  std::vector<char> seen(batch.ids.size(), 0);
+  std::vector<char> visits(batch.ids.size(), 0);
   for (std::size_t block = 0; block < blocks.size(); ++block) {
     const auto [t, wanted] = blocks[block];
     CHECK(plan.block_offsets[block] <= plan.block_offsets[block + 1]);
@@ -71,14 +71,14 @@ void check_plan(const Batch& batch, const Plan& plan, const std::vector<std::int
       for (std::int32_t i = plan.segment_offsets[u]; i < plan.segment_offsets[u + 1]; ++i) {
         const std::int32_t e = plan.entries[i];
         CHECK(i == plan.segment_offsets[u] || plan.entries[i - 1] < e);
-        CHECK(batch.ids[e] == id && plan.inverse[e] == u && !seen[e]++);
+        CHECK(batch.ids[e] == id && plan.inverse[e] == u && !visits[e]++);
         const auto f = std::upper_bound(batch.feature_offsets.begin(), batch.feature_offsets.end(), e) -
                        batch.feature_offsets.begin() - 1;
         CHECK(static_cast<std::size_t>(batch.tables[f]) == t);
       }
     }
   }
-  CHECK(std::count(seen.begin(), seen.end(), 1) == static_cast<std::int64_t>(seen.size()));
+  CHECK(std::count(visits.begin(), visits.end(), 1) == static_cast<std::int64_t>(visits.size()));
 }
 
 void deals_as_defined(Random& random) {

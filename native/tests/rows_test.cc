@@ -8,7 +8,7 @@
 #include "../pool.h"
 #include "../update.h"
 #include "check.h"
-#include "left_rows.h"
+#include "evicted_rows.h"
 
 using namespace colonnade;
 

@@ -6,7 +6,7 @@
 #include "../dram.h"
 #include "../threads.h"
 #include "check.h"
-#include "left_rows.h"
+#include "evicted_rows.h"
 
 using namespace colonnade;
 
@@ -49,7 +49,7 @@ void threads_share_it() {
           if (random.below(2)) dram.erase(t, mine.first(mine.size() / 2), nowhere);
           std::vector<float> read(mine.size() * 4), born(mine.size() * 4);
           CHECK(dram.read(t, mine, reinterpret_cast<std::byte*>(read.data())).empty());
-          dram.birth_values(t, mine, reinterpret_cast<std::byte*>(born.data()));
+          dram.initial_values(t, mine, reinterpret_cast<std::byte*>(born.data()));
           CHECK(read == born);
           const auto resident = dram.resident(t, false);
           for (std::size_t i = 0; i < mine.size(); ++i)
@@ -87,9 +87,9 @@ void each_unit_is_visited_once() {
         if (units == 1) continue;  // shared with nobody, so what is inside of it may be
         std::vector<std::int64_t> visits(static_cast<std::size_t>(units));
         for_each_unit(units, [&](std::int64_t i) {
-          const auto here = std::this_thread::get_id();
+          const auto this_thread = std::this_thread::get_id();
           for_each_unit(3, [&](std::int64_t j) {
-            CHECK(std::this_thread::get_id() == here);
+            CHECK(std::this_thread::get_id() == this_thread);
             visits[static_cast<std::size_t>(i)] += j + 1;
           });
         });
@@ -103,11 +103,11 @@ void each_unit_is_visited_once() {
 // Units that touch few bytes are all visited here, in order.
 void little_is_done_alone() {
   set_num_threads(3);
-  const auto here = std::this_thread::get_id();
+  const auto this_thread = std::this_thread::get_id();
   for (int round = 0; round < 100; ++round) {
     std::int64_t next = 0;
     for_each_unit(50, 1000, [&](std::int64_t i) {
-      CHECK(i == next++ && std::this_thread::get_id() == here);
+      CHECK(i == next++ && std::this_thread::get_id() == this_thread);
       std::this_thread::yield();
     });
     CHECK(next == 50);

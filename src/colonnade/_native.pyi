@@ -236,17 +236,17 @@ class Dram:
         ids: Array,
         offsets: Array,
         slots: Array,
-        birth: bool,
+        initialise: bool,
         next_use: Array | None = None,  # (U,) uint8: `Batch.next_use` by row
     ) -> Acquired:
         """Pin rows and write their slots (U,) int32 to `slots`. Ids are unique within a table.
 
-        A row that is not resident gets a slot; a full table evicts unpinned rows. With `birth` missing rows are
-        initialised; otherwise the caller must `unpack` or `birth` them before any read.
+        A row that is not resident gets a slot; a full table evicts unpinned rows. With `initialise` missing rows are
+        initialised; otherwise the caller must `unpack` or `initialise` them before any read.
 
         MemoryError("table <t> needs <n> slots of <capacity>, <p> pinned") changes no row; p: rows other than the n
         that cannot be evicted. IndexError for an id outside a vocabulary table changes nothing either."""
-    def resume(self, table: int, slots: Array, heats: Array) -> None:
+    def resume(self, table: int, slots: Array, frequencies: Array) -> None:
         """Restore the access frequency, (N,) uint8, of rows that were just acquired and had been resident before."""
     def recall(self, table: int, slots: Array, steps: int) -> None:
         """Estimate from their clocks the access frequency of rows, just acquired and unpacked, that only earlier
@@ -254,7 +254,7 @@ class Dram:
     def release(self, slots: Array, offsets: Array, dirty: bool) -> None:
         """Unpin rows; `dirty` marks them as changed. ValueError if a slot is not pinned, after the others are released;
         directly indexed tables have no pins to check."""
-    def birth(self, ids: Array, slots: Array, table: int) -> None:
+    def initialise(self, ids: Array, slots: Array, table: int) -> None:
         """Initialise rows in their slots."""
     def pack(self, table: int, slots: Array, records: Array) -> None:
         """Copy rows to records (N, record_bytes) uint8 = weights | state | low halves if split | clock (uint64;
@@ -271,7 +271,7 @@ class Dram:
     def read(self, table: int, ids: Array, out: Array) -> Array:
         """Copy weights of resident rows to out (N, D); return the positions (M,) int32 of the others. Changes
         nothing."""
-    def birth_values(self, table: int, ids: Array, out: Array) -> None:
+    def initial_values(self, table: int, ids: Array, out: Array) -> None:
         """Write the initial weights of ids to out (N, D). Changes nothing else."""
     def dirty(self, table: int) -> tuple[Array, Array]:
         """Return (ids (N,) int64, slots (N,) int32) of rows that are newer than the backing, by ascending id."""
@@ -308,7 +308,7 @@ class Acquired:
 
     missing: Array  # (M,) int32: positions in ids, ascending, of rows that were not resident
     evicted_ids: list[Array]  # by table, (V,) int64: evicted rows that are newer than the backing
-    evicted_heats: list[Array]  # by table, (V,) uint8
+    evicted_frequencies: list[Array]  # by table, (V,) uint8
     evicted_records: list[Array]  # by table, (V, record_bytes) uint8
     num_evicted: int  # clean ones included
     num_mapped: int  # resident rows of tables whose rows are in mapped files
@@ -359,7 +359,7 @@ class Retention:
     def __init__(
         self, by: str, max_rows: int, max_age: int, halve_steps: int, num_shares: int
     ) -> None: ...
-    def hear(self, ids: Array, norms: Array | None, step: int) -> Array:
+    def record_updates(self, ids: Array, norms: Array | None, step: int) -> Array:
         """Record updates of unique ids (N,) in `step`, and return the ids (M,) to evict. Steps never decrease; norms
         (N,) float64 are squared, by norm only."""
     def remove(self, ids: Array) -> None:
@@ -380,7 +380,7 @@ class DirectoryStep:
 
     number: int
     slots: Array  # (U,) int32
-    asked: Array  # (U,) uint8
+    outcomes: Array  # (U,) uint8
     ages: Array  # (U,) int32
     ticks: Array  # (U,) int32
     pushed: Array  # (U,) bool
@@ -399,9 +399,9 @@ class Directory:
     bytes: int
     def __init__(self, capacity: int, read_bound: int, write_bound: int, policy: str) -> None: ...
     def step(
-        self, ids: Array, next_uses: Array | None, coming: Array | None, window: int
+        self, ids: Array, next_uses: Array | None, entering: Array | None, window: int
     ) -> DirectoryStep:
-        """Decide the next batch: ids (U,) int64 ascending, unique; next_uses (U,) int32; coming (N,) int64
+        """Decide the next batch: ids (U,) int64 ascending, unique; next_uses (U,) int32; entering (N,) int64
         ascending."""
     def undo(self, ids: Array, done: DirectoryStep) -> None:
         """Undo the newest step. ids: those of that step. ValueError unless it is the newest."""
@@ -410,14 +410,14 @@ class Directory:
     def set_bounds(self, read_bound: int, write_bound: int) -> None:
         """Set the bounds of a row clock, in batches."""
     def rows(self) -> tuple[Array, Array, Array, Array, Array]:
-        """Return ids (R,) int64 ascending; slots, copied, ticks, worths (R,) int32 (worths: uint32 bits)."""
+        """Return ids (R,) int64 ascending; slots, copied, ticks, scores (R,) int32 (scores: uint32 bits)."""
     def load(
         self,
         ids: Array,
         slots: Array,
         copied: Array,
         ticks: Array,
-        worths: Array,
+        scores: Array,
         number: int,
         time: int,
     ) -> None:
@@ -441,7 +441,7 @@ class CountMinSketch:
         end_block: int,
         halve_steps: int,
     ) -> None: ...
-    def hear(self, ids: Array, step: int) -> Array:
+    def record_updates(self, ids: Array, step: int) -> Array:
         """Count one update of unique ids (N,) in `step`; return (N,) uint8, 1 for those updated `threshold` times.
         Steps never decrease. ValueError for an id of another block."""
     def begin_snapshot(self) -> None:
@@ -562,15 +562,15 @@ def update(
     16-bit rows without `split` are rounded stochastically, with the mean preserved; the bits depend only on
     (seed, table, id, clock, column)."""
 
-def pairwise_dot(vectors: list[Array], kept: list[int], out: Array) -> None:
+def pairwise_dot(vectors: list[Array], copied: list[int], out: Array) -> None:
     """Compute the dot products of all pairs of vectors of a sample.
 
     vectors: (B, k, D) each, V vectors in all, all float32 or all float64, last stride 1.
-    out (B, len(kept) * D + V (V - 1) / 2): the `kept` vectors, then <v_i, v_j> by i, then j < i; each dot product is
-    summed from its first element to its last."""
+    out (B, len(copied) * D + V (V - 1) / 2): the `copied` vectors, then <v_i, v_j> by i, then j < i; each dot product
+    is summed from its first element to its last."""
 
 def pairwise_dot_gradient(
-    vectors: list[Array], kept: list[int], gradient: Array, out: list[Array | None]
+    vectors: list[Array], copied: list[int], gradient: Array, out: list[Array | None]
 ) -> None:
     """Compute the gradients of `pairwise_dot`. gradient: as its `out`; out: as `vectors`, None for those not needed."""
 
@@ -698,7 +698,7 @@ class MappedReader:
     def read(
         self,
         tables: list[MappedTable],
-        births: Dram,  # has the first values of absent rows
+        initial_rows: Dram,  # has the first values of absent rows
         ids: Any,  # mapping of feature names to ids
         size: int,
         is_sharing: bool,  # a feature with one sample has it for all samples
@@ -793,21 +793,26 @@ class RowLog:
         first_segment: int,
     ) -> None: ...
     def write(
-        self, ids: Array, records: Array, heats: Array | None, stream: int, for_commit: bool = False
+        self,
+        ids: Array,
+        records: Array,
+        frequencies: Array | None,
+        stream: int,
+        for_commit: bool = False,
     ) -> None:
-        """Append rows to a write buffer: records (N, record_bytes) uint8, heats (N,) uint8. Writes memory only.
+        """Append rows to a write buffer: records (N, record_bytes) uint8, frequencies (N,) uint8. Writes memory only.
 
-        heats None: a row keeps its heat, a new row has 0. The last of equal ids wins. for_commit: the row also replaces
-        its version in the frozen content. A row of the frozen content that has changed since `freeze` must first be
-        written with for_commit, before any other write or delete of it."""
+        frequencies None: a row keeps its access frequency, a new row has 0. The last of equal ids wins. for_commit: the
+        row also replaces its version in the frozen content. A row of the frozen content that has changed since `freeze`
+        must first be written with for_commit, before any other write or delete of it."""
     def delete(self, ids: Array) -> int:
         """Delete rows, except from the frozen content; return the number that existed."""
     def places(self, ids: Array, out: Array) -> None:
         """Write the places of rows to out (N,) int64; -1 for absent rows."""
-    def heats(self, ids: Array, out: Array) -> None:
-        """Write the heats (access frequencies) of rows to out (N,) uint8; 0 for absent rows."""
-    def touch(self, ids: Array, heats: Array) -> None:
-        """Set the heats (N,) uint8 of rows; absent ids are ignored."""
+    def frequencies(self, ids: Array, out: Array) -> None:
+        """Write the frequencies of rows to out (N,) uint8; 0 for absent rows."""
+    def touch(self, ids: Array, frequencies: Array) -> None:
+        """Set the frequencies (N,) uint8 of rows; absent ids are ignored."""
     def read(self, reader: PageReader, ids: Array, out: Array, demand: bool) -> LogRead:
         """Begin to read rows to out (N, record_bytes) uint8, with the content at the time of the call.
 

@@ -45,9 +45,9 @@ class Log:
         self.log.write(np.array(ids, np.int64), records, None, stream, False)
 
     def write_heats(self, ids, salt) -> None:
-        heats = np.array([(i * salt) % 256 for i in ids], np.uint8)
+        frequencies = np.array([(i * salt) % 256 for i in ids], np.uint8)
         records = make_records(ids, RECORD_BYTES, salt)
-        self.log.write(np.array(ids, np.int64), records, heats, 0, False)
+        self.log.write(np.array(ids, np.int64), records, frequencies, 0, False)
 
     def delete(self, ids) -> int:
         return self.log.delete(np.array(ids, np.int64))
@@ -110,14 +110,14 @@ class Log:
         """All that can be seen."""
         ids = np.arange(70, dtype=np.int64)
         out = np.zeros((70, RECORD_BYTES), np.uint8)
-        places, heats = np.empty(70, np.int64), np.empty(70, np.uint8)
+        places, frequencies = np.empty(70, np.int64), np.empty(70, np.uint8)
         self.log.places(ids, places)
-        self.log.heats(ids, heats)
+        self.log.frequencies(ids, frequencies)
         result, fault = self.log.read(self.reader, ids, out, True).wait()
         columns = [np.asarray(column).astype(int).tolist() for column in self.log.segments()]
         facts = {
             "places": places.tolist(),
-            "heats": heats.tolist(),
+            "frequencies": frequencies.tolist(),
             "found": np.asarray(result).astype(bool).tolist(),
             "fault": fault,
             "rows": out.tolist(),

@@ -81,21 +81,23 @@ class RowLog:
         self._parts: dict[int, _Part] = {}
         self._active: list[_Part | None] = [None] * num_streams
         self._place: dict[int, int] = {}
-        self._heat: dict[int, int] = {}
+        self._frequency: dict[int, int] = {}
         self._is_frozen = False
-        self._hot_heat: float | None = None
+        self._hot_frequency: float | None = None
         self._lock = threading.RLock()
         self._counts = dict.fromkeys(("rows_written", "rows_deleted", "rows_rewritten"), 0)
 
     # ---- rows
 
-    def write(self, ids, records, heats=None, stream: int = 0, for_commit: bool = False) -> None:
+    def write(
+        self, ids, records, frequencies=None, stream: int = 0, for_commit: bool = False
+    ) -> None:
         ids, records = np.asarray(ids), np.asarray(records)
         with self._lock:
             self._counts["rows_written"] += len(ids)
             for i, row_id in enumerate(ids.tolist()):
-                if heats is not None:
-                    self._heat[row_id] = int(heats[i])
+                if frequencies is not None:
+                    self._frequency[row_id] = int(frequencies[i])
                 self._append(row_id, records[i], stream, for_commit)
 
     def delete(self, ids) -> int:
@@ -104,7 +106,7 @@ class RowLog:
             count = 0
             for row_id in gone:
                 place = self._place.pop(row_id, None)
-                self._heat.pop(row_id, None)
+                self._frequency.pop(row_id, None)
                 if place is not None:
                     self._parts[place >> 32].live[place & 0xFFFFFFFF] = False
                     count += 1
@@ -115,15 +117,17 @@ class RowLog:
         with self._lock:
             np.asarray(out)[:] = [self._place.get(i, -1) for i in np.asarray(ids).tolist()]
 
-    def heats(self, ids, out) -> None:
+    def frequencies(self, ids, out) -> None:
         with self._lock:
-            np.asarray(out)[:] = [self._heat.get(i, 0) for i in np.asarray(ids).tolist()]
+            np.asarray(out)[:] = [self._frequency.get(i, 0) for i in np.asarray(ids).tolist()]
 
-    def touch(self, ids, heats) -> None:
+    def touch(self, ids, frequencies) -> None:
         with self._lock:
-            for row_id, heat in zip(np.asarray(ids).tolist(), np.asarray(heats), strict=True):
+            for row_id, frequency in zip(
+                np.asarray(ids).tolist(), np.asarray(frequencies), strict=True
+            ):
                 if row_id in self._place:
-                    self._heat[row_id] = int(heat)
+                    self._frequency[row_id] = int(frequency)
 
     def read(self, reader, ids, out, demand: bool = True) -> LogRead:
         ids, out = np.asarray(ids), np.asarray(out)
@@ -261,13 +265,15 @@ class RowLog:
         with self._lock:
             ids = ids.tolist()
             rows = [r for r, row_id in enumerate(ids) if self._place.get(row_id) == first + r]
-            rows.sort(key=lambda r: -self._heat.get(ids[r], 0))
+            rows.sort(key=lambda r: -self._frequency.get(ids[r], 0))
             if rows:
-                heat = float(self._heat.get(ids[rows[len(rows) // 8]], 0))
-                before = self._hot_heat
-                self._hot_heat = heat if before is None else before + (heat - before) / 10
+                frequency = float(self._frequency.get(ids[rows[len(rows) // 8]], 0))
+                before = self._hot_frequency
+                self._hot_frequency = (
+                    frequency if before is None else before + (frequency - before) / 10
+                )
             for r in rows:
-                is_hot = self._heat.get(ids[r], 0) > int(self._hot_heat or 0)
+                is_hot = self._frequency.get(ids[r], 0) > int(self._hot_frequency or 0)
                 payload = frames[r, 4 : 4 + self._record_bytes]
                 self._append(ids[r], payload, hot_stream if is_hot else stream, False)
             self._counts["rows_rewritten"] += len(rows)

@@ -1,4 +1,4 @@
-"""A directory's definition, row by row: a dict of copies, of which a batch keeps those that are worth most."""
+"""A directory's definition, row by row: a dict of copies, of which a batch keeps those with the highest scores."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 HIT, MISS, EXPIRED = 0, 1, 2
 DOUBLING, HALF_LIFE, GAIN_STEP = 1024, 1024 << 20, 16
-MOST_TIME, SET_BACK = 2**32 - 1 - 64 * DOUBLING, 2**31
+MOST_TIME, SCORE_DECREMENT = 2**32 - 1 - 64 * DOUBLING, 2**31
 GAIN = [
     math.floor(DOUBLING * math.log2(1 + 2 ** (-i * GAIN_STEP / DOUBLING)) + 0.5)
     for i in range(12 * DOUBLING // GAIN_STEP)
@@ -26,12 +26,12 @@ class Row:
 
 
 @dataclass
-class Said:
+class SlowDecision:
     """Decision about one batch."""
 
     by_row: dict[int, list] = field(
         default_factory=dict
-    )  # slot, asked, age, ticks, pushed, leaving
+    )  # slot, outcome, age, ticks, pushed, leaving
     evicted: dict[int, list] = field(default_factory=dict)  # slot, ticks
 
 
@@ -53,7 +53,7 @@ class SlowDirectory:
         self.before = []
         return pushed
 
-    def worth(self, row: Row) -> tuple:
+    def score(self, row: Row) -> tuple:
         if self.policy == "lru":
             return (row.last,)
         if self.policy == "lfu":
@@ -62,48 +62,50 @@ class SlowDirectory:
             return (11,) if row.uses > 10 else (row.uses, row.last)
         return (1, -row.next) if row.next else (0, row.last)
 
-    def decide_batch(self, ids: list[int], next_uses=None, coming=(), window: int = 0) -> Said:
+    def decide_batch(
+        self, ids: list[int], next_uses=None, entering_ids=(), window: int = 0
+    ) -> SlowDecision:
         rows = {id: Row(**vars(row)) for id, row in self.rows.items()}
         self.before.append((rows, self.number, self.time))
         self.number += 1
         if self.policy == "lfu":
             if self.time >> 20 >= MOST_TIME:
-                self.time -= SET_BACK << 20
+                self.time -= SCORE_DECREMENT << 20
                 for row in self.rows.values():
-                    row.score = max(1, row.score - SET_BACK)
+                    row.score = max(1, row.score - SCORE_DECREMENT)
             turned = len(ids) * HALF_LIFE // self.capacity if self.capacity else HALF_LIFE
             self.time += min(HALF_LIFE, turned)
         if self.policy == "lookahead" and self.number % 64 == 0:
             for row in self.rows.values():
                 if row.next and row.next < self.number:
                     row.next, row.last = 0, 1
-        text, free = Said(), self.free_slots(len(ids))
+        decision, free = SlowDecision(), self.free_slots(len(ids))
         for id, distance in zip(ids, next_uses or [0] * len(ids), strict=True):
-            row, outcomes, age = self.rows.get(id), MISS, 0
+            row, outcome, age = self.rows.get(id), MISS, 0
             if row is not None:
                 age = self.number - row.copied
-                outcomes = EXPIRED if age > self.read_bound else HIT
+                outcome = EXPIRED if age > self.read_bound else HIT
             else:
                 row = self.rows[id] = Row(free.pop(0), self.number)
-            if outcomes != HIT:
+            if outcome != HIT:
                 row.copied = self.number
             self.use(row, distance)
             row.ticks += 1
             is_pushed = row.ticks > self.write_bound
-            text.by_row[id] = [row.slot, outcomes, age, row.ticks, is_pushed, False]
+            decision.by_row[id] = [row.slot, outcome, age, row.ticks, is_pushed, False]
             if is_pushed:
                 row.ticks = 0
-        for id in coming if self.policy == "lookahead" else ():
+        for id in entering_ids if self.policy == "lookahead" else ():
             if id in self.rows and not self.rows[id].next:
                 self.rows[id].next = self.number + window
-        order = sorted(self.rows, key=lambda id: (self.worth(self.rows[id]), id))
+        order = sorted(self.rows, key=lambda id: (self.score(self.rows[id]), id))
         for id in order[: max(0, len(order) - self.capacity)]:
             row = self.rows.pop(id)
-            if id in text.by_row:
-                text.by_row[id][4:] = [True, True]
+            if id in decision.by_row:
+                decision.by_row[id][4:] = [True, True]
             elif row.ticks:
-                text.evicted[id] = [row.slot, row.ticks]
-        return text
+                decision.evicted[id] = [row.slot, row.ticks]
+        return decision
 
     def use(self, row: Row, distance: int) -> None:
         now = (self.time >> 20) + 1

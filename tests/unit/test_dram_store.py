@@ -299,7 +299,7 @@ def test_rows_leave_and_return_with_their_counts_of_uses(cache_rows, tmp_path):
     train(store, *of(200, 260), truth)
     store.flush()
     quarters = torch.empty(40, dtype=torch.uint8)  # of doublings of the count
-    store.logs[1].log.heats(torch.arange(40), quarters)
+    store.logs[1].log.frequencies(torch.arange(40), quarters)
     assert quarters[:20].min() >= 4 * 3.5 and quarters[20:].max() <= 4 * 2.5
     close(store)
 

@@ -11,7 +11,7 @@ import torch
 from test_native_dram import open_dram
 
 UNIVERSE, CAPACITY, STEPS, LOOKUPS = 40_000, 5_000, 400, 1_000
-HALF_LIFE = 32 * CAPACITY  # uses of rows; native/slot_worth.cc
+HALF_LIFE = 32 * CAPACITY  # uses of rows; native/slot_scores.cc
 
 
 def zipf_batches(exponent: float, seed: int = 0) -> list[np.ndarray]:
@@ -24,18 +24,18 @@ def zipf_batches(exponent: float, seed: int = 0) -> list[np.ndarray]:
 
 
 def hits_of(score, batches: list[np.ndarray]) -> int:
-    """`score(step, ids)` -> what each row of the universe is worth once `ids` were used: the least worth leaves."""
+    """`score(step, ids)` -> the score of each row of the universe once `ids` were used: the lowest leaves."""
     resident, hits = np.zeros(UNIVERSE, bool), 0
     for step, ids in enumerate(batches):
         hits += resident[ids].sum()
-        worth = score(step, ids)
+        scores = score(step, ids)
         others = resident.copy()
         others[ids] = False
         resident[ids] = True
         surplus = int(resident.sum()) - CAPACITY
         if surplus > 0:
             rows = np.flatnonzero(others)
-            resident[rows[np.argpartition(worth[rows], surplus - 1)[:surplus]]] = False
+            resident[rows[np.argpartition(scores[rows], surplus - 1)[:surplus]]] = False
     return int(hits)
 
 
@@ -93,11 +93,12 @@ def hits_of_dram(
     clocks: np.ndarray | None = None,
     steps: int = 0,
 ):
-    """Rows that leave tell their heat, and are told it when they come back. clocks (U,): of rows at rest, which were
-    trained for `steps` steps."""
+    """Evicted rows return their access frequency, and `resume` restores it when they come back.
+
+    clocks (U,): of rows that were trained for `steps` steps before."""
     clocks = np.zeros(UNIVERSE, np.int64) if clocks is None else clocks
     dram = open_dram(dims=[1], state=0, capacity=CAPACITY)
-    heats, known = np.zeros(UNIVERSE, np.uint8), np.zeros(UNIVERSE, bool)
+    frequencies, known = np.zeros(UNIVERSE, np.uint8), np.zeros(UNIVERSE, bool)
     hits, batches_held = 0, []
     for step, ids in enumerate(batches):
         rows = torch.from_numpy(ids)
@@ -108,9 +109,11 @@ def hits_of_dram(
         hits += len(ids) - len(missing)
         gone = np.asarray(victims.evicted_ids[0])
         assert len(gone) == victims.num_evicted  # all of them were trained
-        heats[gone], known[gone] = np.asarray(victims.evicted_heats[0]), True
+        frequencies[gone], known[gone] = np.asarray(victims.evicted_frequencies[0]), True
         before = missing[torch.from_numpy(known[ids[missing.numpy()]])]
-        dram.resume(0, slots[before].contiguous(), torch.from_numpy(heats[ids[before.numpy()]]))
+        dram.resume(
+            0, slots[before].contiguous(), torch.from_numpy(frequencies[ids[before.numpy()]])
+        )
         came = ids[missing.numpy()]
         records = np.zeros((len(missing), 12), np.uint8)
         records[:, 4:] = np.maximum(clocks[came], 1).astype("<u8").view(np.uint8).reshape(-1, 8)
@@ -215,6 +218,6 @@ def test_wrong_hints_are_refused():
     for hints in (torch.zeros(3, dtype=torch.uint8), torch.zeros(2, dtype=torch.int8)):
         with pytest.raises(ValueError, match="next_use"):
             dram.acquire(torch.arange(2), torch.tensor([0, 2]), slots, True, hints)
-    with pytest.raises(ValueError, match="heats"):
+    with pytest.raises(ValueError, match="frequencies"):
         dram.resume(0, slots[:0], torch.zeros(1, dtype=torch.uint8))
     assert dram.num_rows(0) == 0

@@ -1,4 +1,4 @@
-"""Dram: births, pins, eviction and records, against the twins and a dict that does the same slowly."""
+"""Dram: first values, pins, eviction and records, against the twins and a dict that does the same slowly."""
 
 import resource
 import sys
@@ -53,11 +53,11 @@ def open_dram(
     )
 
 
-def acquire(dram, ids, *, birth=True):
+def acquire(dram, ids, *, initialise=True):
     """One table's rows: (slots, what was left to do)."""
     ids = torch.as_tensor(ids, dtype=torch.int64)
     slots = torch.full((len(ids),), 77, dtype=torch.int32)
-    return slots, dram.acquire(ids, torch.tensor([0, len(ids)]), slots, birth)
+    return slots, dram.acquire(ids, torch.tensor([0, len(ids)]), slots, initialise)
 
 
 def acquire_of(dram, table, ids, *, num_tables):
@@ -91,16 +91,16 @@ FORMATS = [
 
 @pytest.mark.parametrize(("dtype", "split"), FORMATS)
 @pytest.mark.parametrize("dim", [1, 3, 16, 100])
-def test_births_equal_twin(dim, dtype, split):
+def test_first_values_equal_twin(dim, dtype, split):
     name = str(dtype).removeprefix("torch.")
     computed = torch.float64 if dtype == torch.float64 else torch.float32
     rng = np.random.default_rng(dim)
     ids = torch.from_numpy(np.concatenate([rng.integers(-(2**63), 2**63 - 1, size=900), LIMITS]))
     ids = ids.unique()
     for seed in (0, 1, 2**64 - 1):
-        master = reference.birth_values(ids, dim, seed, 0.3, computed)
+        master = reference.initial_values(ids, dim, seed, 0.3, computed)
         assert -0.3 <= master.min() and master.max() < 0.3
-        wanted, lows = reference.birth_values(ids, dim, seed, 0.3, dtype), None
+        wanted, lows = reference.initial_values(ids, dim, seed, 0.3, dtype), None
         if split:
             wanted, lows = reference.split_masters(master)
             assert same_bits(reference.join(wanted, lows), master)
@@ -110,7 +110,7 @@ def test_births_equal_twin(dim, dtype, split):
                     dims=[dim], capacity=len(ids), seed=seed, scale=0.3, dtype=name, split=split
                 )
                 values = torch.empty(len(ids), dim, dtype=dtype)
-                dram.birth_values(0, ids, values)
+                dram.initial_values(0, ids, values)
                 assert same_bits(values, wanted)
                 assert dram.num_rows(0) == 0
                 slots, leaving = acquire(dram, ids)
@@ -120,11 +120,11 @@ def test_births_equal_twin(dim, dtype, split):
         assert same_bits(records_of(dram, slots, born.shape[1]), born)
 
 
-def test_births_are_uniform():
+def test_first_values_are_uniform():
     """Known answer: mean 0, variance scale^2 / 3, no correlation between ids, positions or seeds."""
-    values = reference.birth_values(torch.arange(20_000), 8, 1, 1.0, torch.float64)
+    values = reference.initial_values(torch.arange(20_000), 8, 1, 1.0, torch.float64)
     assert abs(values.mean()) < 0.01 and abs(values.var() - 1 / 3) < 0.01
-    other = reference.birth_values(torch.arange(20_000), 8, 2, 1.0, torch.float64)
+    other = reference.initial_values(torch.arange(20_000), 8, 2, 1.0, torch.float64)
     for a, b in ((values[1:], values[:-1]), (values[:, 1:], values[:, :-1]), (values, other)):
         assert abs(torch.corrcoef(torch.stack([a.flatten(), b.flatten()]))[0, 1]) < 0.01
 
@@ -169,13 +169,13 @@ def test_parts_are_born_each_in_its_own_way(dtype, split):
     ids = torch.arange(-5, 20)
     masters = torch.cat(
         [
-            reference.birth_values(ids, dim, 7, scale, computed, column=column)
+            reference.initial_values(ids, dim, 7, scale, computed, column=column)
             for column, dim, scale in ((0, 3, 0.1), (3, 2, 0.0), (5, 4, 2.0))
         ],
         dim=1,
     )
     assert not masters[:, 3:5].any()
-    assert same_bits(masters[:, 5:], reference.birth_values(ids, 9, 7, 2.0, computed)[:, 5:])
+    assert same_bits(masters[:, 5:], reference.initial_values(ids, 9, 7, 2.0, computed)[:, 5:])
     weights, lows = reference.split_masters(masters) if split else (masters.to(dtype), None)
     state = torch.tensor([[0.5, 0, 3, 3, 3, 0]], dtype=computed).expand(len(ids), 6)
     records = reference.pack(weights, state, torch.zeros(len(ids), dtype=torch.int64), lows)
@@ -203,7 +203,7 @@ def test_records_round_trip(dim, state_elements, row_format, seed):
         dtype=str(dtype).removeprefix("torch."),
         split=split,
     )
-    slots, _ = acquire(dram, range(40), birth=False)
+    slots, _ = acquire(dram, range(40), initialise=False)
     computed = torch.float64 if dtype == torch.float64 else torch.float32
     weights = torch.randn(40, dim, generator=generator).to(dtype)
     state = torch.randn(40, state_elements, dtype=computed, generator=generator)
@@ -288,7 +288,7 @@ class DramAgainstDict(RuleBasedStateMachine):
                 acquire(self.dram, ids)
             assert [part.tolist() for part in self.dram.resident(0)] == before
             return
-        slots, leaving = acquire(self.dram, ids, birth=False)
+        slots, leaving = acquire(self.dram, ids, initialise=False)
         assert leaving.missing.tolist() == [
             i for i, row in enumerate(ids) if int(row) not in self.resident
         ]
@@ -299,7 +299,9 @@ class DramAgainstDict(RuleBasedStateMachine):
         # Exactly the evicted rows that were newer than below come back, with what they held.
         newer = {row for row in gone if self.clocks.get(row, 0) != self.below.get(row, 0)}
         evicted = leaving.evicted_ids[0].tolist()
-        assert set(evicted) == newer and len(evicted) == len(newer) == len(leaving.evicted_heats[0])
+        assert set(evicted) == newer and len(evicted) == len(newer) == len(
+            leaving.evicted_frequencies[0]
+        )
         assert torch.equal(
             leaving.evicted_records[0], self.records(evicted, [self.clocks[i] for i in evicted])
         )
@@ -349,7 +351,7 @@ class DramAgainstDict(RuleBasedStateMachine):
         local = set(self.resident)
         self.dram.erase(0, rows)
         in_use = self.pinned()
-        if self.kind.startswith("direct") and self.acquired:
+        if self.kind.startswith("direct") and in_use:
             in_use = local
         for row in ids.tolist():
             if row not in in_use:
@@ -361,7 +363,7 @@ class DramAgainstDict(RuleBasedStateMachine):
         if len(born):
             resident, slots = (np.asarray(part) for part in self.dram.resident(0))
             table_slots = torch.from_numpy(slots[np.searchsorted(resident, born)])
-            weights = reference.birth_values(torch.from_numpy(born), 4, 5, 0.5, torch.float32)
+            weights = reference.initial_values(torch.from_numpy(born), 4, 5, 0.5, torch.float32)
             state, clocks = torch.full((len(born), 1), 0.25), torch.zeros(len(born)).long()
             wanted = reference.pack(weights, state, clocks)
             assert torch.equal(records_of(self.dram, table_slots, 28), wanted)
@@ -645,7 +647,7 @@ def test_threads_share_a_dram():
             read = torch.empty(80, 4)
             if dram.read(0, ids, read).tolist():
                 failures.append("a pinned row was absent")
-            wanted = reference.birth_values(ids, 4, 5, 0.5, torch.float32)
+            wanted = reference.initial_values(ids, 4, 5, 0.5, torch.float32)
             if not torch.equal(read, wanted):
                 failures.append("a pinned row changed")
             release(dram, slots)
@@ -668,8 +670,8 @@ def test_threads_share_a_dram():
         (lambda d: d.unpack(0, int32(8), byte_rows(1, 28)), "got 8"),
         (lambda d: d.clean(0, int32(8)), "got 8"),
         (lambda d: d.clocks(0, int32(8)), "got 8"),
-        (lambda d: d.birth(torch.tensor([1]), int32(8), 0), "got 8"),
-        (lambda d: d.birth(torch.tensor([1]), int32(), 0), "slots: got int32"),
+        (lambda d: d.initialise(torch.tensor([1]), int32(8), 0), "got 8"),
+        (lambda d: d.initialise(torch.tensor([1]), int32(), 0), "slots: got int32"),
         (lambda d: d.clocks(1, int32()), "table 1 of 1"),
         (lambda d: d.num_rows(-1), "table -1 of 1"),
         (lambda d: d.release(int32(3), torch.tensor([0, 1]), True), "not pinned"),

@@ -190,13 +190,13 @@ class Call:
     def acquire(self):
         slots = int32(7, 7, 7)
         ids, offsets = longs(3, 2, 6), longs(0, 2, 3)
-        self.bind(self.dram.acquire, ids=ids, offsets=offsets, slots=slots, birth=True)
+        self.bind(self.dram.acquire, ids=ids, offsets=offsets, slots=slots, initialise=True)
 
     def release(self):
         self.bind(self.dram.release, slots=self.slots, offsets=longs(0, 2, 3), dirty=True)
 
-    def birth(self):
-        self.bind(self.dram.birth, ids=longs(1, 2), slots=self.slots[:2], table=0)
+    def initialise(self):
+        self.bind(self.dram.initialise, ids=longs(1, 2), slots=self.slots[:2], table=0)
 
     def pack(self):
         out = torch.zeros(2, 28, dtype=torch.uint8)
@@ -209,8 +209,8 @@ class Call:
     def read(self):
         self.bind(self.dram.read, table=0, ids=longs(1, 8), out=torch.zeros(2, 4))
 
-    def birth_values(self):
-        self.bind(self.dram.birth_values, table=1, ids=longs(1, 8), out=torch.zeros(2, 4))
+    def initial_values(self):
+        self.bind(self.dram.initial_values, table=1, ids=longs(1, 8), out=torch.zeros(2, 4))
 
     def clean(self):
         self.bind(self.dram.clean, table=0, slots=self.slots[:2])
@@ -234,13 +234,13 @@ class Call:
 
     def pairwise_dot(self):
         arrays = [vectors(3, 1, 4), vectors(3, 2, 4)]
-        self.bind(_native.pairwise_dot, vectors=arrays, kept=[0], out=torch.zeros(3, 7))
+        self.bind(_native.pairwise_dot, vectors=arrays, copied=[0], out=torch.zeros(3, 7))
 
     def pairwise_dot_gradient(self):
         self.bind(
             _native.pairwise_dot_gradient,
             vectors=[vectors(3, 1, 4), vectors(3, 2, 4)],
-            kept=[0],
+            copied=[0],
             gradient=vectors(3, 7),
             out=[None, torch.zeros(3, 2, 4)],
         )

@@ -110,7 +110,7 @@ def read(log, reader, ids, record_bytes, demand=True):
 
 
 def check_content(log, reader, model, ids, record_bytes):
-    """model: id -> (version, heat)"""
+    """model: id -> (version, frequency)"""
     ids = list(ids)
     result, out = read(log, reader, ids, record_bytes)
     assert result.tolist() == [i in model for i in ids]
@@ -121,9 +121,9 @@ def check_content(log, reader, model, ids, record_bytes):
             else torch.full_like(row, 0xA5)
         )
         assert torch.equal(row, wanted), i
-    heats = torch.empty(len(ids), dtype=torch.uint8)
-    log.heats(longs(ids), heats)
-    assert heats.tolist() == [model[i][1] if i in model else 0 for i in ids]
+    frequencies = torch.empty(len(ids), dtype=torch.uint8)
+    log.frequencies(longs(ids), frequencies)
+    assert frequencies.tolist() == [model[i][1] if i in model else 0 for i in ids]
     places = torch.empty(len(ids), dtype=torch.int64)
     log.places(longs(ids), places)
     assert [p >= 0 for p in places.tolist()] == [i in model for i in ids]
@@ -187,15 +187,17 @@ def test_log_is_a_dict(steps, record_bytes, kind, is_open):
             ids = [i for i in ids if is_open or 0 <= i < rows]
             visited.update(ids)
             if step == "write":
-                heats = (
+                frequencies = (
                     torch.tensor([(i + version) % 256 for i in ids], dtype=torch.uint8)
                     if version % 2
                     else None
                 )
-                log.write(longs(ids), records_of(ids, version, record_bytes), heats, stream)
+                log.write(longs(ids), records_of(ids, version, record_bytes), frequencies, stream)
                 for i in ids:
-                    heat = (i + version) % 256 if version % 2 else model[i][1] if i in model else 0
-                    model[i] = (version, heat)
+                    frequency = (
+                        (i + version) % 256 if version % 2 else model[i][1] if i in model else 0
+                    )
+                    model[i] = (version, frequency)
             elif step == "save" and frozen is not None:
                 # Of the rows as they were when the content was frozen, and of rows that were in memory only.
                 saved = [
@@ -332,11 +334,11 @@ def test_mapped_files_are_read_in_place():
     files.close()
 
 
-def test_collection_sorts_by_heat_and_passes_over_rows_that_moved():
+def test_collection_sorts_by_frequency_and_passes_over_rows_that_moved():
     log, files = make_log(8, segment_bytes=10**6)
     ids = list(range(300))
-    heats = torch.tensor([i * 7 % 256 for i in ids], dtype=torch.uint8)
-    log.write(longs(ids), records_of(ids, 0, 8), heats, 0)
+    frequencies = torch.tensor([i * 7 % 256 for i in ids], dtype=torch.uint8)
+    log.write(longs(ids), records_of(ids, 0, 8), frequencies, 0)
     log.seal()
     files.write()
     log.write(longs([5, 6]), records_of([5, 6], 1, 8), None, 0)
@@ -350,7 +352,9 @@ def test_collection_sorts_by_heat_and_passes_over_rows_that_moved():
     assert log.rewrite(1, longs(ids), files.frames(1, 0, 300), 0, 1, 1) == 297
     log.seal()
     moved = log.keys(3).tolist()
-    assert moved == sorted((i for i in ids if i not in (5, 6, 7)), key=lambda i: -int(heats[i]))
+    assert moved == sorted(
+        (i for i in ids if i not in (5, 6, 7)), key=lambda i: -int(frequencies[i])
+    )
     log.forget(1)
     files.close()
 

@@ -417,7 +417,7 @@ def test_learns_what_torch_learns(name, make):
         one_part(dim), [num_states], [4], [4], [1], [0.5], [0.0], [0], "float64", False, [1], [0]
     )
     first = torch.empty(4, dim, dtype=torch.float64)
-    dram.birth_values(0, torch.arange(4), first)
+    dram.initial_values(0, torch.arange(4), first)
     for row, values in zip(rows, first, strict=True):
         row.data.copy_(values)
     s = optimizers.Settings(lr=0.1, weight_decay=0.05)

@@ -112,7 +112,7 @@ class Twin:
         exponent = math.floor(math.log2(value))
         return exponent + math.floor((value / 2.0**exponent - 1) * 4) / 4
 
-    def hear(self, ids, norms, step):
+    def record_updates(self, ids, norms, step):
         names = sorted(zip(ids, norms, strict=True), key=lambda pair: mixed(pair[0]))
         for i, norm in names:
             before = self.rows.get(i)
@@ -148,9 +148,11 @@ class Twin:
 def test_a_snapshot_is_of_its_moment_whatever_changes_meanwhile(kind, limit, seed):
     native, random = _native.Retention(*kind, 1), np.random.default_rng(seed)
 
-    def hear(step):
+    def record_updates(step):
         ids = torch.from_numpy(np.unique(random.integers(0, 400, 40)))
-        native.hear(ids, torch.rand(len(ids)).double() if kind[0] == "norm" else None, step)
+        native.record_updates(
+            ids, torch.rand(len(ids)).double() if kind[0] == "norm" else None, step
+        )
         native.remove(torch.from_numpy(random.integers(0, 400, 5)))
 
     def columns(parts):
@@ -159,17 +161,17 @@ def test_a_snapshot_is_of_its_moment_whatever_changes_meanwhile(kind, limit, see
     step = 0
     for _ in range(4):
         for _ in range(3):
-            hear(step := step + 1)
+            record_updates(step := step + 1)
         wanted, results = columns(native.state()), []
         native.begin_snapshot()
         for _ in range(int(random.integers(0, 4))):
-            hear(step := step + 1)
+            record_updates(step := step + 1)
         while part := columns(native.save_some(limit)):
             results += part
-            hear(step := step + 1)
+            record_updates(step := step + 1)
         assert sorted(results) == wanted
     native.begin_snapshot()  # one that nobody finishes
-    hear(step + 1)
+    record_updates(step + 1)
 
 
 def test_a_sketch_is_copied_as_it_was_while_it_counts_on():
@@ -177,16 +179,16 @@ def test_a_sketch_is_copied_as_it_was_while_it_counts_on():
     retention, random = policy(admission=kind), np.random.default_rng(0)
     assert retention._sketch is not None
 
-    def hear(step):
+    def record_updates(step):
         ids = torch.from_numpy(np.unique(random.integers(0, 5000, 900)))
         retention.select_rows_to_delete(ids, torch.ones(len(ids)), step)
 
     for step in range(0, 30, 3):
-        hear(step)
+        record_updates(step)
         counters = torch.as_tensor(retention._sketch.counters).clone()
         retention.begin_state()
-        hear(step + 1)
-        hear(step + 2)
+        record_updates(step + 1)
+        record_updates(step + 2)
         state = retention.finish_state()
         assert torch.equal(torch.cat(state["counters"]), counters)
         assert state["counted_to"][0].tolist() == [step]
@@ -230,9 +232,9 @@ def test_orders_of_eviction_are_those_of_a_slow_twin(steps, kind, seed):
             twin.rows.pop(i, None)
         received = torch.from_numpy(norms) if kind[0] == "norm" else None
         remaining = torch.as_tensor(
-            native.hear(torch.tensor(ids, dtype=torch.int64), received, step)
+            native.record_updates(torch.tensor(ids, dtype=torch.int64), received, step)
         )
-        assert remaining.tolist() == twin.hear(ids, norms.tolist(), step)
+        assert remaining.tolist() == twin.record_updates(ids, norms.tolist(), step)
         assert torch.as_tensor(native.state()[0]).tolist() == twin.order()
         assert len(native) == len(twin.rows)
 
@@ -242,17 +244,17 @@ def test_counts_are_halved_however_long_a_row_was_not_updated(halvings):
     """A row of many updates against rows of few: the count, and the order in which rows leave."""
     twin, native = Twin("frequency", 4, 0, 2), _native.Retention("frequency", 4, 0, 2, 1)
 
-    def hear(ids: list[int], step: int) -> None:
-        remaining = torch.as_tensor(native.hear(torch.tensor(ids), None, step)).tolist()
-        assert remaining == twin.hear(ids, [0.0] * len(ids), step)
+    def record_updates(ids: list[int], step: int) -> None:
+        remaining = torch.as_tensor(native.record_updates(torch.tensor(ids), None, step)).tolist()
+        assert remaining == twin.record_updates(ids, [0.0] * len(ids), step)
         state = [torch.as_tensor(column).tolist() for column in native.state()]
         assert state[0] == twin.order()
         assert state[2] == [twin.rows[i].count for i in state[0]]
 
     for _ in range(600):
-        hear([1], 1)
+        record_updates([1], 1)
     for ids in ([2, 3], [2], [1], [4, 5], [6], [7], [8]):
-        hear(ids, max(1, 2 * halvings))
+        record_updates(ids, max(1, 2 * halvings))
 
 
 def test_many_rows_come_and_go_as_in_the_twin():
@@ -261,8 +263,10 @@ def test_many_rows_come_and_go_as_in_the_twin():
     random = np.random.default_rng(1)
     for step in range(12):
         ids = np.unique((random.random(900) ** 2 * 9000).astype(np.int64)) * 7919
-        remaining = torch.as_tensor(native.hear(torch.from_numpy(ids), None, step)).tolist()
-        assert remaining == twin.hear(ids.tolist(), [0.0] * len(ids), step)
+        remaining = torch.as_tensor(
+            native.record_updates(torch.from_numpy(ids), None, step)
+        ).tolist()
+        assert remaining == twin.record_updates(ids.tolist(), [0.0] * len(ids), step)
     assert len(native) == 3000
 
 
@@ -316,7 +320,7 @@ def test_a_sketch_admits_too_early_no_more_often_than_it_says():
 def test_a_counter_stays_at_its_most():
     """A counter that began again at 0 would send a row away that was admitted long ago."""
     sketch, row = _native.CountMinSketch(255, 2, 64, 1, 0, 1, 0), torch.tensor([7])
-    is_admitted = [int(sketch.hear(row, step)[0]) for step in range(600)]
+    is_admitted = [int(sketch.record_updates(row, step)[0]) for step in range(600)]
     assert is_admitted == [0] * 254 + [1] * 346
 
 
@@ -600,7 +604,7 @@ def test_counters_find_their_ranks(worlds):
     def world(size):
         return [RowRetention(kind, seed=1, shard=Shard(size, place)) for place in range(size)]
 
-    def hear(ranks, step):
+    def record_updates(ranks, step):
         owner = torch.as_tensor(_native.owner_of(ids, 0, len(ranks)))
         refused = [
             retention.select_rows_to_delete(
@@ -611,11 +615,11 @@ def test_counters_find_their_ranks(worlds):
         return torch.cat(refused)
 
     before, after = world(worlds[0]), world(worlds[1])
-    assert len(hear(before, 0)) == len(hear(before, 1)) == len(ids)
+    assert len(record_updates(before, 0)) == len(record_updates(before, 1)) == len(ids)
     states = [retention.state() for retention in before]
     for retention in after:
         retention.restore(states)
-    assert len(hear(after, 2)) == 0
+    assert len(record_updates(after, 2)) == 0
     if worlds[0] > 1:
         with pytest.raises(CheckpointError, match="memory of rows holds nothing"):
             after[0].restore([{}] * worlds[0])

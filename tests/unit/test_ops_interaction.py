@@ -19,7 +19,7 @@ COUNTS = (1, 2, 3, 4, 5, 8, 9, 10, 16, 17, 18, 25, 27, 33, 34, 42)
 
 @st.composite
 def vector_lists(draw):
-    """Yield (vectors with their strides, dim, kept): 2-D or 3-D tensors, with gaps, of a transposed batch, or side by
+    """Yield (vectors with their strides, dim, copied): 2-D or 3-D tensors, with gaps, of a transposed batch, or side by
     side."""
     batch_size = draw(st.sampled_from((0, 1, 2, 3, 5, 17)))
     dim, num_vectors = draw(st.sampled_from(DIMS)), draw(st.sampled_from(COUNTS))
@@ -227,7 +227,7 @@ def test_the_core_refuses():
         _native.fm([x.transpose(1, 2)], out)
     with pytest.raises(ValueError, match="out: got float32"):
         _native.pairwise_dot([x], [0], out)
-    with pytest.raises(ValueError, match="kept: got vector 5"):
+    with pytest.raises(ValueError, match="copied: got vector 5"):
         _native.pairwise_dot([x], [5], torch.empty(3, 5))
     with pytest.raises(ValueError, match=r"out\[0\]"):
         _native.fm_gradient([x], out, [torch.empty(3, 1, 4)])

@@ -24,9 +24,9 @@ def test_mix64_is_splitmix64():
 
 def test_birth_is_the_splitmix64_stream():
     word = unsigned(reference.mix64(torch.tensor([reference._word(reference.GOLDEN)])))[0]
-    first = reference.birth_values(torch.tensor([0]), 1, 0, 2.0, torch.float64)
+    first = reference.initial_values(torch.tensor([0]), 1, 0, 2.0, torch.float64)
     assert first.item() == 2.0 * (2 * (word >> 11) / 2**53 - 1)
-    first = reference.birth_values(torch.tensor([0]), 1, 0, 2.0, torch.float32)
+    first = reference.initial_values(torch.tensor([0]), 1, 0, 2.0, torch.float32)
     assert first.item() == 2.0 * (2 * (word >> 40) / 2**24 - 1)
 
 

@@ -163,7 +163,7 @@ def test_mapped_rows_are_those_of_the_file_or_first_values(tmp_path_factory, dra
                     wanted = weights[t][stored[t].index(id)]
                 else:
                     wanted = torch.empty(1, table.width, dtype=getattr(torch, table.dtype))
-                    births.birth_values(t, torch.tensor([id]), wanted)
+                    births.initial_values(t, torch.tensor([id]), wanted)
                 assert result == wanted.contiguous().view(torch.uint8).numpy().tobytes()
     rows.close()
 

@@ -129,7 +129,7 @@ def counted(tiered: Tiered) -> dict:
     return {
         "touched": used + sources.evicted_clean + appended,
         "appended": appended,
-        "looked": sum(native.num_looked(t) for t in range(2)),
+        "looked": sum(native.num_slots_examined(t) for t in range(2)),
         "remembered": tiered.embeddings.policies[0].work,
         "waited": sources.room_seconds,
     }

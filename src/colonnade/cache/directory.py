@@ -252,7 +252,7 @@ class Directory:
         return Decision(
             done.number,
             done.slots,
-            done.asked,
+            done.outcomes,
             done.ages,
             done.ticks,
             done.pushed,

@@ -226,7 +226,7 @@ class LayoutReader:
         dtype = torch.float32 if table.master else getattr(torch, table.dtype)
         first_values = torch.cat(
             [
-                reference.birth_values(
+                reference.initial_values(
                     missing, part.dim, seed, part.init_scale, dtype, column=part.column
                 )
                 for part in table.parts

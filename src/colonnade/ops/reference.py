@@ -30,7 +30,7 @@ def mix64(x: Tensor) -> Tensor:
     return x ^ _shift(x, 31)
 
 
-def birth_values(
+def initial_values(
     ids: Tensor, dim: int, seed: int, scale: float, dtype: torch.dtype, *, column: int = 0
 ) -> Tensor:
     """Return the first weights (N, D) of D columns of rows from `column` on, uniform in [-scale, scale).

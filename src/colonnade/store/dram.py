@@ -206,7 +206,7 @@ class DramStore:
             elif not self.backings:
                 absent = np.asarray(self.native.read(t, table_ids, out))
                 born = torch.empty(len(absent), table.width, dtype=out.dtype)
-                self.native.birth_values(t, torch.from_numpy(table_ids.numpy()[absent]), born)
+                self.native.initial_values(t, torch.from_numpy(table_ids.numpy()[absent]), born)
                 _view_bytes(out)[absent] = _view_bytes(born)
             else:
                 out = self._read_rows_from_backing(t, table_ids)
@@ -507,7 +507,7 @@ class DramStore:
         absent = np.flatnonzero(~exists)
         if len(absent):
             born = torch.empty(len(absent), table.width, dtype=out.dtype)
-            self.native.birth_values(table_index, torch.from_numpy(ids.numpy()[absent]), born)
+            self.native.initial_values(table_index, torch.from_numpy(ids.numpy()[absent]), born)
             _view_bytes(out)[absent] = _view_bytes(born)
         return out
 

@@ -262,7 +262,7 @@ class MappedTable:
             self.reserve(2 * len(ids))
         out = self._mapping.rows_behind(self._room, len(ids))
         values = torch.from_numpy(out).view(getattr(torch, self.table.dtype))
-        self._initialiser.birth_values(
+        self._initialiser.initial_values(
             self.table_index, torch.from_numpy(ids), values.view(len(ids), self.table.width)
         )
         first = self._mapping.first_free + self._room

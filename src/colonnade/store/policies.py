@@ -94,7 +94,7 @@ class RowRetention:
         if self._rows is not None:
             updated = stays & (clocks > 0)
             row_norms = None if norms is None else norms[updated].contiguous()
-            evicted = self._rows.hear(ids[updated].contiguous(), row_norms, step)
+            evicted = self._rows.record_updates(ids[updated].contiguous(), row_norms, step)
             forgotten.append(torch.as_tensor(evicted))
         return torch.cat(forgotten) if forgotten else ids[:0]
 
@@ -105,7 +105,7 @@ class RowRetention:
         """
         if self._rows is None:
             return ids[:0]
-        return torch.as_tensor(self._rows.hear(ids, norms, step))
+        return torch.as_tensor(self._rows.record_updates(ids, norms, step))
 
     def drop(self, ids: Tensor) -> None:
         """Forget what is remembered of deleted rows."""
@@ -210,7 +210,7 @@ class RowRetention:
     def _admits(self, ids: Tensor, step: int) -> Tensor:
         """Decide the admission of new rows: (N,) bool."""
         if self._sketch is not None:
-            return torch.as_tensor(self._sketch.hear(ids, step)).bool()
+            return torch.as_tensor(self._sketch.record_updates(ids, step)).bool()
         assert isinstance(self.admission, RandomAdmission)
         return draw_bits(ids, step, self._seed) < int(self.admission.probability * 2**53)
 

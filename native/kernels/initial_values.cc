@@ -29,7 +29,7 @@ COLONNADE_INLINE bool is_special(double value) {
 // Call put(j, value) for each of the task's columns. The value of column j of a row is word j + 1 of the splitmix64
 // stream that starts at a hash of (seed, id).
 template <class T, class Put>
-COLONNADE_INLINE void for_each_value(const BirthTask& task, std::int64_t id, const Put& put) {
+COLONNADE_INLINE void for_each_value(const InitialValuesTask& task, std::int64_t id, const Put& put) {
   constexpr std::uint64_t kGolden = 0x9e3779b97f4a7c15u;
   const std::uint64_t start = mix64(mix64(static_cast<std::uint64_t>(id)) ^ task.seed);
   const T scale = static_cast<T>(task.scale);
@@ -42,24 +42,24 @@ COLONNADE_INLINE void for_each_value(const BirthTask& task, std::int64_t id, con
 }  // namespace
 
 template <class T>
-void birth(const BirthTask& task, std::int64_t id, T* out) {
+void initial_values(const InitialValuesTask& task, std::int64_t id, T* out) {
   for_each_value<T>(task, id, [=](std::int64_t j, T value) { out[j] = value; });
 }
-template void birth<float>(const BirthTask&, std::int64_t, float*);
-template void birth<double>(const BirthTask&, std::int64_t, double*);
+template void initial_values<float>(const InitialValuesTask&, std::int64_t, float*);
+template void initial_values<double>(const InitialValuesTask&, std::int64_t, double*);
 
-void birth_bfloat16(const BirthTask& task, std::int64_t id, std::uint16_t* out) {
+void initial_values_bfloat16(const InitialValuesTask& task, std::int64_t id, std::uint16_t* out) {
   for_each_value<float>(task, id,
                         [=](std::int64_t j, float value) { out[j] = narrow<Bfloat16>(value).bits; });
 }
 
-void birth_float16(const BirthTask& task, std::int64_t id, std::uint16_t* out) {
+void initial_values_float16(const InitialValuesTask& task, std::int64_t id, std::uint16_t* out) {
   for_each_value<float>(task, id,
                         [=](std::int64_t j, float value) { out[j] = narrow<Float16>(value).bits; });
 }
 
 // Halves are rounded up, unlike above, so that the signed low half can always store the rest.
-void birth_split(const BirthTask& task, std::int64_t id, std::uint16_t* highs, std::uint16_t* lows) {
+void initial_values_split(const InitialValuesTask& task, std::int64_t id, std::uint16_t* highs, std::uint16_t* lows) {
   for_each_value<float>(task, id, [=](std::int64_t j, float value) {
     const std::uint32_t bits = bits_of(value);
     highs[j] = static_cast<std::uint16_t>((bits + 0x8000u) >> 16);

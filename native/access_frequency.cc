@@ -1,10 +1,10 @@
-#include "heat.h"
+#include "access_frequency.h"
 
 #include <cmath>
 
 namespace colonnade {
 
-const std::array<std::uint32_t, heat::kGains + 1> heat::kGain = [] {
+const std::array<std::uint32_t, access_frequency::kGains + 1> access_frequency::kGain = [] {
   std::array<std::uint32_t, kGains + 1> gains{};
   for (int i = 0; i < kGains; ++i)
     gains[i] = static_cast<std::uint32_t>(65536.0 * kDoubling * std::log2(1.0 + std::exp2(-(i + 0.5) / 32)));

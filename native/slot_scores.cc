@@ -1,4 +1,4 @@
-#include "slot_worth.h"
+#include "slot_scores.h"
 
 #include <algorithm>
 #include <cmath>
@@ -19,7 +19,7 @@ constexpr std::int64_t kApart = 1024;         // ticks in which the oldest score
 
 }  // namespace
 
-SlotWorth::SlotWorth(std::int64_t slots)
+SlotScores::SlotScores(std::int64_t slots)
     : slab_(checked_bytes(2, static_cast<std::size_t>(slots + kBlock))),
       scores_(reinterpret_cast<std::uint16_t*>(slab_.data())),
       slots_(slots) {
@@ -28,7 +28,7 @@ SlotWorth::SlotWorth(std::int64_t slots)
   candidates_ = reinterpret_cast<std::uint32_t*>(candidates_slab_.data());
 }
 
-void SlotWorth::tick(std::int64_t rows, std::int64_t touched, bool is_hinted) noexcept {
+void SlotScores::tick(std::int64_t rows, std::int64_t touched, bool is_hinted) noexcept {
   ++num_ticks_;
   if (is_hinted != has_hints()) change(is_hinted, touched);
   if (has_hints()) {
@@ -36,14 +36,14 @@ void SlotWorth::tick(std::int64_t rows, std::int64_t touched, bool is_hinted) no
     offset_ = now_;
   } else {
     half_lives_ = std::min(1.0, static_cast<double>(rows) / static_cast<double>(kHalfLife * std::max<std::int64_t>(1, slots_)));
-    time_ += static_cast<std::uint64_t>(half_lives_ * heat::kDoubling * 0x1p32);
+    time_ += static_cast<std::uint64_t>(half_lives_ * access_frequency::kDoubling * 0x1p32);
     now_ = static_cast<std::uint16_t>(time_ >> 32);
-    offset_ = static_cast<std::uint16_t>(heat::kBehind - now_);
+    offset_ = static_cast<std::uint16_t>(access_frequency::kBehind - now_);
   }
   refresh_oldest_scores(touched / kApart + rows / 64 + 1, touched);
 }
 
-void SlotWorth::follow(const SlotWorth& upper, std::int64_t touched) noexcept {
+void SlotScores::follow_clock(const SlotScores& upper, std::int64_t touched) noexcept {
   if (upper.num_ticks_ == num_ticks_) return;
   num_ticks_ = upper.num_ticks_;
   time_ = upper.time_;
@@ -54,19 +54,19 @@ void SlotWorth::follow(const SlotWorth& upper, std::int64_t touched) noexcept {
 }
 
 // Scores of one kind cannot be compared with the other.
-void SlotWorth::change(bool is_hinted, std::int64_t touched) noexcept {
+void SlotScores::change(bool is_hinted, std::int64_t touched) noexcept {
   flip_ = is_hinted ? 0xffff : 0;
   now_ = static_cast<std::uint16_t>(is_hinted ? num_ticks_ : time_ >> 32);
-  offset_ = is_hinted ? now_ : static_cast<std::uint16_t>(heat::kBehind - now_);
+  offset_ = is_hinted ? now_ : static_cast<std::uint16_t>(access_frequency::kBehind - now_);
   is_estimated_ = false;
   num_candidates_ = 0;
-  const std::uint16_t score = score_of(is_hinted ? 0xffff - kFarthest : heat::kBehind);
+  const std::uint16_t score = score_of(is_hinted ? 0xffff - kFarthest : access_frequency::kBehind);
   std::fill_n(scores_, touched, score);
 }
 
 // Time is modulo 2^16: scores so old that they would soon look new are moved up, a part of the slots at a time.
-void SlotWorth::refresh_oldest_scores(std::int64_t slots, std::int64_t touched) noexcept {
-  const std::uint16_t least = has_hints() ? 0xffff - kFarthest : 8 * heat::kDoubling;
+void SlotScores::refresh_oldest_scores(std::int64_t slots, std::int64_t touched) noexcept {
+  const std::uint16_t least = has_hints() ? 0xffff - kFarthest : 8 * access_frequency::kDoubling;
   const std::uint16_t moved = score_of(has_hints() ? 0 : least);
   const std::int64_t begin = apart_hand_ < touched ? apart_hand_ : 0;
   const std::int64_t end = std::min(touched, begin + slots);
@@ -75,34 +75,34 @@ void SlotWorth::refresh_oldest_scores(std::int64_t slots, std::int64_t touched) 
     const auto key = static_cast<std::uint16_t>((scores_[s] ^ flip) + offset);
     scores_[s] = key < least ? moved : scores_[s];
   }
-  num_looked_ += static_cast<std::uint64_t>(end - begin);
+  num_slots_examined_ += static_cast<std::uint64_t>(end - begin);
   apart_hand_ = end;
 }
 
-std::uint16_t SlotWorth::hinted(std::uint8_t next) const noexcept {
+std::uint16_t SlotScores::hinted(std::uint8_t next) const noexcept {
   if (next == next_use::kNever) return score_of(0);
   if (next == next_use::kUnknown) return score_of(is_estimated_ ? threshold_ : 0xffff - kFarthest);
   return score_of(static_cast<std::uint16_t>(0xffff - std::min<std::uint32_t>(next_use::kBatches[next], kFarthest)));
 }
 
-void SlotWorth::recall(std::uint32_t slot, std::uint32_t uses, std::int64_t steps) noexcept {
+void SlotScores::recall(std::uint32_t slot, std::uint32_t uses, std::int64_t steps) noexcept {
   if (has_hints() || uses == 0) return;
   const double decay = std::numbers::ln2 * half_lives_ * static_cast<double>(steps);  // of the first of these uses
-  const double kept = decay > 0 ? -std::expm1(-decay) / decay : 1.0;
-  const double doublings = std::clamp(std::log2(kept * uses), -8.0, 23.0);
-  const auto score = static_cast<std::uint16_t>(now_ + std::lround(doublings * heat::kDoubling));
-  scores_[slot] = heat::used(scores_[slot], score, random_of(slot));  // `used` adds any two counts
+  const double remaining = decay > 0 ? -std::expm1(-decay) / decay : 1.0;
+  const double doublings = std::clamp(std::log2(remaining * uses), -8.0, 23.0);
+  const auto score = static_cast<std::uint16_t>(now_ + std::lround(doublings * access_frequency::kDoubling));
+  scores_[slot] = access_frequency::after_use(scores_[slot], score, random_of(slot));  // `after_use` adds any two counts
 }
 
 // A row used every d batches has a count of about half-life / (ln 2 * d), in uses of rows by batches.
-std::uint8_t SlotWorth::at_rest(std::uint32_t slot) const noexcept {
-  if (!has_hints()) return heat::at_rest(score_of(std::max(key(scores_[slot]), std::uint16_t{heat::kDoubling})));
-  const std::uint16_t here = key(scores_[slot]);
-  const double batches = here == 0 ? 0x1p20 : std::max(1.0, 65535.0 - here);
+std::uint8_t SlotScores::stored_frequency(std::uint32_t slot) const noexcept {
+  if (!has_hints()) return access_frequency::to_stored(score_of(std::max(key(scores_[slot]), std::uint16_t{access_frequency::kDoubling})));
+  const std::uint16_t own_key = key(scores_[slot]);
+  const double batches = own_key == 0 ? 0x1p20 : std::max(1.0, 65535.0 - own_key);
   return static_cast<std::uint8_t>(std::max(1.0, 4.0 * (20.0 - std::log2(batches))));
 }
 
-std::int64_t SlotWorth::choose(std::span<std::uint32_t> victims, std::int64_t wanted, SlotHeaders& headers) noexcept {
+std::int64_t SlotScores::choose(std::span<std::uint32_t> victims, std::int64_t wanted, SlotHeaders& headers) noexcept {
   const std::int64_t touched = headers.num_touched();
   if (!is_estimated_ || num_chosen_ >= chosen_until_) estimate(wanted, headers);
   std::int64_t n = 0;
@@ -127,16 +127,16 @@ std::int64_t SlotWorth::choose(std::span<std::uint32_t> victims, std::int64_t wa
 }
 
 // Return the score of the lowest `wanted` rows, and at least of the lowest 2 %.
-void SlotWorth::estimate(std::int64_t wanted, const SlotHeaders& headers) noexcept {
+void SlotScores::estimate(std::int64_t wanted, const SlotHeaders& headers) noexcept {
   const std::int64_t touched = headers.num_touched();
   std::uint16_t keys[kSample];
-  std::int64_t n = 0, seen = 0;
-  const auto look = [&](std::uint32_t slot) {
-    ++seen;
+  std::int64_t n = 0, num_sampled = 0;
+  const auto sample_slot = [&](std::uint32_t slot) {
+    ++num_sampled;
     if (headers.is_resident(slot) && !headers.is_pinned(slot)) keys[n++] = key(scores_[slot]);
   };
   if (touched <= kSample) {
-    for (std::int64_t s = 0; s < touched; ++s) look(static_cast<std::uint32_t>(s));
+    for (std::int64_t s = 0; s < touched; ++s) sample_slot(static_cast<std::uint32_t>(s));
   } else {
     constexpr std::int64_t kAhead = 16;
     std::uint32_t coming[kAhead];
@@ -151,10 +151,10 @@ void SlotWorth::estimate(std::int64_t wanted, const SlotHeaders& headers) noexce
     for (std::int64_t i = 0; i < kSample; ++i) {
       const std::uint32_t slot = coming[i % kAhead];
       coming[i % kAhead] = draw();
-      look(slot);
+      sample_slot(slot);
     }
   }
-  num_looked_ += static_cast<std::uint64_t>(seen);
+  num_slots_examined_ += static_cast<std::uint64_t>(num_sampled);
   is_estimated_ = true;
   num_chosen_ = 0;
   if (n == 0) {
@@ -162,7 +162,7 @@ void SlotWorth::estimate(std::int64_t wanted, const SlotHeaders& headers) noexce
     chosen_until_ = wanted;
     return;
   }
-  const double unpinned = static_cast<double>(n) / static_cast<double>(seen) * static_cast<double>(touched);
+  const double unpinned = static_cast<double>(n) / static_cast<double>(num_sampled) * static_cast<double>(touched);
   const double share = std::max(kQuantile, static_cast<double>(wanted) / unpinned);
   const auto rank = std::clamp<std::int64_t>(static_cast<std::int64_t>(std::ceil(share * static_cast<double>(n))) - 1, 0, n - 1);
   std::nth_element(keys, keys + rank, keys + n);
@@ -171,7 +171,7 @@ void SlotWorth::estimate(std::int64_t wanted, const SlotHeaders& headers) noexce
 }
 
 // Examine up to `slots` slots from the hand on.
-std::int64_t SlotWorth::sweep(std::span<std::uint32_t> victims, std::int64_t slots, SlotHeaders& headers) noexcept {
+std::int64_t SlotScores::sweep(std::span<std::uint32_t> victims, std::int64_t slots, SlotHeaders& headers) noexcept {
   const std::int64_t touched = headers.num_touched();
   const std::uint16_t flip = flip_, offset = offset_, threshold = threshold_;
   std::int64_t n = 0;
@@ -194,7 +194,7 @@ std::int64_t SlotWorth::sweep(std::span<std::uint32_t> victims, std::int64_t slo
     }
     hand_ += i;
     slots -= i;
-    num_looked_ += static_cast<std::uint64_t>(i);
+    num_slots_examined_ += static_cast<std::uint64_t>(i);
   }
   return n;
 }
