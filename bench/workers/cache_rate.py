@@ -48,9 +48,14 @@ class Cache:
         self.table = torch.zeros(1, dtype=torch.int32)
         self.parts = _native.Parts(self.table, zero, width, one)
         self.reads = _native.Reads(self.table, zero, width)
-        self.dram = _native.Dram(
-            self.parts, [0], [num_slots], [num_slots], [0], [SCALE], [0.0], [0], FLOAT, False, [1], [0]
-        )  # fmt: skip
+        table = _native.TableSettings(
+            parts=[_native.PartInitialValues(dim, 1, SCALE, 0.0, 0)],
+            state_elements=0,
+            rows=num_slots,
+            capacity_rows=num_slots,
+            seed=0,
+        )
+        self.dram = _native.Dram([table], FLOAT, False)
         every = torch.arange(num_slots)
         self.dram.acquire(every, torch.tensor([0, num_slots]), every.to(torch.int32), True)
         self.bases = torch.tensor([self.dram.weights_address(0)])

@@ -41,7 +41,6 @@ from workers.roofline import (
 )
 from workers.workload import NUM_FEATURES, Tables, Workload
 
-KINDS = {"sgd": 0, "rowwise_adagrad": 1, "adagrad": 3}
 OPTIMIZERS = {"sgd": "SGD", "rowwise_adagrad": "RowWiseAdagrad", "adagrad": "Adagrad"}
 NUM_SETTINGS = 16
 LR_COLUMN, EPS_COLUMN, SCALE_COLUMN = 0, 2, 12
@@ -84,24 +83,21 @@ class Colonnade:
         self.reads = _native.Reads(self.indices, int32(*[0] * n), int32(*[dim] * n))
         self.declared_rows = torch.full((n,), 0 if is_open else tables.rows)
         self.undealt = torch.ones(n, dtype=torch.int64)
-        self.dram = _native.Dram(
-            self.parts,
-            [self.state_elements] * n,
-            self.declared_rows.tolist(),
-            [tables.rows] * n,
-            list(range(n)),
-            [SCALE] * n,
-            [0.0] * n,
-            [0] * n,
-            FLOAT,
-            False,
-            [1] * n,
-            [0] * n,
-        )
+        settings_by_table = [
+            _native.TableSettings(
+                parts=[_native.PartInitialValues(dim, 0, SCALE, 0.0, 0)],
+                state_elements=self.state_elements,
+                rows=0 if is_open else tables.rows,
+                capacity_rows=tables.rows,
+                seed=t,
+            )
+            for t in range(n)
+        ]
+        self.dram = _native.Dram(settings_by_table, FLOAT, False)
         bring_to_life(self.dram, tables.rows)
         self.bases = torch.tensor([self.dram.weights_address(t) for t in range(n)])
         self.strides = torch.tensor([self.dram.stride_bytes(t) for t in range(n)])
-        self.kinds = int32(*[KINDS[tables.optimizer]] * n)
+        self.kinds = int32(*[_native.OPTIMIZERS.index(tables.optimizer)] * n)
         settings = torch.zeros(n, NUM_SETTINGS, dtype=torch.float64)
         settings[:, LR_COLUMN], settings[:, EPS_COLUMN] = tables.lr, EPS
         settings[:, SCALE_COLUMN] = 1.0

@@ -1,7 +1,6 @@
 // Bindings of rows in memory.
 #include "bind/arrays.h"
 #include "dram.h"
-#include "parts.h"
 
 namespace colonnade {
 
@@ -33,41 +32,10 @@ struct Collected {
 // For tables without a backing, which never evict a dirty row.
 void nowhere(int64_t, const EvictedRows&) {}
 
-void make_dram(Dram* self, const Parts& parts, const std::vector<int64_t>& state_elements,
-               const std::vector<int64_t>& rows, const std::vector<int64_t>& capacity_rows,
-               const std::vector<uint64_t>& seeds, const std::vector<double>& init_scales,
-               const std::vector<double>& initial_states, const std::vector<int64_t>& initial_counts,
-               const std::string& dtype, bool split, const std::vector<int64_t>& num_owners,
-               const std::vector<int64_t>& places, bool can_evict,
-               const std::vector<std::string>& directories, const std::vector<int64_t>& first_columns,
-               const std::vector<int64_t>& most_rows) {
-  const auto n = static_cast<size_t>(parts.num_tables());
-  const auto num_parts = parts.all().size();
-  if (state_elements.size() != n || rows.size() != n || capacity_rows.size() != n || seeds.size() != n ||
-      num_owners.size() != n || places.size() != n || (!directories.empty() && directories.size() != n) ||
-      (!first_columns.empty() && first_columns.size() != n) || (!most_rows.empty() && most_rows.size() != n)) {
-    throw std::invalid_argument("Dram: state_elements, rows, capacity_rows, seeds, num_owners, places, directories, first_columns and most_rows need one element for each of " +
-                                std::to_string(n) + " tables");
-  }
-  if (init_scales.size() != num_parts || initial_states.size() != num_parts ||
-      initial_counts.size() != num_parts) {
-    throw std::invalid_argument("Dram: init_scales, initial_states and initial_counts need one element for each of " +
-                                std::to_string(num_parts) + " parts");
-  }
-  std::vector<TableSettings> tables;
-  for (size_t t = 0; t < n; ++t) {
-    tables.push_back({{}, state_elements[t], rows[t], capacity_rows[t], seeds[t], can_evict,
-                      directories.empty() ? std::string() : directories[t], num_owners[t], places[t],
-                      first_columns.empty() ? 0 : first_columns[t], most_rows.empty() ? 0 : most_rows[t]});
-    if (tables.back().first_column < 0) throw std::invalid_argument("Dram: a first column below 0");
-    auto p = static_cast<size_t>(parts.first(static_cast<int64_t>(t)));
-    for (const auto& part : parts.of(static_cast<int64_t>(t))) {
-      tables.back().parts.push_back(
-          {part.dim, part.state, init_scales[p], initial_states[p], initial_counts[p]});
-      ++p;
-    }
-  }
-  new (self) Dram(tables, {dtype_named(dtype), split});
+void make_dram(Dram* self, const std::vector<TableSettings>& tables, const std::string& dtype, bool is_split) {
+  for (const auto& table : tables)
+    if (table.first_column < 0) throw std::invalid_argument("Dram: a first column below 0");
+  new (self) Dram(tables, {dtype_named(dtype), is_split});
 }
 
 auto split(const std::vector<std::pair<int64_t, uint32_t>>& rows) {
@@ -125,11 +93,29 @@ void bind_dram(nb::module_& m) {
           })
       .def_prop_ro("num_evicted", [](const Collected& self) { return self.acquired.num_evicted; });
 
+  nb::class_<PartInitialValues>(m, "PartInitialValues")
+      .def(
+          "__init__",
+          [](PartInitialValues* self, int64_t dim, int64_t state, double init_scale, double initial_state,
+             int64_t initial_count) {
+            new (self) PartInitialValues{dim, state, init_scale, initial_state, initial_count};
+          },
+          "dim"_a, "state"_a, "init_scale"_a, "initial_state"_a, "initial_count"_a);
+
+  nb::class_<TableSettings>(m, "TableSettings")
+      .def(
+          "__init__",
+          [](TableSettings* self, const std::vector<PartInitialValues>& parts, int64_t state_elements, int64_t rows,
+             int64_t capacity_rows, uint64_t seed, bool can_evict, const std::string& directory, int64_t num_owners,
+             int64_t place, int64_t first_column, int64_t most_rows) {
+            new (self) TableSettings{parts,      state_elements, rows,  capacity_rows, seed,     can_evict,
+                                     directory, num_owners,     place, first_column,  most_rows};
+          },
+          nb::kw_only(), "parts"_a, "state_elements"_a, "rows"_a, "capacity_rows"_a, "seed"_a, "can_evict"_a = true,
+          "directory"_a = "", "num_owners"_a = 1, "place"_a = 0, "first_column"_a = 0, "most_rows"_a = 0);
+
   nb::class_<Dram>(m, "Dram")
-      .def("__init__", &make_dram, "parts"_a, "state_elements"_a, "rows"_a, "capacity_rows"_a, "seeds"_a,
-           "init_scales"_a, "initial_states"_a, "initial_counts"_a, "dtype"_a, "split"_a, "num_owners"_a, "places"_a,
-           "can_evict"_a = true, "directories"_a = std::vector<std::string>(),
-           "first_columns"_a = std::vector<int64_t>(), "most_rows"_a = std::vector<int64_t>())
+      .def("__init__", &make_dram, "tables"_a, "dtype"_a, "is_split"_a)
       .def(
           "acquire",
           [](Dram& self, In ids, In offsets, Out slots, bool initialise, std::optional<In> next_use) {

@@ -183,6 +183,37 @@ class Parts:
         states: Array,  # (P,) int32: first state element in the row's state
     ) -> None: ...
 
+class PartInitialValues:
+    """Initial values and optimizer state of one part of a row."""
+
+    def __init__(
+        self,
+        dim: int,  # columns, after those of earlier parts
+        state: int,  # first state element
+        init_scale: float,  # weights are uniform in [-init_scale, init_scale)
+        initial_state: float,  # value of the first `initial_count` state elements; the others start at 0
+        initial_count: int,
+    ) -> None: ...
+
+class TableSettings:
+    """Settings of one table of a `Dram`."""
+
+    def __init__(
+        self,
+        *,
+        parts: list[PartInitialValues],  # adjacent
+        state_elements: int,  # of all parts
+        rows: int,  # 0: open
+        capacity_rows: int,  # slots; reserves address space, memory is used as rows appear
+        seed: int,  # uint64, mixed from (run seed, table name)
+        can_evict: bool = True,  # whether a hashed table may evict rows; else a full one refuses new rows
+        directory: str = "",  # folder of mapped files for rows; "": in memory
+        num_owners: int = 1,  # vocabulary tables index by id // num_owners
+        place: int = 0,  # index of this rank among the owners; -1: no owner, ids are refused
+        first_column: int = 0,  # in the whole row, for initial values and rounding
+        most_rows: int = 0,  # largest capacity of `TieredRows.resize`; 0: as at first
+    ) -> None: ...
+
 class Dram:
     """Rows of T tables in this process's memory: index, slab on huge pages, pins, dirty bits, eviction by score.
 
@@ -200,36 +231,9 @@ class Dram:
 
     def __init__(
         self,
-        parts: Parts,
-        state_elements: list[int],  # by table: state elements of all its parts
-        rows: list[int],  # 0 = open
-        capacity_rows: list[
-            int
-        ],  # slots; reserves slab address space, memory is used as rows appear
-        seeds: list[int],  # uint64 per table, mixed from (run seed, table name)
-        init_scales: list[float],  # by part: initial weights are uniform in [-scale, scale)
-        initial_states: list[
-            float
-        ],  # by part: first value of its first `initial_counts` state elements;
-        initial_counts: list[int],  # the others start at 0
+        tables: list[TableSettings],
         dtype: str,  # "float32" | "float64" | "bfloat16" | "float16"
-        split: bool,
-        num_owners: list[
-            int
-        ],  # by table: number of owners; vocabulary tables index by id // num_owners
-        places: list[
-            int
-        ],  # by table: index of this rank among the owners; -1: no owner, ids are refused
-        can_evict: bool = True,  # whether hashed tables may evict rows; else a full table refuses new rows
-        directories: list[
-            str
-        ] = ...,  # by table: folder of mapped files for its rows, "": in memory; []: all in memory
-        first_columns: list[
-            int
-        ] = ...,  # by table: first column in the whole row, for initial values and rounding; []: all 0
-        most_rows: list[
-            int
-        ] = ...,  # by table: largest capacity of `TieredRows.resize`; []: as at first
+        is_split: bool,  # bfloat16 rows are the high halves of float32 masters
     ) -> None: ...
     def acquire(
         self,

@@ -34,23 +34,20 @@ def open_dram(
     can_evict=True,
 ):
     """Tables of one part each; every state element begins at 0.25."""
-    n = len(dims)
-    zeros = torch.zeros(n, dtype=torch.int32)
-    return _native.Dram(
-        _native.Parts(torch.arange(n).int(), zeros, torch.tensor(dims).int(), zeros),
-        [state] * n,
-        [rows] * n,
-        [capacity] * n,
-        [seed] * n,
-        [scale] * n,
-        [0.25] * n,
-        [state] * n,
-        dtype,
-        split,
-        [num_owners] * n,
-        [place] * n,
-        can_evict,
-    )
+    tables = [
+        _native.TableSettings(
+            parts=[_native.PartInitialValues(dim, 0, scale, 0.25, max(0, state))],
+            state_elements=state,
+            rows=rows,
+            capacity_rows=capacity,
+            seed=seed,
+            can_evict=can_evict,
+            num_owners=num_owners,
+            place=place,
+        )
+        for dim in dims
+    ]
+    return _native.Dram(tables, dtype, split)
 
 
 def acquire(dram, ids, *, initialise=True):
@@ -150,22 +147,18 @@ def test_split_is_exact_and_nearest():
 def test_parts_are_born_each_in_its_own_way(dtype, split):
     """Two tables, the first of three parts: scales and first state by part, columns numbered through the row."""
     computed = torch.float64 if dtype == torch.float64 else torch.float32
-    ints = [torch.tensor(x, dtype=torch.int32) for x in ([0, 0, 0, 1], [0, 3, 5, 0], [3, 2, 4, 2])]
-    states = torch.tensor([0, 2, 5, 0], dtype=torch.int32)
-    dram = _native.Dram(
-        _native.Parts(*ints, states),
-        [6, 0],
-        [0, 0],
-        [50, 50],
-        [7, 8],
-        [0.1, 0.0, 2.0, 1.0],
-        [0.5, 3.0, -1.0, 9.0],
-        [1, 3, 0, 0],
-        str(dtype).removeprefix("torch."),
-        split,
-        [1, 1],
-        [0, 0],
-    )
+    parts = [(3, 0, 0.1, 0.5, 1), (2, 2, 0.0, 3.0, 3), (4, 5, 2.0, -1.0, 0)]
+    tables = [
+        _native.TableSettings(
+            parts=[_native.PartInitialValues(*part) for part in own_parts],
+            state_elements=state_elements,
+            rows=0,
+            capacity_rows=50,
+            seed=seed,
+        )
+        for own_parts, state_elements, seed in ((parts, 6, 7), ([(2, 0, 1.0, 9.0, 0)], 0, 8))
+    ]
+    dram = _native.Dram(tables, str(dtype).removeprefix("torch."), split)
     ids = torch.arange(-5, 20)
     masters = torch.cat(
         [

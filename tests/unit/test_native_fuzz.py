@@ -65,20 +65,17 @@ def vectors(*shape):
 def a_dram():
     """Table 0 direct, table 1 hashed; rows 1, 2 of the one and 5 of the other are pinned."""
     parts = _native.Parts(int32(0, 1), int32(0, 0), int32(4, 4), int32(0, 0))
-    dram = _native.Dram(
-        parts,
-        [1, 8],
-        [9, 0],
-        [9, 10],
-        [1, 2],
-        [0.1] * 2,
-        [0.0] * 2,
-        [0, 0],
-        "float32",
-        False,
-        [1, 1],
-        [0, 0],
-    )
+    tables = [
+        _native.TableSettings(
+            parts=[_native.PartInitialValues(4, 0, 0.1, 0.0, 0)],
+            state_elements=state_elements,
+            rows=rows,
+            capacity_rows=capacity_rows,
+            seed=seed,
+        )
+        for state_elements, rows, capacity_rows, seed in ((1, 9, 9, 1), (8, 0, 10, 2))
+    ]
+    dram = _native.Dram(tables, "float32", False)
     slots = torch.empty(3, dtype=torch.int32)
     dram.acquire(longs(1, 2, 5), longs(0, 2, 3), slots, True)
     return dram, parts, slots

@@ -21,6 +21,17 @@ CLOCKS = [0, 0, 0, 1, 254, 255, 256, 65535, 2**24, LAST - 1, LAST]
 CLOCKS += [optimizers.IS_LOADED | updates for updates in (1, 1, 2, 256, LAST)]
 
 
+def table_of(dims, state_elements, *, capacity_rows, seed, rows=0, scale=0.0):
+    """Settings of a table with parts of these widths, whose state is all 0 at first."""
+    return _native.TableSettings(
+        parts=[_native.PartInitialValues(dim, 0, scale, 0.0, 0) for dim in dims],
+        state_elements=state_elements,
+        rows=rows,
+        capacity_rows=capacity_rows,
+        seed=seed,
+    )
+
+
 def name_of(dtype):
     return str(dtype).removeprefix("torch.")
 
@@ -267,21 +278,20 @@ def test_update_equals_twin(batch, chosen, rows, dtype, from_rows):
         p = end
 
     for isa, num_threads in everywhere():
+        is_declared = batch.seed % 2 and max(batch.table_rows) < 20_000
         dram = _native.Dram(
-            parts,
-            num_states,
-            batch.table_rows
-            if batch.seed % 2 and max(batch.table_rows) < 20_000
-            else [0] * num_tables,
-            [20_000] * num_tables,
-            list(range(num_tables)),
-            [0.0] * num_parts,
-            [0.0] * num_parts,
-            [0] * num_parts,
+            [
+                table_of(
+                    gradients.dims[t],
+                    num_states[t],
+                    rows=batch.table_rows[t] if is_declared else 0,
+                    capacity_rows=20_000,
+                    seed=t,
+                )
+                for t in range(num_tables)
+            ],
             name_of(row_dtype),
             is_split,
-            [1] * num_tables,
-            [0] * num_tables,
         )
         slots = torch.empty(plan.num_unique, dtype=torch.int32)
         dram.acquire(plan.unique_ids, plan.block_offsets, slots, False)
@@ -413,9 +423,8 @@ def test_learns_what_torch_learns(name, make):
     rows = [torch.nn.Parameter(torch.zeros(dim, dtype=torch.float64)) for _ in range(4)]
     stepped = [make([row]) for row in rows]
     num_states = _native.optimizer_state_elements(KINDS[name], dim)
-    dram = _native.Dram(
-        one_part(dim), [num_states], [4], [4], [1], [0.5], [0.0], [0], "float64", False, [1], [0]
-    )
+    table = table_of([dim], num_states, rows=4, capacity_rows=4, seed=1, scale=0.5)
+    dram = _native.Dram([table], "float64", False)
     first = torch.empty(4, dim, dtype=torch.float64)
     dram.initial_values(0, torch.arange(4), first)
     for row, values in zip(rows, first, strict=True):
@@ -484,20 +493,8 @@ def small_update(**change):
     gradients = torch.ones(3, 4)
     state_elements = change.pop("state_elements", [1, 8])
     parts = _native.Parts(int32(0, 1), int32(0, 0), int32(4, 4), int32(0, 0))
-    dram = _native.Dram(
-        parts,
-        state_elements,
-        [0, 0],
-        [10, 10],
-        [1, 2],
-        [0.1] * 2,
-        [0.0] * 2,
-        [0, 0],
-        "float32",
-        False,
-        [1, 1],
-        [0, 0],
-    )
+    tables = [table_of([4], n, capacity_rows=10, seed=t) for t, n in enumerate(state_elements, 1)]
+    dram = _native.Dram(tables, "float32", False)
     slots = torch.empty(3, dtype=torch.int32)
     offsets = torch.tensor([0, 2, 3])
     dram.acquire(torch.tensor([1, 2, 5]), offsets, slots, True)

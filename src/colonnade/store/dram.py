@@ -607,27 +607,31 @@ def _reserve_address_space(
     most_rows: Sequence[int],
 ) -> _native.Dram:
     """Reserve the address space of `open_dram_store`. Raises OSError, MemoryError."""
-    parts = [(t, part) for t, table in enumerate(tables) for part in table.parts]
-    columns = [(t, part.column, part.dim, part.state) for t, part in parts]
-    starts = [part.optimizer.initial_state(part.dim) for _, part in parts]
-    return _native.Dram(
-        _native.Parts(*torch.tensor(columns, dtype=torch.int32).T.contiguous()),
-        [table.state_floats for table in tables],
-        [table.rows or 0 for table in tables],
-        [min(rows, MAX_SLOTS) for rows in capacity_rows],
-        [table_seed(seed, table.origin[0]) for table in tables],
-        [part.init_scale for _, part in parts],
-        [value for value, _ in starts],
-        [count for _, count in starts],
-        tables[0].dtype,
-        tables[0].master,
-        [shard.num_owners for shard in shards],
-        [-1 if shard.owner_index is None else shard.owner_index for shard in shards],
-        is_backed,
-        ["" if directory is None else str(directory) for directory in directories],
-        [table.origin[1] for table in tables],
-        [min(rows, MAX_SLOTS) for rows in most_rows],
-    )
+    settings = [
+        _native.TableSettings(
+            parts=[
+                _native.PartInitialValues(
+                    part.dim,
+                    part.state,
+                    part.init_scale,
+                    *part.optimizer.initial_state(part.dim),
+                )
+                for part in table.parts
+            ],
+            state_elements=table.state_floats,
+            rows=table.rows or 0,
+            capacity_rows=min(capacity_rows[t], MAX_SLOTS),
+            seed=table_seed(seed, table.origin[0]),
+            can_evict=is_backed,
+            directory="" if directories[t] is None else str(directories[t]),
+            num_owners=shards[t].num_owners,
+            place=-1 if (index := shards[t].owner_index) is None else index,
+            first_column=table.origin[1],
+            most_rows=min(most_rows[t], MAX_SLOTS) if most_rows else 0,
+        )
+        for t, table in enumerate(tables)
+    ]
+    return _native.Dram(settings, tables[0].dtype, tables[0].master)
 
 
 def _view_bytes(rows: Tensor) -> np.ndarray:
