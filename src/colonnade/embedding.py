@@ -323,8 +323,8 @@ class EmbeddingCollection(StatefulRows):
     def read(self, batch: Batch) -> dict[str, Tensor]:
         """Return a batch's outputs for evaluation: reads see every update, and nothing changes.
 
-        Any number of training batches may be in flight. Servers call `read` when the trainers call the collection
-        (`topology.reads`)."""
+        Any number of training batches may be in flight. Servers call `read` when the trainers call the
+        collection."""
         context = self.pipeline.fetch_for_evaluation(batch)
         return self.pipeline.compute_outputs(
             context, self.backward_handle, self.device_buffer.device

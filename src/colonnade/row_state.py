@@ -1,6 +1,6 @@
 """Rows of a collection as tensors: in `state_dict()`, in the optimizer's `state_dict()`, in copies and in pickles.
 
-Works only in a world of one rank with every row in memory; otherwise save rows to a folder (`train.checkpoint`).
+Works only in a world of one rank with every row in memory; otherwise save rows to a folder (`checkpoint/`).
 Keys for each table: rows.NAME.ids, rows.NAME.weights, ...; in addition `step` and `seed`.
 
 Legend: N trained rows of a table, D its width, S scalars of optimizer state of a part.
@@ -107,7 +107,7 @@ class StatefulRows(nn.Module):
     max_state_dict_bytes: int = MAX_STATE_DICT_BYTES
     """Largest size of rows with optimizer state that a state_dict may contain; you can set it on a collection."""
     checkpoint: Any = None
-    """Folder and step that the next `save` continues from (`train.checkpoint.Checkpoint`)."""
+    """Folder and step that the next `save` continues from (`checkpoint.collection.Checkpoint`)."""
     _states_loaded_at: int | None = None  # step at which optimizer state was loaded
     _lacks_optimizer_state: bool = False  # trained rows were loaded without theirs
 

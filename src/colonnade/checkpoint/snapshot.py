@@ -96,7 +96,7 @@ def take_trainer_snapshot(
     rank_state = {
         "random": torch.get_rng_state(),
         "random_gpus": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
-        "held": list(prefetched),  # `Exchange.prefetched` returns copies
+        "held": list(prefetched),  # `ExchangePart.prefetched` returns copies
         "source": None if mesh.is_server else copy.deepcopy(trainer.position.state),
         "is_server": mesh.is_server,
         "dense_residuals": trainer.dense.export_residuals(),

@@ -99,9 +99,8 @@ def estimate_sum_traffic(
     """Return what each rank sends to sum a buffer of `num_bytes` bytes with algorithm `algorithm`. Pure.
 
     coded_bytes: bytes of the whole buffer on coded hops; None without a codec. `by host` codes the hops between hosts,
-    the
-    other algorithms all hops. A host's uplink sends L x `remote_bytes` and receives as much: 2 (H - 1) L / H x S for
-    `exchange_shares`, 2 (H - 1) / H x S for `by host`. With `by host` and without a codec, two hosts send each other
+    the other algorithms all hops. A host's uplink sends L x `remote_bytes` and receives as much: 2 (H - 1) L / H x S
+    for `scattered`, 2 (H - 1) / H x S for `by host`. With `by host` and without a codec, two hosts send each other
     their whole sums: the same number of bytes in one message."""
     ranks = world.num_ranks
     hosts = world.num_hosts
@@ -150,7 +149,7 @@ def sum_algorithm_of_layout(world: World) -> SumAlgorithm:
     """Return the algorithm for coded sums (wire/coded_sums.py) from the layout of hosts and ranks alone. Pure.
 
     Coded sums are rounded on each hop, so their bits depend on the algorithm, which therefore must not depend on
-    measured speeds. `by host` for several hosts of several ranks, else `exchange_shares`."""
+    measured speeds. `by host` for several hosts of several ranks, else `scattered`."""
     return "by host" if world.num_hosts > 1 and world.ranks_per_host > 1 else "scattered"
 
 

@@ -6,7 +6,7 @@ to the values of the next step (error feedback). So after any number of steps th
 by the residuals of the last step alone. Every rank decodes the messages, the sender too, so all ranks have the same
 bits.
 
-`exchange_shares`: both legs are among all ranks. `by host`: messages inside a host are exact, and both legs are among
+`scattered`: both legs are among all ranks. `by host`: messages inside a host are exact, and both legs are among
 hosts.
 
 Legend: N ranks, H hosts, L ranks of a host, n elements of the buffer, a multiple of N.

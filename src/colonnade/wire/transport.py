@@ -66,8 +66,7 @@ class PendingTransfer:
 
 class LastTransport(Protocol):
     """Transport of the hop that ends at the samples' ranks, and of gradients from them. Methods except
-    `add_received_values` are
-    collective, in one order on all ranks. sizes: samples by rank; tag: traffic tag of the bytes.
+    `add_received_values` are collective, in one order on all ranks. batch_sizes: samples by rank.
 
     A message may be on its way when a method returns: a `PendingTransfer` has its call, and `decode` is called
     once it has arrived. Its callers have waited before; `receive_gradients` waits itself.
@@ -85,14 +84,14 @@ class LastTransport(Protocol):
         ...
 
     def add_received_values(self, pending: PendingTransfer, sums: Tensor) -> None:
-        """Write sums over senders to this transport's columns of total (B, W), in a fixed order. Local. The columns
+        """Write sums over senders to this transport's columns of `sums` (B, W), in a fixed order. Local. The columns
         need not be initialised."""
         ...
 
     def send_gradients(
         self, gradients: Tensor, batch_sizes: Sequence[int], step: int, batch_number: int
     ) -> PendingTransfer:
-        """Send total (B, W), gradients of the sums. step, batch_number: see `ExchangePart.begin_push`."""
+        """Send `gradients` (B, W) of the sums. step, batch_number: see `ExchangePart.begin_push`."""
         ...
 
     def receive_gradients(

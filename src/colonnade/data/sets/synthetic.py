@@ -8,7 +8,7 @@ click is drawn with probability
                 + sum over bags and sequences of the effects of their ids)
 
 where effects and factors are normal numbers looked up by the hash of the id. Each batch has p in `Batch.key`:
-no model can rank better than p, and `train.metrics.ceiling` computes the AUC of p.
+no model can rank better than p, and `train.metrics.best_possible_metrics` computes the AUC of p.
 
 Legend: B samples, F fields, R hidden factors of an id, L longest list, E ids of a list column.
 """

@@ -1,4 +1,4 @@
-"""Conversion of columns to the find_narrowest_type type that holds their values, the same for text and typed files."""
+"""Conversion of columns to the narrowest type that holds their values, the same for text and typed files."""
 
 from __future__ import annotations
 
