@@ -357,7 +357,7 @@ def test_a_writer_that_dies_at_any_change_is_made_up_for(stride, tmp_path, monke
         if predictor is not None:
             predictor.refresh()
         with predictor or Predictor.open(published) as following:
-            assert delivery.step == steps[-1]
+            assert following.step == steps[-1]
             assert equal(scores(following, samples), wanted(folder, 12, samples, tmp_path / "12"))
     assert dies_at > 20
 
