@@ -288,7 +288,7 @@ class Dram:
     def erase(self, table: int, ids: Array) -> None:
         """Delete rows: their next read returns the initial value. A row that a batch uses is reinitialised in place,
         with clock 0; the slots of other rows become free. Absent ids are ignored."""
-    def num_looked(self, table: int) -> int:
+    def num_slots_examined(self, table: int) -> int:
         """Return the number of slots examined so far to choose rows to evict."""
     def pinned_share(self, table: int) -> float:
         """Return the pinned share of a table's slots, 0.0 for tables that never evict."""
