@@ -280,11 +280,11 @@ def begun(mesh):
     )  # fmt: skip
 
     def watched(source):
-        before.append(len(updates))
+        before.append(updates.num_pending)
         return evaluate(source)
 
     def notify(mesh, own):
-        at.append(len(updates))
+        at.append(updates.num_pending)
         return notify_servers(mesh, own)
 
     run.trainer.evaluate = watched

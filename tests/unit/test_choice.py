@@ -252,6 +252,20 @@ def test_long_bags_of_wide_rows_are_cut():
         }
 
 
+def test_columns_are_cut_over_servers_only():
+    """Trainers have no rows: slices on them could not be served."""
+    world = World(num_hosts=2, ranks_per_host=4, servers_per_host=2)
+    wide = [load_of(f"w{i}", 10**6, world, hot=20, width=256, may_be_cut=True) for i in range(3)]
+    fixed = {load.name: Constraint("column_wise") for load in wide}
+    free = choose(wide, world, num_runners_up=4)
+    for decision in (free, *free.runners_up, choose(wide, world, forced=fixed)):
+        for table in decision.tables:
+            for cost in (table.chosen, *table.others):
+                assert set(cost.sharding.ranks) <= set(world.owners), cost.sharding
+    (forced, *_) = choose(wide, world, forced=fixed).tables
+    assert forced.chosen.sharding.ranks == world.owners
+
+
 def test_sequences_are_never_pooled():
     loads = [load_of("s", 10**6, TWO_BY_TWO, hot=50, is_pooled=False)]
     (table,) = choose(loads, TWO_BY_TWO).tables

@@ -642,7 +642,7 @@ def test_counters_find_their_ranks(worlds):
         (lambda: AgeEviction(steps=True), "steps=True"),
         (lambda: MaxRowsEviction(rows=0), "rows=0"),
         (lambda: MaxRowsEviction(rows=1.5), "rows=1.5"),
-        (lambda: MaxRowsEviction(rows=9, by="size"), "by='size', choose from frequency, norm, recency"),
+        (lambda: MaxRowsEviction(rows=9, by="size"), "by='size', choose from recency, frequency, norm"),
         (lambda: MaxRowsEviction(rows=9, halve_steps=3), "only counts are halved"),
         (lambda: MaxRowsEviction(rows=9, age_steps=0), "age_steps=0"),
         (lambda: MaxRowsEviction(rows=9, by="norm", age_steps=3), "or evict by='recency'"),

@@ -12,6 +12,7 @@ from references import packing_reference as twin
 
 from colonnade import _native
 from colonnade.errors import WorldError
+from colonnade.hops import message_bytes
 from colonnade.wire import packing
 
 WORDS = st.integers(-(2**63), 2**63 - 1)
@@ -193,7 +194,7 @@ def test_expected_bytes(num_owners):
             for _ in range(12):
                 ids = popular(random, rows, 2048, 1.1, spread).unique()
                 counted += measured_id_bytes(ids, rows, num_owners) * len(ids)
-                foretold += num_owners * packing.expected_id_list_bytes(
+                foretold += num_owners * message_bytes.expected_id_list_bytes(
                     len(ids) / num_owners, rows, num_owners
                 )
                 unique += len(ids)
@@ -212,7 +213,7 @@ def test_expected_bytes_of_hashed_ids():
     ids = torch.from_numpy(random.integers(-(2**63), 2**63 - 1, 3000))
     for num_owners in (1, 3):
         counted = measured_id_bytes(ids, 0, num_owners)
-        foretold = packing.expected_id_list_bytes(3000 / num_owners, 0, num_owners)
+        foretold = message_bytes.expected_id_list_bytes(3000 / num_owners, 0, num_owners)
         assert foretold * num_owners / 3000 == pytest.approx(counted, rel=0.02)
-    assert packing.expected_id_list_bytes(0.0, 100, 4) == 1.0
-    assert packing.expected_id_list_bytes(100.0, 100, 1) == pytest.approx(2.0, rel=0.01)
+    assert message_bytes.expected_id_list_bytes(0.0, 100, 4) == 1.0
+    assert message_bytes.expected_id_list_bytes(100.0, 100, 1) == pytest.approx(2.0, rel=0.01)

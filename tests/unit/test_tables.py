@@ -48,7 +48,7 @@ from colonnade.optimizers import FTRL, SPARSE_OPTIMIZERS
         (lambda: Table("t", 2, dtype="float16", master=True), "only a bfloat16"),
         (lambda: Table("t", 2, max_norm=0.0), "max_norm"),
         (lambda: Table("t", 2, weight_bound=-1.0), "weight_bound"),
-        (lambda: Feature("f", "t", pooling="max"), "mean, sequence, sqrtn, sum"),
+        (lambda: Feature("f", "t", pooling="max"), "sum, mean, sequence, sqrtn"),
         (lambda: SGD(lr=-1), "lr=-1"),
         (lambda: SGD(lr=1, nesterov=True), "momentum"),
         (lambda: SGD(lr=1, momentum=1.0), "below 1"),

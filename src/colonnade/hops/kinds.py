@@ -10,6 +10,7 @@ Legend: n owners of each of k slices of a table; N ranks.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -115,7 +116,7 @@ class TableNeeds:
     """True if a consumer over ids needs each row, and rows are read ahead."""
 
 
-class Hop:
+class Hop(ABC):
     """Hop between the samples' ranks and the rows' owners: the base of all kinds, which are frozen values."""
 
     __slots__ = ()
@@ -139,9 +140,9 @@ class Hop:
         """Flows of a step whatever the tables."""
         return ()
 
+    @abstractmethod
     def flows(self, load: TableLoad, split: Split) -> tuple[Flow, ...]:
         """Return what is sent for one table in a step."""
-        raise NotImplementedError
 
     def work(self, load: TableLoad, split: Split) -> tuple[RowWork, RowWork]:
         """Return the work of every trainer, for its own samples, and of every owner, for all samples."""
@@ -408,27 +409,15 @@ EXCHANGE_CHOICES = (
 """Values of the setting `plan.exchange`."""
 BY_TOWERS = tuple(name for name, hops in EXCHANGES.items() if isinstance(hops[0], RelayHop))
 """Exchanges whose values are sent between peers of towers."""
-BY_OWNERS = tuple(name for name, hops in EXCHANGES.items() if not hops[0].sends_unique_ids)
-"""Exchanges that pool bags before the ranks of the samples receive them."""
 EVALUATING = tuple(name for name, hops in EXCHANGES.items() if hops[0].evaluates)
 """Exchanges that may evaluate consumers before values are sent."""
 
 
 def check_hops(hops: Sequence[Hop]) -> None:
-    """Check that hops lead from the samples to the rows; else raise ConfigError.
-
-    One hop is between all ranks. A relay is followed by the hop inside its tower: rows if it pools them, else bags."""
-    match tuple(hops):
-        case (RelayHop(pools_rows=True), RowsHop(group="tower")):
-            return
-        case (RelayHop(pools_rows=False), BagsHop(group="tower")):
-            return
-        case (RowsHop(group="world") | BagsHop(group="world") | CopiesHop() | PartialsHop(),):
-            return
-        case (CachedHop(rows=RowsHop(group="world")),):
-            return
-    valid = "; ".join(f"{name}: {list(known)}" for name, known in EXCHANGES.items())
-    raise ConfigError(f"got hops {list(hops)}, wanted those of an exchange: {valid}")
+    """Check that hops are those of an exchange in EXCHANGES; else raise ConfigError."""
+    if tuple(hops) not in EXCHANGES.values():
+        valid = "; ".join(f"{name}: {list(known)}" for name, known in EXCHANGES.items())
+        raise ConfigError(f"got hops {list(hops)}, wanted those of an exchange: {valid}")
 
 
 def list_flows(exchange: str, load: TableLoad, split: Split) -> tuple[Flow, ...]:

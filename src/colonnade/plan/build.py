@@ -131,7 +131,7 @@ def _read_shardings(
         if pair is None:
             raise ConfigError(
                 f"table {name!r}: got a sharding or an exchange that only a sample can decide (auto, or ranks left "
-                f"open), wanted both named: set plan.tables.{name}.sharding (in Python, to a Sharding) and exchange"
+                f"open), wanted both fixed: set plan.tables.{name}.sharding (in Python, to a Sharding) and exchange"
             )
     ids = {}
     for name, own in config.tables.items():

@@ -217,8 +217,6 @@ def _explain_consumer_choices(
 def _is_option_possible(search: Search, table_index: int, exchange: str, kind: Kind) -> bool:
     """Return whether a table could have an exchange and kind of sharding, if its constraint allowed it."""
     load = search.loads[table_index]
-    if kind == "replicated" and search.world.has_servers:
-        return False
     if kind in COLUMN_KINDS and count_max_slices(load, kind, search.world) < 2:
         return False
     return search.find_refusal(table_index, exchange) is None and (

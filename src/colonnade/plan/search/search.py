@@ -210,8 +210,6 @@ class Search:
 
     def _can_have_sharding(self, load: TableLoad, kind: Kind, constraint: Constraint) -> bool:
         """Return whether the world allows this kind of sharding for a table, or the constraint demands it."""
-        if kind == "replicated" and self.world.has_servers:
-            return False
         if constraint.kind == kind:
             return True
         if kind == "host_wise" and not self.has_hosts:
@@ -245,7 +243,7 @@ class Search:
                 trainers=world.num_trainers,
                 tower_size=world.num_ranks // self.num_towers,
                 unique_peers=load.expected_unique_rows(self.num_towers, world)
-                if exchange == "tower_rows"
+                if exchange in BY_TOWERS
                 else 0.0,
             )
             flows = list_flows(exchange, load, split)
