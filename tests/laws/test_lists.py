@@ -9,13 +9,13 @@ from typing import get_args
 
 import pytest
 import torch
-from colonnade.run.build import MODEL_SPECS
 
 from colonnade import _native
 from colonnade.cache.directory import POLICIES
 from colonnade.config.model import ModelConfig
 from colonnade.config.plan import CachePolicy, CodecName, ShardingChoice
 from colonnade.data import SOURCES
+from colonnade.models.build import MODEL_SPECS
 from colonnade.ops import reference
 from colonnade.table import ITEM_BYTES, POOLINGS, Pooling, RowDtype
 from colonnade.topology.sharding import KINDS
