@@ -13,6 +13,7 @@ import torch
 from criteo_files import criteo_lines, write_criteo
 
 from colonnade.batch import Batch
+from colonnade.cli.record_files import read_records
 from colonnade.cli.score_files import ScoreFile, score_names
 from colonnade.cli.score_inputs import open_inputs
 from colonnade.data import open_source
@@ -119,3 +120,12 @@ def test_inputs_that_are_refused(tmp_path):
         open_inputs("synthetic", None, {})
     with pytest.raises(ConfigError, match="got no schema"):
         open_inputs("parquet", tmp_path, {})
+
+
+@pytest.mark.parametrize("unit", ["s", "ms"])
+def test_a_time_that_python_cannot_hold_is_named(tmp_path, unit):
+    path = tmp_path / "items.parquet"
+    times = pa.array([0, 2**50], pa.timestamp(unit))
+    pyarrow.parquet.write_table(pa.table({"item": [1, 2], "at": times}), path)
+    with pytest.raises(DataError, match=r"items.parquet, column at: got a time out of range"):
+        read_records(path)

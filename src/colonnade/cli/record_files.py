@@ -53,12 +53,28 @@ def _read_table(path: Path, format: TableFormat, size: int) -> Iterator[list[dic
         except InvalidValue as fault:
             raise build_data_error(file, block, fault) from None
         for part in table.to_batches(max_chunksize=size):
-            rows += part.to_pylist()
+            rows += _list_rows(part, path)
             while len(rows) >= size:
                 yield rows[:size]
                 rows = rows[size:]
     if rows:
         yield rows
+
+
+def _list_rows(part: pa.RecordBatch, path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a batch as records. Raises DataError for a time that Python cannot hold."""
+    columns: dict[str, list[Any]] = {}
+    for name, array in zip(part.schema.names, part.columns, strict=True):
+        try:
+            columns[name] = array.to_pylist()
+        except (OverflowError, ValueError) as error:
+            raise DataError(
+                f"{path}, column {name}: got a time out of range ({error}), wanted times of the years 1 to "
+                "9999. Repair the row"
+            ) from None
+    return [
+        dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)
+    ]
 
 
 def _read_json_lines(path: Path, size: int) -> Iterator[list[dict[str, Any]]]:

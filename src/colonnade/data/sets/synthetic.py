@@ -76,6 +76,9 @@ class SyntheticField:
     group: int | None = None  # the field interacts with the other fields of its group
 
 
+ListKind = Literal["bag", "sequence"]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class ListColumn:
     """Column of 0 .. L ids per sample: a bag or a sequence.
@@ -85,7 +88,7 @@ class ListColumn:
     """
 
     field: SyntheticField
-    kind: Literal["bag", "sequence"]
+    kind: ListKind
     key: int  # of the column's separate stream of words
 
 
@@ -559,7 +562,7 @@ def _build_distribution(
     *,
     exponent: float,
     tasks: int,
-    lists: tuple[tuple[str, int], ...],
+    lists: tuple[tuple[ListKind, int], ...],
     seed: int,
 ) -> ClickDistribution:
     """Build a distribution that is not calibrated: it has no scales, and biases are zero.
