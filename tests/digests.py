@@ -2,8 +2,8 @@
 
     python tests/digests.py > before; git switch ...; python tests/digests.py > after; diff before after
 
-A change that says it moves no bit shows that these lines stay, on one machine. Only the command line and exported files
-are used, so the script survives what it watches.
+A change that says it moves no bit shows that these lines stay, on one machine. Only the command line, exported files
+and public names are used, so the script survives what it watches.
 """
 
 from __future__ import annotations
@@ -45,19 +45,58 @@ SETTINGS: dict[str, tuple[int, dict[str, str]]] = {
 """Ranks, and settings in addition to COMMON, by name. Every exchange, tier and staleness."""
 
 
+RESUMED_AT = "17"
+"""Step at which the setting "resumed" ends its first run; it is not one of the checkpoints that COMMON sets."""
+LOADED = """
+import hashlib
+import torch
+from colonnade import Batch, EmbeddingCollection, Feature, Ids, RowOptimizer, Table, load_rows
+from colonnade import Adam
+torch.set_num_threads(1)
+table = Table("t", 8, rows=100, optimizer=Adam(lr=0.1))
+collection = EmbeddingCollection([table], [Feature("t", "t", pooling="sum")]).open()
+random = torch.Generator().manual_seed(3)
+load_rows(collection, "t", torch.randn(100, 8, generator=random))
+rows = RowOptimizer(collection)
+for step in range(6):
+    ids = torch.randint(0, 100, (40,), generator=random)
+    output = collection(Batch(40, torch.zeros(40, 0), {"t": Ids(ids)}))["t"]
+    (output * torch.randn(40, 8, generator=random)).sum().backward()
+    rows.step()
+weights = collection.rows("t", torch.arange(100)).contiguous()
+print(hashlib.sha256(weights.numpy().tobytes()).hexdigest()[:32])
+"""
+"""Program that loads the rows of a table, trains them and prints their digest."""
+
+
 def main() -> None:
     """Train each setting, or those named on the command line, and print its digest."""
-    for name in sys.argv[1:] or SETTINGS:
-        num_ranks, settings = SETTINGS[name]
+    for name in sys.argv[1:] or [*SETTINGS, "resumed", "loaded"]:
         with tempfile.TemporaryDirectory() as folder:
-            print(f"{name:16} {digest(Path(folder), num_ranks, COMMON | settings)}", flush=True)
+            if name == "loaded":
+                result = run_program("-c", LOADED).strip()
+            elif name == "resumed":
+                result = digest(Path(folder), 2, COMMON | FILES, RESUMED_AT)
+            else:
+                num_ranks, settings = SETTINGS[name]
+                result = digest(Path(folder), num_ranks, COMMON | settings)
+            print(f"{name:16} {result}", flush=True)
 
 
-def digest(folder: Path, num_ranks: int, settings: dict[str, str]) -> str:
-    """Train, export the last checkpoint and hash its rows and dense weights."""
+def digest(
+    folder: Path, num_ranks: int, settings: dict[str, str], resumed_at: str | None = None
+) -> str:
+    """Train, export the last checkpoint and hash its rows and dense weights.
+
+    resumed_at: step at which a first run ends that a second one continues; None: one run."""
     sets = [part for name, value in settings.items() for part in ("--set", f"{name}={value}")]
     run, exported = str(folder / "run"), folder / "exported"
-    colonnade("train", "--data", "synthetic", "--run", run, "--ranks", str(num_ranks), *sets)
+    train = ("train", "--run", run, "--ranks", str(num_ranks))
+    if resumed_at is None:
+        colonnade(*train, "--data", "synthetic", *sets)
+    else:
+        colonnade(*train, "--data", "synthetic", *sets, "--set", f"train.max_steps={resumed_at}")
+        colonnade(*train, "--set", "train.max_steps=null")
     colonnade("export", run, str(exported), "--at", "last")
     result = hashlib.sha256()
     for path in sorted(exported.glob("*.safetensors")):
@@ -75,10 +114,15 @@ def digest(folder: Path, num_ranks: int, settings: dict[str, str]) -> str:
 
 def colonnade(*arguments: str) -> None:
     """Run the command; its words, and the end of this process, where it fails."""
-    command = [sys.executable, "-m", "colonnade", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True)
+    run_program("-m", "colonnade", *arguments)
+
+
+def run_program(*arguments: str) -> str:
+    """Run Python and return what it prints; its words, and the end of this process, where it fails."""
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"{' '.join(arguments)}\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    return done.stdout
 
 
 if __name__ == "__main__":
