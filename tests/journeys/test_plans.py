@@ -46,7 +46,10 @@ def test_rows_on_disk_have_the_bits_of_rows_in_memory(shell):
 @pytest.mark.slow
 @pytest.mark.budget(150)
 def test_servers_store_the_rows_of_two_trainers(shell):
-    """The bits are those of two ranks without a server. The run goes on without servers, and then with two."""
+    """The bits are those of two ranks without a server. The run goes on without servers, and then with two.
+
+    The last pass over the test part is shared by all ranks, servers too: in parts of other sizes, so equal to rounding.
+    """
     write_shop(shell)
     shell.run(f"{TRAIN} whole --ranks 2")
     one = f"{TRAIN} run --ranks 3 --set plan.servers=1"
@@ -55,7 +58,8 @@ def test_servers_store_the_rows_of_two_trainers(shell):
     shell.stop_training(f"{TRAIN} run --ranks 2 --set plan.servers=0", "run")
     shell.resume(f"{TRAIN} run --ranks 4 --set plan.servers=2 --dram 6KiB", "run")
     shell.run("colonnade verify run")
-    shell.check_same_metrics("whole", "run")
+    shell.check_same_scores("whole", "run")
+    shell.check_equal_losses("whole", "run", 1e-8)
 
 
 @pytest.mark.slow
