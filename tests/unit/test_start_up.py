@@ -51,6 +51,21 @@ def test_a_verb_that_reads_files_does_not_import_torch(verb, arguments, folder):
     assert seconds < 1.5, "1.0 s on a quiet machine; processors that others share count for more"
 
 
+def test_reading_a_plan_does_not_import_torch():
+    program = """
+import sys
+from pathlib import Path
+from colonnade.plan.plan import Plan
+plan = Plan.from_json(Path(sys.argv[1]).read_text())
+print([str(table.sharding) for table in plan.tables], "torch" in sys.modules)
+"""
+    path = FORMATS / "run" / "plan.json"
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(path)], capture_output=True, text=True, check=True
+    )
+    assert "rank" in done.stdout and done.stdout.endswith(" False\n")
+
+
 def test_predicting_does_not_import_the_trainer_or_the_planner():
     modules = [
         f"colonnade.{name}"

@@ -11,16 +11,17 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from colonnade import _native
 from colonnade.errors import ConfigError
 from colonnade.topology.world import ShardingKind as Kind
 from colonnade.topology.world import World
+
+if TYPE_CHECKING:  # who reads a plan needs no torch
+    from torch import Tensor
 
 Side = Literal["both", "hot", "cold"]
 
@@ -46,6 +47,8 @@ class HotRows:
     @property
     def tensor(self) -> Tensor:
         """Ids of the hot rows, (H,) int64, ascending."""
+        import torch
+
         return torch.tensor(self.ids, dtype=torch.int64)
 
     @property
@@ -55,6 +58,8 @@ class HotRows:
 
     def owns(self, ids: Tensor) -> Tensor:
         """Return whether each id belongs to `side`. ids (N,) int64 -> (N,) bool."""
+        import torch
+
         if self.side == "both":
             return torch.ones(len(ids), dtype=torch.bool)
         return is_hot(ids, self.tensor) == (self.side == "hot")
@@ -62,12 +67,13 @@ class HotRows:
 
 def build_hot_rows(ids: Iterable[int] | Tensor, num_ranks: int) -> HotRows:
     """Build the hot rows of a table from ids in any order, with or without duplicates."""
-    values = ids.tolist() if isinstance(ids, Tensor) else ids
-    return HotRows(tuple(sorted({int(row_id) for row_id in values})), num_ranks)
+    return HotRows(tuple(sorted({int(row_id) for row_id in ids})), num_ranks)
 
 
 def is_hot(ids: Tensor, hot: Tensor) -> Tensor:
     """Return which ids are hot. ids (N,) int64, hot (H,) int64 ascending -> (N,) bool."""
+    import torch
+
     return hot[torch.searchsorted(hot, ids).clamp(max=len(hot) - 1)] == ids
 
 
@@ -96,6 +102,8 @@ class Shard:
         """Return which ids belong to this shard.
 
         ids (N,) int64 of a vocabulary table with `rows` rows, or of an open table (None) -> (N,) bool."""
+        import torch
+
         if self.owner_index is None:
             return torch.zeros(len(ids), dtype=torch.bool)
         owner = torch.as_tensor(_native.owner_of(ids, rows or 0, self.num_owners))
