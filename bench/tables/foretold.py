@@ -18,7 +18,7 @@ from colonnade.hops.load import ColumnLoad, TableLoad
 from colonnade.plan.cost.consumers import build_model_load
 from colonnade.plan.measure.popularity import Popularity
 from colonnade.plan.search import choose
-from colonnade.plan.search.candidates import Constraint
+from colonnade.plan.search.candidates import Constraint, Problem
 from colonnade.store.budget import slot_bytes
 
 RANKS = (16, 64, 256)
@@ -78,7 +78,7 @@ def foretell(
         model = build_model_load(declaration, loads, world=world, bags=bags)
         for exchange in EXCHANGES:
             forced = {table.name: Constraint(exchange=exchange) for table in tables}  # type: ignore[arg-type]
-            choice = choose(loads, world, forced=forced, model=model)
+            choice = choose(Problem(loads, world, forced=forced, model=model))
             over = sum(size for (_, link), size in choice.sent.items() if link == "remote")
             results.append(
                 Foretold(

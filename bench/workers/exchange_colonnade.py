@@ -44,7 +44,7 @@ from colonnade.plan.constraints import resolve_plan_config
 from colonnade.plan.cost.consumers import build_model_load, check_whole_bags
 from colonnade.plan.measure.device import RowRate
 from colonnade.plan.search import choose
-from colonnade.plan.search.candidates import Constraint, PlanDecision, step_seconds
+from colonnade.plan.search.candidates import Constraint, PlanDecision, Problem, step_seconds
 from colonnade.planning.choices import NUM_RUNNERS_UP
 from colonnade.planning.measure import measure_links, measure_rows
 from colonnade.planning.timing import count_plans_to_time, time_in_turns
@@ -251,7 +251,8 @@ class Chooser:
         }
         try:
             choices[AUTO] = choose(
-                self.loads, links, rates=self.rates, model=self.model, num_runners_up=NUM_RUNNERS_UP
+                Problem(self.loads, links, rates=self.rates, model=self.model),
+                num_runners_up=NUM_RUNNERS_UP,
             )
             self.systems.pop(AUTO, None)
             if self.rehearsed is not None:  # the first plan is for free links, and not quoted
@@ -333,7 +334,7 @@ class Chooser:
             t.name: Constraint(t.sharding.kind, t.exchange, t.sharding.ranks) for t in tables
         }
         model = build_model_load(collection.declaration, self.loads, world=links)
-        return choose(self.loads, links, rates=self.rates, forced=constraints, model=model)
+        return choose(Problem(self.loads, links, rates=self.rates, forced=constraints, model=model))
 
 
 def describe_decision(decision: PlanDecision) -> str:

@@ -40,7 +40,7 @@ from colonnade.plan.cost.consumers import build_model_load
 from colonnade.plan.measure.profile import build_table_loads, profile_batches
 from colonnade.plan.plan import EXACT, Codecs
 from colonnade.plan.search import choose
-from colonnade.plan.search.candidates import Constraint
+from colonnade.plan.search.candidates import Constraint, Problem
 from colonnade.store.checksums import compute_checksums
 from colonnade.store.mapped import open_mapped
 from colonnade.topology.sharding import (
@@ -389,7 +389,7 @@ def test_bytes_are_foretold(hosts, ranks_per_host):
             codecs=codecs,
         )  # fmt: skip
         model = build_model_load(declaration, loads, codecs=codecs)
-        choice = choose(loads, world, forced=forced(kind, num_ranks), model=model)
+        choice = choose(Problem(loads, world, forced=forced(kind, num_ranks), model=model))
         assert [consumer.is_partial for consumer in choice.consumers][:2] == [True, True]
         for key, foretold in choice.sent.items():
             mean = sum(consumer[case].get(key, 0) for consumer in everyone) / (num_ranks * STEPS)
@@ -403,15 +403,15 @@ def test_a_sequence_of_which_something_else_is_taken_cannot_stay():
     loads = build_table_loads(WIDE, declaration.features, sampled, world, batch_size=500)
     model = build_model_load(declaration, loads, world=world)
     constraints = dict.fromkeys(("item", "user"), Constraint(exchange="partials"))
-    assert set(choose(loads, world, forced=constraints, model=model).exchanges.values()) == {
-        "partials"
-    }
+    assert set(
+        choose(Problem(loads, world, forced=constraints, model=model)).exchanges.values()
+    ) == {"partials"}
     one = {"item": constraints["item"], "user": Constraint(exchange="rows")}
     with pytest.raises(ConfigError, match=r"'item': got exchange partials for 'history'"):
-        choose(loads, world, forced=one, model=model)
+        choose(Problem(loads, world, forced=one, model=model))
     stale = build_model_load(declaration, loads, world=world, reads_ahead=1)
     with pytest.raises(ConfigError, match="a feature reads it as a sequence"):
-        choose(loads, world, forced=constraints, model=stale)
+        choose(Problem(loads, world, forced=constraints, model=stale))
 
 
 def test_shards_merge_in_any_way():

@@ -27,7 +27,7 @@ from colonnade.hops.kinds import CHANNELS
 from colonnade.plan.measure.profile import build_table_loads, profile_batches
 from colonnade.plan.plan import EXACT, Codecs
 from colonnade.plan.search import choose
-from colonnade.plan.search.candidates import Constraint
+from colonnade.plan.search.candidates import Constraint, Problem
 from colonnade.planning.choices import find_most_popular_ids, profile_hot_and_cold
 from colonnade.topology.sharding import column_wise, replicated, row_wise, table_wise
 
@@ -177,7 +177,7 @@ def test_what_a_choice_foretells_is_counted(profiles, case):
     loads = build_table_loads(
         tables, features, profile, world, batch_size=SIZE, last_batch=100, codecs=codecs
     )
-    choice = choose(loads, world, forced=forced)
+    choice = choose(Problem(loads, world, forced=forced))
     for channel in CHANNELS:
         sent = sum(item.get((channel, "local"), 0) for item in everyone) / (RANKS * STEPS)
         assert choice.sent[channel, "local"] == pytest.approx(sent, rel=0.02), channel

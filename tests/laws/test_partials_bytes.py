@@ -39,7 +39,7 @@ from colonnade.plan.cost.partials import Partials
 from colonnade.plan.measure.profile import build_table_loads, profile_batches
 from colonnade.plan.plan import EXACT, Codecs
 from colonnade.plan.search import choose
-from colonnade.plan.search.candidates import Constraint
+from colonnade.plan.search.candidates import Constraint, Problem
 from colonnade.planning.choices import profile_hot_and_cold
 from colonnade.topology.sharding import (
     Sharding,
@@ -249,7 +249,7 @@ def test_bytes_are_foretold(hosts, ranks_per_host, cases):
             codecs=codecs,
         )
         model = build_model_load(sides, loads, codecs=codecs, declared=declaration)
-        choice = choose(loads, world, forced=forced, model=model)
+        choice = choose(Problem(loads, world, forced=forced, model=model))
         for key, foretold in choice.sent.items():
             mean = sum(item[case][0].get(key, 0) for item in everyone) / (num_ranks * STEPS)
             # Of few ids, a quarter of a small batch's, lists are known less well.

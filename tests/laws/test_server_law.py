@@ -39,7 +39,7 @@ from colonnade.errors import ConfigError
 from colonnade.models.retriever import RetrievalObjective
 from colonnade.plan.measure.profile import build_table_loads, profile_batches
 from colonnade.plan.search import choose
-from colonnade.plan.search.candidates import Constraint
+from colonnade.plan.search.candidates import Constraint, Problem
 from colonnade.report.reading import read_run_folder
 from colonnade.run.run import load_run_config, open_run
 from colonnade.topology.sharding import Sharding, row_wise_over_owners, table_wise
@@ -427,7 +427,7 @@ def test_bytes_are_foretold_for_trainers_and_servers():
     loads = build_table_loads(TABLES, FEATURES, sampled, WORLD, batch_size=SIZE, last_batch=100)
     for case, text in FORCED.items():
         forced = {table.name: text.get(table.name, DEALT) for table in TABLES}
-        choice = choose(loads, WORLD, forced=forced)
+        choice = choose(Problem(loads, WORLD, forced=forced))
         for channel in CHANNELS:
             for link in ("local", "remote"):
                 sent = sum(item[case].get((channel, link), 0) for item in everyone) / (4 * STEPS)
@@ -439,7 +439,7 @@ def test_tables_are_chosen_places_on_servers_alone():
     for servers in (1, 3):
         world = World(num_hosts=2, ranks_per_host=4, servers_per_host=servers)
         loads = build_table_loads(TABLES, FEATURES, sampled, world, batch_size=SIZE, last_batch=100)
-        for table in choose(loads, world).tables:
+        for table in choose(Problem(loads, world)).tables:
             for other in (table.chosen, *table.others):
                 assert set(other.sharding.ranks) <= set(world.servers)
                 assert other.exchange != "replicated"

@@ -19,7 +19,7 @@ from colonnade.plan.cost.consumers import build_model_load
 from colonnade.plan.measure.profile import build_table_loads, profile_batches
 from colonnade.plan.plan import EXACT, Codecs
 from colonnade.plan.search import choose
-from colonnade.plan.search.candidates import Constraint
+from colonnade.plan.search.candidates import Constraint, Problem
 from colonnade.topology.sharding import Sharding, row_wise, table_wise
 
 WORLD = World(num_hosts=2, ranks_per_host=2)
@@ -180,12 +180,14 @@ def check_foretold(everyone, cases):
             collection_of(case).declaration, loads, codecs=codecs, world=WORLD, reads_ahead=int(case == LATE)
         )  # fmt: skip
         choice = choose(
-            loads,
-            WORLD,
-            forced=forced,
-            towers=towers,
-            model=model,
-            is_fetched_ahead=case == LATE,
+            Problem(
+                loads,
+                WORLD,
+                forced=forced,
+                towers=towers,
+                model=model,
+                is_fetched_ahead=case == LATE,
+            )
         )
         assert not choice.seconds.is_fetched_ahead  # what leaves a tower late is waited for
         if case in MODELS:

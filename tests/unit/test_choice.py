@@ -24,7 +24,7 @@ from colonnade.plan.cost.step_time import (
 )
 from colonnade.plan.measure.device import RowRate
 from colonnade.plan.search import choose
-from colonnade.plan.search.candidates import Constraint, Memory
+from colonnade.plan.search.candidates import Constraint, Memory, Problem
 from colonnade.plan.search.cutting import MIN_SLICE_COLUMNS
 from colonnade.plan.search.search import OPTIONS
 from colonnade.topology.sharding import Sharding
@@ -140,7 +140,7 @@ def test_seconds_are_those_of_the_busiest_link(world, option):
     if kind in ("host_wise", "grid") and world.num_hosts == 1:
         pytest.skip("row_wise, column_wise")
     load = load_of("t", 500, world, hot=3)
-    choice = choose([load], world, forced={"t": Constraint(kind, exchange)})
+    choice = choose(Problem([load], world, forced={"t": Constraint(kind, exchange)}))
     (table,) = choice.tables
     assert table.chosen.option == option and table.is_forced
     for channel, (ranks, hosts) in counted_by_hand(
@@ -185,10 +185,12 @@ def check_that_nothing_beats_the_choice(bytes_per_second, shapes) -> None:
         if kind != "column_wise" or all(load.width >= 2 * MIN_SLICE_COLUMNS for load in loads)
     ]
     best = min(
-        choose(loads, world, forced={f"t{i}": item for i, item in enumerate(subset)}).seconds.step
+        choose(
+            Problem(loads, world, forced={f"t{i}": item for i, item in enumerate(subset)})
+        ).seconds.step
         for subset in itertools.product(places, repeat=2)
     )
-    assert choose(loads, world).seconds.step <= best * 1.05
+    assert choose(Problem(loads, world)).seconds.step <= best * 1.05
 
 
 @pytest.mark.parametrize(
@@ -219,7 +221,7 @@ def test_nothing_beats_any_choice_by_much(bytes_per_second, shapes):
 def test_what_is_looked_up_once_travels_as_rows_and_long_bags_pooled():
     once = [load_of(f"o{i}", 300, TWO_BY_TWO) for i in range(8)]
     bags = [load_of(f"b{i}", 10**6, TWO_BY_TWO, hot=20) for i in range(8)]
-    choice = choose(once + bags, TWO_BY_TWO)
+    choice = choose(Problem(once + bags, TWO_BY_TWO))
     kinds = {table.name: table.chosen.option for table in choice.tables}
     assert {kinds[bag.name] for bag in once} == {("rows", "row_wise")}
     assert {kinds[bag.name] for bag in bags} == {("pooled", "table_wise")}
@@ -233,7 +235,7 @@ def test_what_is_looked_up_once_travels_as_rows_and_long_bags_pooled():
 def test_long_bags_of_wide_rows_are_cut():
     """Each owner of a slice sends a part of every bag once, and all owners as much."""
     wide = [load_of("w", 10**6, TWO_BY_TWO, hot=20, width=256, may_be_cut=True)]
-    (table,) = choose(wide, TWO_BY_TWO).tables
+    (table,) = choose(Problem(wide, TWO_BY_TWO)).tables
     assert str(table.chosen.sharding) == "column_wise, ranks 0 .. 3"
     assert table.chosen.exchange == "pooled"
     cut, whole = (sent_between(wide[0], "pooled", 1, slices) for slices in (4, 1))
@@ -241,12 +243,12 @@ def test_long_bags_of_wide_rows_are_cut():
     assert 4 * cut["fetch"] == whole["fetch"] and 4 * cut["push"] == whole["push"]
     many = World(num_hosts=4, ranks_per_host=2)
     narrow = [load_of("n", 10**6, many, hot=20, width=64, may_be_cut=True)]
-    assert choose(narrow, many).tables[0].chosen.sharding.kind == "grid"
+    assert choose(Problem(narrow, many)).tables[0].chosen.sharding.kind == "grid"
     for whole_rows in (
         replace(wide[0], may_be_cut=False),
         replace(wide[0], width=MIN_SLICE_COLUMNS),
     ):
-        (table,) = choose([whole_rows], TWO_BY_TWO).tables
+        (table,) = choose(Problem([whole_rows], TWO_BY_TWO)).tables
         assert not {"column_wise", "grid"} & {
             c.sharding.kind for c in (table.chosen, *table.others)
         }
@@ -257,29 +259,31 @@ def test_columns_are_cut_over_servers_only():
     world = World(num_hosts=2, ranks_per_host=4, servers_per_host=2)
     wide = [load_of(f"w{i}", 10**6, world, hot=20, width=256, may_be_cut=True) for i in range(3)]
     fixed = {load.name: Constraint("column_wise") for load in wide}
-    free = choose(wide, world, num_runners_up=4)
-    for decision in (free, *free.runners_up, choose(wide, world, forced=fixed)):
+    free = choose(Problem(wide, world), num_runners_up=4)
+    for decision in (free, *free.runners_up, choose(Problem(wide, world, forced=fixed))):
         for table in decision.tables:
             for cost in (table.chosen, *table.others):
                 assert set(cost.sharding.ranks) <= set(world.owners), cost.sharding
-    (forced, *_) = choose(wide, world, forced=fixed).tables
+    (forced, *_) = choose(Problem(wide, world, forced=fixed)).tables
     assert forced.chosen.sharding.ranks == world.owners
 
 
 def test_sequences_are_never_pooled():
     loads = [load_of("s", 10**6, TWO_BY_TWO, hot=50, is_pooled=False)]
-    (table,) = choose(loads, TWO_BY_TWO).tables
+    (table,) = choose(Problem(loads, TWO_BY_TWO)).tables
     assert table.chosen.exchange == "rows"
     assert "pooled" not in {other.exchange for other in table.others}
     with pytest.raises(ConfigError, match=r"table 's': got pooled, which it cannot have.*sequence"):
-        choose(loads, TWO_BY_TWO, forced={"s": Constraint(exchange="pooled")})
+        choose(Problem(loads, TWO_BY_TWO, forced={"s": Constraint(exchange="pooled")}))
 
 
 def test_small_tables_of_slow_messages_are_on_every_rank():
     """Messages cost more than bytes do: a table that never asks saves the asking."""
     slow = World(num_hosts=2, ranks_per_host=1, message_seconds=1e-2, remote_message_seconds=1e-2)
     loads = [load_of(f"t{i}", 4, slow, width=4) for i in range(3)]
-    choice = choose(loads, slow, rates=[RowRate(4, 2e4, 2e4)])  # ids travel behind so slow a model
+    choice = choose(
+        Problem(loads, slow, rates=[RowRate(4, 2e4, 2e4)])
+    )  # ids travel behind so slow a model
     assert {table.chosen.option for table in choice.tables} == {("replicated", "replicated")}
 
 
@@ -290,7 +294,10 @@ def test_tables_stay_where_memory_holds_them():
     budget = int(0.5 * loads[0].total_bytes)
     memories = {"free": Memory(), "tight": Memory(budget), "cheap": Memory(budget, 1e-16)}
     kinds = {
-        name: [table.chosen.sharding.kind for table in choose(loads, world, memory=memory).tables]
+        name: [
+            table.chosen.sharding.kind
+            for table in choose(Problem(loads, world, memory=memory)).tables
+        ]
         for name, memory in memories.items()
     }
     assert kinds["free"] == kinds["cheap"] == ["table_wise"] * 4
@@ -301,14 +308,14 @@ def test_a_step_s_rows_must_be_in_memory_whatever_files_cost():
     world = World(num_hosts=2, ranks_per_host=1)
     load = load_of("b", 10**5, world, hot=20)
     budget = int(0.7 * load.unique_world * load.slot_bytes)
-    (table,) = choose([load], world, memory=Memory(budget, 0.0)).tables
+    (table,) = choose(Problem([load], world, memory=Memory(budget, 0.0))).tables
     assert table.chosen.sharding.kind == "row_wise"
 
 
 def test_forced_ranks_are_kept_and_others_balanced_around_them():
     loads = [load_of(f"b{i}", 10**5, TWO_BY_TWO, hot=20) for i in range(4)]
     forced = {"b0": Constraint("table_wise", "pooled", (2,))}
-    choice = choose(loads, TWO_BY_TWO, forced=forced)
+    choice = choose(Problem(loads, TWO_BY_TWO, forced=forced))
     assert choice.shardings["b0"].ranks == (2,)
     assert sorted(sharding.ranks for sharding in choice.shardings.values()) == [
         (0,),
@@ -361,7 +368,10 @@ def test_a_processor_that_is_slow_spreads_what_links_would_not():
     loads = [load_of(f"b{i}", 10**6, world, hot=20, width=64) for i in range(3)]
 
     def kinds(rates):
-        return {table.chosen.sharding.kind for table in choose(loads, world, rates=rates).tables}
+        return {
+            table.chosen.sharding.kind
+            for table in choose(Problem(loads, world, rates=rates)).tables
+        }
 
     assert kinds([]) == {"table_wise"}
     assert "table_wise" not in kinds([RowRate(64, 1e4, 1e4)])
@@ -370,9 +380,9 @@ def test_a_processor_that_is_slow_spreads_what_links_would_not():
 def test_ranks_that_share_processors_compute_while_others_wait():
     loads = [load_of(f"t{i}", 10**6, TWO_BY_TWO, width=64) for i in range(4)]
     rates = [RowRate(64, 1e6, 1e6)]
-    free = choose(loads, TWO_BY_TWO, rates=rates).seconds
+    free = choose(Problem(loads, TWO_BY_TWO, rates=rates)).seconds
     assert free.step == free.processor + free.waited
-    crowded = choose(loads, replace(TWO_BY_TWO, crowding=1e3), rates=rates).seconds
+    crowded = choose(Problem(loads, replace(TWO_BY_TWO, crowding=1e3), rates=rates)).seconds
     assert crowded.step == 1e3 * crowded.processor
 
 
@@ -383,12 +393,12 @@ def test_another_exchange_has_to_save_what_it_takes_of_a_processor(samples, is_m
         load_of("few", 50, TWO_BY_TWO, samples=samples),
         load_of("long", 10**6, TWO_BY_TWO, samples=samples, hot=20),
     ]
-    options = [("rows", "row_wise"), ("pooled", "row_wise")]
-    by_links = choose(loads, TWO_BY_TWO, options=options)
+    forced = {load.name: Constraint("row_wise") for load in loads}
+    by_links = choose(Problem(loads, TWO_BY_TWO, forced=forced))
     assert by_links.exchanges == {"few": "rows", "long": "pooled"}
     # Rows cost nothing to compute: what is left is the exchange's own.
     rates = [RowRate(16, 1e15, 1e15, 1e15, 1e15)]
-    choice = choose(loads, TWO_BY_TWO, options=options, rates=rates)
+    choice = choose(Problem(loads, TWO_BY_TWO, forced=forced, rates=rates))
     assert choice.exchanges == {"few": "rows" if is_mixed else "pooled", "long": "pooled"}
     more = choice.seconds.processor - by_links.seconds.processor
     assert more == pytest.approx(EXTRA_EXCHANGE_SECONDS * is_mixed, abs=1e-6)
@@ -398,7 +408,7 @@ def test_messages_take_a_processor_s_time():
     loads = [load_of("t", 10**6, TWO_BY_TWO, width=64)]
     forced = {"t": Constraint("row_wise", "rows")}
     costly = replace(TWO_BY_TWO, byte_processor_seconds=1e-9, message_processor_seconds=1e-4)
-    free, busy = (choose(loads, world, forced=forced) for world in (TWO_BY_TWO, costly))
+    free, busy = (choose(Problem(loads, world, forced=forced)) for world in (TWO_BY_TWO, costly))
     assert free.seconds.processor == 0.0
     ids, values, gradients = (
         sum(busy.sent[channel, link] for link in ("local", "remote"))
@@ -425,22 +435,25 @@ def test_a_thousand_ranks_and_five_hundred_tables_take_seconds(num_hosts, num_ta
         for i in range(num_tables)
     ]
     began = time.process_time()
-    choice = choose(loads, world)
+    choice = choose(Problem(loads, world))
     assert time.process_time() - began < seconds
     by_host = np.zeros(num_hosts)
     for table in choice.tables:
         if table.chosen.sharding.kind == "table_wise":
             by_host[table.chosen.sharding.ranks[0] // 8] += table.chosen.bytes_over("remote")
     assert by_host.max() < 3 * by_host.mean()
-    dealt = choose(loads, world, options=[("rows", "row_wise")])
+    forced = {load.name: Constraint("row_wise", "rows") for load in loads}
+    dealt = choose(Problem(loads, world, forced=forced))
     assert choice.seconds.step < 0.8 * dealt.seconds.step
 
 
 def test_runners_up_are_plans_of_other_kinds():
     loads = [load_of(f"t{i}", 1000 * (i + 1), TWO_BY_TWO, hot=2) for i in range(5)]
     forced = {"t0": Constraint("row_wise", "rows")}
-    choice = choose(loads, TWO_BY_TWO, forced=forced, num_runners_up=4)
-    assert choice == replace(choose(loads, TWO_BY_TWO, forced=forced), runners_up=choice.runners_up)
+    choice = choose(Problem(loads, TWO_BY_TWO, forced=forced), num_runners_up=4)
+    assert choice == replace(
+        choose(Problem(loads, TWO_BY_TWO, forced=forced)), runners_up=choice.runners_up
+    )
     kinds = [[table.chosen.option for table in d.tables] for d in (choice, *choice.runners_up)]
     assert len(kinds) == 5 and len({tuple(kind) for kind in kinds}) == 5
     assert len({kind[-1] for kind in kinds}) == 5  # most tables changed, not one
@@ -452,7 +465,7 @@ def test_runners_up_are_plans_of_other_kinds():
             table.name: Constraint(*reversed(table.chosen.option), table.chosen.sharding.ranks)
             for table in runner_up.tables
         }
-        again = choose(loads, TWO_BY_TWO, forced=fixed)
+        again = choose(Problem(loads, TWO_BY_TWO, forced=fixed))
         assert again.seconds.step == pytest.approx(runner_up.seconds.step)
         assert again.shardings == runner_up.shardings
 
@@ -460,7 +473,7 @@ def test_runners_up_are_plans_of_other_kinds():
 def test_runners_up_keep_to_constraints_and_memory():
     loads = [load_of(f"t{i}", 1000, TWO_BY_TWO) for i in range(4)]
     fixed = {load.name: Constraint("row_wise", "rows") for load in loads}
-    assert not choose(loads, TWO_BY_TWO, forced=fixed, num_runners_up=4).runners_up
+    assert not choose(Problem(loads, TWO_BY_TWO, forced=fixed), num_runners_up=4).runners_up
     even = Memory(int(sum(load.total_bytes for load in loads) / 4 * 1.01))
-    for runner_up in choose(loads, TWO_BY_TWO, memory=even, num_runners_up=4).runners_up:
+    for runner_up in choose(Problem(loads, TWO_BY_TWO, memory=even), num_runners_up=4).runners_up:
         assert "replicated" not in runner_up.exchanges.values()

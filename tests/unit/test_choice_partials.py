@@ -13,8 +13,8 @@ from colonnade import LowRankCross, World
 from colonnade.errors import ConfigError
 from colonnade.plan.cost.consumers import ConsumerLoad, FieldLoad, ModelLoad
 from colonnade.plan.search import choose
-from colonnade.plan.search.candidates import Constraint, Memory
-from colonnade.plan.search.search import OPTIONS, Search
+from colonnade.plan.search.candidates import Constraint, Memory, Problem
+from colonnade.plan.search.search import Search
 from colonnade.topology.sharding import Sharding, row_wise, table_wise
 
 
@@ -158,7 +158,7 @@ def test_chosen_as_the_formulas_say(name):
     volumes = case.volumes()
     assert min(volumes, key=volumes.get) == case.wanted  # by the formulas
     model, loads = case.model(), case.loads()
-    choice = choose(loads, case.world, model=model)
+    choice = choose(Problem(loads, case.world, model=model))
     taken = [exchange for exchange in choice.exchanges.values()]
     assert set(taken) == {case.wanted}, choice.exchanges
     kinds = {item.chosen.sharding.kind for item in choice.tables}
@@ -169,7 +169,7 @@ def test_chosen_as_the_formulas_say(name):
     # No other exchange of all tables would make a shorter step.
     for exchange in {"rows", "pooled", "partials"} - {case.wanted}:
         forced = {load.name: Constraint(None, exchange) for load in loads}
-        other = choose(loads, case.world, forced=forced, model=model)
+        other = choose(Problem(loads, case.world, forced=forced, model=model))
         assert choice.seconds.step <= other.seconds.step * 1.001, exchange
     assert any(item.is_partial for item in choice.consumers) == (case.wanted == "partials")
 
@@ -182,7 +182,7 @@ def test_bags_too_many_for_one_rank_are_dealt_by_rows():
     (load,) = case.loads()
     load = replace(load, width=16, value_bytes=64, gradient_bytes=64, bag_bytes=64)
     memory = Memory(int(load.total_bytes / 4), 1e-3)
-    (table,) = choose([load], case.world, memory=memory, model=model).tables
+    (table,) = choose(Problem([load], case.world, memory=memory, model=model)).tables
     assert table.chosen.option == ("pooled", "row_wise")  # a partial of one field saves nothing
 
 
@@ -198,8 +198,8 @@ def small(num_ranks=2):
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_the_search_finds_what_trying_all_finds(num_ranks):
     world, loads, model = small(num_ranks)
-    choice = choose(loads, world, model=model)
-    search = Search(loads, world, Memory(), (), {}, OPTIONS, False, model, 1)
+    choice = choose(Problem(loads, world, model=model))
+    search = Search(Problem(loads, world, model=model, towers=1))
     places: list[Sharding] = [row_wise(num_ranks), *map(table_wise, range(num_ranks))]
     best, evaluated = float("inf"), False
     for exchanges in itertools.product(("rows", "pooled", "partials"), repeat=3):
@@ -225,7 +225,7 @@ def test_a_split_bag_is_refused_with_what_to_do():
     forced = {load.name: Constraint("row_wise", "partials") for load in loads}
     wide = replace(model, consumers=(replace(model.consumers[0], width=2),))
     with pytest.raises(ConfigError, match=r"'f2' has bags.*plan.tables.t2.sharding=table_wise"):
-        choose(loads, world, forced=forced, model=wide)
+        choose(Problem(loads, world, forced=forced, model=wide))
 
 
 def test_who_takes_a_table_that_is_cut_falls_back_alone():
@@ -239,7 +239,7 @@ def test_who_takes_a_table_that_is_cut_falls_back_alone():
     forced = {f"t{t}": Constraint(None, "partials") for t in range(1, 39)}
     forced["t0"] = Constraint("column_wise", "pooled")
     loads = [replace(load, may_be_cut=True) for load in case.loads()]
-    a, b, linear = choose(loads, case.world, model=model, forced=forced).consumers
+    a, b, linear = choose(Problem(loads, case.world, model=model, forced=forced)).consumers
     assert b.is_partial and b.why == "fewer floats"
     for value in (a, linear):
         assert not value.is_partial and value.why == "rows of table t0 are cut by columns"
@@ -247,15 +247,17 @@ def test_who_takes_a_table_that_is_cut_falls_back_alone():
 
 def test_reasons_in_words():
     case = CASES["DeepFM: its linear part alone"]
-    fm, top, linear = choose(case.loads(), case.world, model=case.model()).consumers
+    fm, top, linear = choose(Problem(case.loads(), case.world, model=case.model())).consumers
     assert fm.why == "values are sent anyway for c1" and not fm.is_partial
     assert (
         top.why == "its operator has no partial that can be summed" and top.partial_floats is None
     )
     assert linear.is_partial and (linear.partial_floats, linear.value_floats) == (4, 40)
     case = CASES["LR + FM, too many ranks, many ids"]
-    fm, linear = choose(case.loads(), case.world, model=case.model()).consumers
+    fm, linear = choose(Problem(case.loads(), case.world, model=case.model())).consumers
     assert fm.why.startswith("its tables are under pooled") and not linear.is_partial
     forced = {f"t{t}": Constraint("table_wise", "partials") for t in range(39)}
-    fm, linear = choose(case.loads(), case.world, model=case.model(), forced=forced).consumers
+    fm, linear = choose(
+        Problem(case.loads(), case.world, model=case.model(), forced=forced)
+    ).consumers
     assert fm.why == "costs more: 663 floats, not 624" and fm.partial_floats == 39 * 17

@@ -11,7 +11,7 @@ from colonnade import World
 from colonnade.hops.kinds import EXCHANGES, SHARED_BYTES
 from colonnade.plan.cost.consumers import ConsumerLoad, FieldLoad, ModelLoad
 from colonnade.plan.search import choose
-from colonnade.plan.search.candidates import Constraint, Memory
+from colonnade.plan.search.candidates import Constraint, Memory, Problem
 
 SLOW = World(num_hosts=2, ranks_per_host=2, remote_bytes_per_second=25e6)
 DIM = 64
@@ -42,9 +42,9 @@ def loads():
 
 
 def test_modules_that_leave_little_are_worth_their_towers(loads):
-    flat = choose(loads, SLOW, model=model_of(loads, 1))
+    flat = choose(Problem(loads, SLOW, model=model_of(loads, 1)))
     assert {table.chosen.exchange for table in flat.tables} != {"towers"}
-    choice = choose(loads, SLOW, model=model_of(loads, 8))
+    choice = choose(Problem(loads, SLOW, model=model_of(loads, 8)))
     assert {table.chosen.option for table in choice.tables} == {("towers", "table_wise")}
     assert choice.seconds.step < flat.seconds.step
     hosts = [SLOW.host(table.chosen.sharding.ranks[0]) for table in choice.tables]
@@ -58,9 +58,9 @@ def test_modules_that_leave_little_are_worth_their_towers(loads):
 
 
 def test_operators_that_are_no_modules_are_not_worth_a_try(loads):
-    choice = choose(loads, SLOW, model=model_of(loads, 8, is_whole=False))
+    choice = choose(Problem(loads, SLOW, model=model_of(loads, 8, is_whole=False)))
     assert not {table.chosen.exchange for table in choice.tables} & {"towers", "tower_rows"}
-    flat = choose(loads, SLOW)
+    flat = choose(Problem(loads, SLOW))
     assert choice.shardings == flat.shardings and choice.exchanges == flat.exchanges
 
 
@@ -69,11 +69,11 @@ def test_rows_come_together_in_towers_where_many_samples_share_them():
     world = replace(SLOW, local_bytes_per_second=25e6)
     popular = [load_of(f"t{i}", 300, world, width=DIM) for i in range(8)]
     model = model_of(popular, 8)
-    choice = choose(popular, world, model=model)
+    choice = choose(Problem(popular, world, model=model))
     assert {table.chosen.option for table in choice.tables} == {("tower_rows", "table_wise")}
     names = {table.name: table.chosen.sharding.ranks for table in choice.tables}
     forced = {name: Constraint("table_wise", "towers", ranks) for name, ranks in names.items()}
-    bags = choose(popular, world, model=model, forced=forced)
+    bags = choose(Problem(popular, world, model=model, forced=forced))
     assert choice.seconds.step < bags.seconds.step
     for channel in ("fetch", "push"):
         assert choice.sent[channel, "remote"] == pytest.approx(bags.sent[channel, "remote"])
@@ -83,14 +83,14 @@ def test_rows_come_together_in_towers_where_many_samples_share_them():
 def test_what_a_person_says_of_one_table_keeps_its_module_flat(loads):
     model = model_of(loads, 8)
     forced = {"t1": Constraint(exchange="rows")}
-    choice = choose(loads, SLOW, model=model, forced=forced)
+    choice = choose(Problem(loads, SLOW, model=model, forced=forced))
     assert choice.tables[1].chosen.exchange == "rows"
     assert "towers" not in {t.chosen.exchange for t in choice.tables[1::2]}
     assert [table.is_forced for table in choice.tables] == [t == 1 for t in range(8)]
 
 
 def test_modules_that_share_a_table_are_in_one_tower(loads):
-    choice = choose(loads, SLOW, model=model_of(loads, 8, shared=0))
+    choice = choose(Problem(loads, SLOW, model=model_of(loads, 8, shared=0)))
     inside = [t.chosen.sharding.ranks[0] for t in choice.tables if t.chosen.exchange == "towers"]
     assert len({SLOW.host(rank) for rank in inside}) <= 1
 
@@ -98,16 +98,16 @@ def test_modules_that_share_a_table_are_in_one_tower(loads):
 def test_nothing_is_put_where_there_is_no_room(loads):
     model, whole = model_of(loads, 8), loads[0].total_bytes
     tight = Memory(int(1.5 * whole))  # two tables a rank do not fit whole
-    choice = choose(loads, SLOW, model=model, memory=tight)
+    choice = choose(Problem(loads, SLOW, model=model, memory=tight))
     assert "towers" not in {table.chosen.exchange for table in choice.tables}
     one_host = World(num_hosts=1, ranks_per_host=4)
-    choice = choose(loads, one_host, model=model)
+    choice = choose(Problem(loads, one_host, model=model))
     assert "towers" not in {table.chosen.exchange for table in choice.tables}
 
 
 def test_ids_of_tables_sum_to_those_of_all_but_for_headers(loads):
     forced = {load.name: Constraint("table_wise", "towers") for load in loads}
-    choice = choose(loads, SLOW, forced=forced, model=model_of(loads, 8))
+    choice = choose(Problem(loads, SLOW, forced=forced, model=model_of(loads, 8)))
     local = sum(table.chosen.sent["route", "local"] for table in choice.tables)
     assert 0 < local < choice.sent["route", "local"]
 
@@ -132,7 +132,7 @@ def test_processors_move_what_is_sent_and_what_is_got(hosts, num_towers, ratio):
 
     def result(byte_seconds):
         target = replace(world, byte_processor_seconds=byte_seconds)
-        return choose(tables, target, forced=forced, model=model, towers=num_towers)
+        return choose(Problem(tables, target, forced=forced, model=model, towers=num_towers))
 
     choice = result(1e-9)
     moved = (choice.seconds.processor - result(0.0).seconds.processor) / 1e-9

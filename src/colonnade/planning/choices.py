@@ -38,7 +38,7 @@ from colonnade.plan.measure.profile import Profile, build_table_loads, profile_b
 from colonnade.plan.names import CodecName
 from colonnade.plan.plan import Codecs, Plan
 from colonnade.plan.search import choose
-from colonnade.plan.search.candidates import Constraint, Memory, PlanDecision
+from colonnade.plan.search.candidates import Constraint, Memory, PlanDecision, Problem
 from colonnade.topology.sharding import Sharding, row_wise
 from colonnade.topology.towers import Partition
 from colonnade.topology.world import World
@@ -141,7 +141,7 @@ def choose_shardings_and_exchanges(
     memory = Memory(budget)
     if budget is not None and memory_demands:
         memory = Memory(budget, estimate_seconds_per_byte(memory_demands, budget, device))
-    return choose(
+    problem = Problem(
         sampled.loads,
         world,
         memory=memory,
@@ -158,8 +158,8 @@ def choose_shardings_and_exchanges(
             declared=collection.declaration,
         ),
         towers=config.towers if isinstance(config.towers, int) else None,
-        num_runners_up=NUM_RUNNERS_UP if world.num_ranks > 1 else 0,
     )
+    return choose(problem, NUM_RUNNERS_UP if world.num_ranks > 1 else 0)
 
 
 def apply_tower_partition(

@@ -2,58 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from colonnade.hops.kinds import BY_TOWERS
-from colonnade.hops.load import TableLoad
-from colonnade.plan.cost.consumers import ConsumerLoad, ModelLoad, add_squares
+from colonnade.plan.cost.consumers import ModelLoad, add_squares
 from colonnade.plan.cost.partials import check_tables_with_partials
-from colonnade.plan.measure.device import RowRate
-from colonnade.plan.search.candidates import OPTIONS, Constraint, Memory, Option, PlanDecision
+from colonnade.plan.search.candidates import Constraint, PlanDecision, Problem
 from colonnade.plan.search.explanation import explain_choice
 from colonnade.plan.search.initial_candidates import build_initial_states
 from colonnade.plan.search.runners_up import build_runner_up_states
 from colonnade.plan.search.search import Search, State
 from colonnade.topology.sharding import Kind
 from colonnade.topology.towers import list_tower_ranks
-from colonnade.topology.world import World
 
 KIND: Kind = "table_wise"
 
 
-def choose(
-    loads: Sequence[TableLoad],
-    world: World,
-    *,
-    memory: Memory | None = None,
-    rates: Sequence[RowRate] = (),
-    forced: Mapping[str, Constraint] | None = None,
-    options: Collection[Option] = OPTIONS,
-    is_fetched_ahead: bool = False,
-    model: ModelLoad | None = None,
-    towers: int | None = None,
-    num_runners_up: int = 0,
-) -> PlanDecision:
-    """Choose the fastest of `options` for each table under the constraints `forced` (by table name).
+def choose(problem: Problem, num_runners_up: int = 0) -> PlanDecision:
+    """Choose the fastest of OPTIONS for each table under its constraint.
 
-    rates: measured speeds of gathering and updating rows, and of planning and packing lookups. is_fetched_ahead:
-    whether staleness allows to fetch values early. model: consumers of the tables' fields; `partials` is only
-    considered with it. towers: number of towers, default one for each host. num_runners_up: largest number of decisions
-    of other kinds to return beside it. Raises ConfigError for constraints that cannot be met."""
+    num_runners_up: largest number of decisions of other kinds to return beside it. Raises ConfigError for constraints
+    that cannot be met."""
+    model = problem.model
     if model is not None:
-        loads = add_squares(loads, model)
-    search = Search(
-        loads,
-        world,
-        memory or Memory(),
-        rates,
-        forced or {},
-        options,
-        is_fetched_ahead,
-        model,
-        towers or world.num_hosts,
-    )
+        problem = replace(problem, loads=add_squares(problem.loads, model))
+    search = Search(problem)
     initial_states = list(build_initial_states(search))
     if search.is_large:
         initial_states = sorted(initial_states, key=search.compute_objective)[:2]
@@ -62,33 +36,14 @@ def choose(
     others = build_runner_up_states(search, best, num_runners_up) if num_runners_up else []
     for state in (best, *others):
         search.apply_tower_compression(state)
-    check_tables_with_partials(best.partials, search.partials.model, loads, best.chosen)
+    check_tables_with_partials(best.partials, search.partials.model, problem.loads, best.chosen)
     without_towers = explain_choice(search, best, _find_partials_delay(search, states, best))
     decisions = [without_towers]
     for exchange in BY_TOWERS:
-        in_towers = model and constrain_to_towers(
-            loads,
-            world,
-            model,
-            search.num_towers,
-            memory=search.memory,
-            forced=forced or {},
-            options=options,
-            exchange=exchange,
-        )
+        in_towers = model and constrain_to_towers(problem, model, exchange)
         if in_towers:
-            constraints = {**(forced or {}), **in_towers}
-            other = choose(
-                loads,
-                world,
-                memory=memory,
-                rates=rates,
-                forced=constraints,
-                options=options,
-                is_fetched_ahead=is_fetched_ahead,
-                model=model,
-                towers=towers,
-            )
+            forced = {**problem.forced, **in_towers}
+            other = choose(replace(problem, forced=forced))
             decisions.append(unforce_tables(other, without_towers, in_towers))
     choice = min(decisions, key=lambda decision: decision.seconds.step)
     if not num_runners_up:
@@ -101,29 +56,21 @@ def choose(
     return replace(choice, runners_up=tuple(runners_up[:num_runners_up]))
 
 
-def constrain_to_towers(
-    loads: Sequence[TableLoad],
-    world: World,
-    model: ModelLoad,
-    num_towers: int,
-    *,
-    memory: Memory,
-    forced: Mapping[str, Constraint],
-    options: Collection[Option],
-    exchange: str,
-) -> dict[str, Constraint]:
+def constrain_to_towers(problem: Problem, model: ModelLoad, exchange: str) -> dict[str, Constraint]:
     """Return constraints, by table name, that put the tables of each tower module on ranks of one tower.
 
     Whole tables are balanced over towers and ranks by bytes, with this exchange. Returns no constraints on one host, if
     memory has no room, or if no module has tables that are all unconstrained."""
-    if world.num_hosts < 2 or world.has_servers or (exchange, KIND) not in options:
+    loads = problem.loads
+    world = problem.world
+    if world.num_hosts < 2 or world.has_servers:
         return {}
     groups = [
         tables
         for tables in _find_module_tables(model)
-        if all(loads[t].is_pooled and _is_free(forced.get(loads[t].name)) for t in tables)
+        if all(loads[t].is_pooled and _is_free(problem.forced.get(loads[t].name)) for t in tables)
     ]
-    towers = list_tower_ranks(world, num_towers)
+    towers = list_tower_ranks(world, problem.num_towers)
     rank_bytes = dict.fromkeys(range(world.num_ranks), 0.0)
     constraints: dict[str, Constraint] = {}
     for tables in sorted(groups, key=lambda group: -sum(loads[t].total_bytes for t in group)):
@@ -132,7 +79,8 @@ def constrain_to_towers(
             rank = min(ranks, key=lambda rank: rank_bytes[rank])
             rank_bytes[rank] += loads[t].total_bytes
             constraints[loads[t].name] = Constraint(KIND, exchange, (rank,))
-    if memory.bytes is not None and max(rank_bytes.values()) > memory.bytes:
+    budget = problem.memory.bytes
+    if budget is not None and max(rank_bytes.values()) > budget:
         return {}
     return constraints
 
@@ -152,23 +100,19 @@ def unforce_tables(
 
 
 def _find_module_tables(model: ModelLoad) -> list[set[int]]:
-    """Return groups of tables that must be in one tower: those of each module, merged if modules share a table."""
+    """Return groups of tables that must be in one tower: those of each tower module with a result smaller than its
+    fields, merged if modules share a table."""
     groups: list[set[int]] = []
     for consumer in model.consumers:
-        if not _is_compressing(model, consumer):
+        floats = sum(model.fields[f].dim for f in consumer.fields)
+        inside = consumer.inside_width
+        if not consumer.is_whole or inside is None or inside >= floats:
             continue
         tables = {model.fields[f].table for f in consumer.fields}
         shared = [group for group in groups if group & tables]
         groups = [group for group in groups if not group & tables]
         groups.append(tables.union(*shared))
     return groups
-
-
-def _is_compressing(model: ModelLoad, consumer: ConsumerLoad) -> bool:
-    """Return whether a consumer is a tower module with a result smaller than its fields."""
-    floats = sum(model.fields[f].dim for f in consumer.fields)
-    inside = consumer.inside_width
-    return consumer.is_whole and inside is not None and inside < floats
 
 
 def _is_free(constraint: Constraint | None) -> bool:

@@ -5,13 +5,17 @@ All bytes and seconds are those of one step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from colonnade.hops.kinds import EXCHANGES
+from colonnade.hops.load import TableLoad
+from colonnade.plan.cost.consumers import ModelLoad
 from colonnade.plan.cost.step_time import step_seconds
+from colonnade.plan.measure.device import RowRate
 from colonnade.plan.names import Constraint as Constraint
 from colonnade.topology.sharding import Kind, Sharding
+from colonnade.topology.world import World
 
 Option = tuple[str, Kind]
 OPTIONS: tuple[Option, ...] = tuple(
@@ -29,6 +33,30 @@ class Memory:
     """Bytes of memory; None: no limit."""
     seconds_per_byte: float = float("inf")
     """Seconds of file reads per step for each byte of rows that does not fit; inf: rows must fit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Everything that a decision depends on: tables, ranks and links, measured speeds, and what settings fix."""
+
+    loads: Sequence[TableLoad]
+    world: World
+    memory: Memory = Memory()
+    rates: Sequence[RowRate] = ()
+    """Measured speeds of gathering and updating rows, and of planning and packing lookups; empty: not measured."""
+    forced: Mapping[str, Constraint] = field(default_factory=dict)
+    """Constraints by table name; a table without one is free."""
+    is_fetched_ahead: bool = False
+    """True if staleness allows to fetch values early."""
+    model: ModelLoad | None = None
+    """Consumers of the tables' fields; `partials` is only considered with it."""
+    towers: int | None = None
+    """Number of towers; None: one for each host."""
+
+    @property
+    def num_towers(self) -> int:
+        """Number of towers."""
+        return self.towers or self.world.num_hosts
 
 
 @dataclass(frozen=True, slots=True)

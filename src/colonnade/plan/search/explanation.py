@@ -18,7 +18,6 @@ from colonnade.plan.search.candidates import (
     TableChoice,
     TableCost,
 )
-from colonnade.plan.search.cutting import COLUMN_KINDS, count_max_slices
 from colonnade.plan.search.search import Search, State
 from colonnade.sizes import format_digits
 from colonnade.topology.sharding import Kind, Sharding
@@ -161,13 +160,7 @@ def explain_choice(search: Search, state: State, partials_delay: float | None) -
         chosen = predict_table_cost(search, state, t, *state.chosen[t], objective)
         others = []
         for exchange, kind in OPTIONS:
-            if (exchange, kind) == chosen.option or not _is_option_possible(
-                search, t, exchange, kind
-            ):
-                continue
-            if exchange == "partials" and not _can_show_partials(search, t):
-                continue
-            if exchange in BY_TOWERS:  # The cost of one table alone in a tower is meaningless.
+            if (exchange, kind) == chosen.option or not _is_alternative(search, t, exchange, kind):
                 continue
             costs = [
                 predict_table_cost(search, state, t, exchange, sharding, objective)
@@ -214,19 +207,16 @@ def _explain_consumer_choices(
     )
 
 
-def _is_option_possible(search: Search, table_index: int, exchange: str, kind: Kind) -> bool:
-    """Return whether a table could have an exchange and kind of sharding, if its constraint allowed it."""
-    load = search.loads[table_index]
-    if kind in COLUMN_KINDS and count_max_slices(load, kind, search.world) < 2:
+def _is_alternative(search: Search, table_index: int, exchange: str, kind: Kind) -> bool:
+    """Return whether the cost of an option is shown for a table: it could have it if its constraint allowed it.
+
+    The cost of one table alone in a tower is meaningless, as is that under `partials` where no table moves to it."""
+    if exchange in BY_TOWERS or not search.can_shard(table_index, kind):
         return False
-    return search.find_refusal(table_index, exchange) is None and (
-        kind != "host_wise" or search.has_hosts
-    )
-
-
-def _can_show_partials(search: Search, t: int) -> bool:
-    """Return whether the cost of moving one table alone to `partials` is worth showing."""
-    return search.has_model and t in search.partials_tables and not search.has_fixed_partials
+    if exchange == "partials" and search.has_fixed_partials:
+        return False
+    is_worth_trying = search.is_worth_trying(table_index, exchange)
+    return is_worth_trying and search.find_refusal(table_index, exchange) is None
 
 
 def predict_table_cost(

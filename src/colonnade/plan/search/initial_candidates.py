@@ -48,7 +48,7 @@ def build_initial_states(search: Search) -> Iterator[State]:
                 search, t, options, group, kind, names
             ),
         )
-        for group in (search.partials.table_groups if search.has_model else ())
+        for group in (search.partials.table_groups)
         for kind in kinds
     ]
     yield from sorted(with_partials, key=search.compute_objective)[:NUM_PARTIALS_STATES]
@@ -78,13 +78,7 @@ def _build_search_state(search: Search, pick_option: Callable[..., Option]) -> S
     state = search.empty_state()
     state.chosen = [("rows", row_wise(1))] * len(search.loads)
     for t in search.order_tables():
-        exchange, kind = pick_option(t, search.options[t])
-        sharding = min(
-            search.candidate_shardings(state, t, kind),
-            key=lambda sharding: search.compute_objective_with_table(state, t, exchange, sharding),
-        )
-        search.add_table_costs(state, t, exchange, sharding)
-        state.chosen[t] = exchange, sharding
+        search.place_table(state, t, pick_option(t, search.options[t]))
     return state
 
 
@@ -102,14 +96,10 @@ def _find_cheapest_balanced_option(
     for _, kind in options:
         if kind in COLUMN_KINDS:
             examples[kind] = search.propose_shardings(search.empty_state(), table_index, kind)[0]
-    return min(
-        options,
-        key=lambda option: search.predict_balanced_seconds(
-            table_index, _single_table_bound(option[0]), examples[option[1]]
-        ),
-    )
 
+    def predict_most_seconds(option: Option) -> float:
+        # By itself, a table under `partials` costs at most what it does under `pooled`.
+        exchange = "pooled" if option[0] == "partials" else option[0]
+        return search.predict_balanced_seconds(table_index, exchange, examples[option[1]])
 
-def _single_table_bound(exchange: str) -> str:
-    """Return the exchange with the most that a table can cost by itself: `pooled` for `partials`."""
-    return "pooled" if exchange == "partials" else exchange
+    return min(options, key=predict_most_seconds)

@@ -59,7 +59,6 @@ def _find_main_option(search: Search, state: State) -> Option:
 
 def _change_tables(search: Search, best: State, option: Option, tables: Collection[int]) -> State:
     """Return `best` with this option for those of the tables that may have it, each where it costs least."""
-    exchange, kind = option
     moved = [t for t in search.order_tables() if t in tables and option in search.options[t]]
     state = search.empty_state()
     state.chosen = list(best.chosen)
@@ -67,10 +66,5 @@ def _change_tables(search: Search, best: State, option: Option, tables: Collecti
         if t not in moved:
             search.add_table_costs(state, t, *best.chosen[t])
     for t in moved:
-        sharding = min(
-            search.candidate_shardings(state, t, kind),
-            key=lambda sharding: search.compute_objective_with_table(state, t, exchange, sharding),
-        )
-        search.add_table_costs(state, t, exchange, sharding)
-        state.chosen[t] = exchange, sharding
+        search.place_table(state, t, option)
     return state

@@ -10,7 +10,7 @@ each host. All bytes and seconds are those of one step.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,10 +36,8 @@ from colonnade.hops.links import (
     sums_inside_hosts,
     tower_call_seconds,
 )
-from colonnade.hops.load import TableLoad
 from colonnade.lookup.views import is_merged_at_samples
 from colonnade.plan.cost.consumers import (
-    ModelLoad,
     TowerCompression,
     build_load_from_tables,
     find_tower_compression,
@@ -51,14 +49,7 @@ from colonnade.plan.cost.step_time import (
     predict_processor_seconds,
     predict_transfer_seconds,
 )
-from colonnade.plan.measure.device import RowRate
-from colonnade.plan.search.candidates import (
-    OPTIONS,
-    Constraint,
-    Memory,
-    Option,
-    StepSeconds,
-)
+from colonnade.plan.search.candidates import OPTIONS, Constraint, Option, Problem, StepSeconds
 from colonnade.plan.search.cutting import (
     COLUMN_KINDS,
     count_max_slices,
@@ -74,7 +65,6 @@ from colonnade.topology.sharding import (
     sharding_on_ranks,
     table_wise,
 )
-from colonnade.topology.world import World
 
 Floats = NDArray[np.float64]
 
@@ -113,45 +103,28 @@ class State:
 class Search:
     """Local search over the shardings and exchanges of all tables, with predicted seconds as the objective."""
 
-    def __init__(
-        self,
-        loads: Sequence[TableLoad],
-        world: World,
-        memory: Memory,
-        rates: Sequence[RowRate],
-        forced: Mapping[str, Constraint],
-        options: Collection[Option],
-        is_fetched_ahead: bool,
-        model: ModelLoad | None,
-        towers: int,
-    ) -> None:
+    def __init__(self, problem: Problem) -> None:
+        loads = problem.loads
+        world = problem.world
+        self.problem = problem
         self.loads = loads
         self.world = world
-        self.memory = memory
-        self.rates = rates
-        self.is_fetched_ahead = is_fetched_ahead
         # Otherwise every host is the whole world, or a single rank.
         self.has_hosts = world.num_hosts > 1 and world.ranks_per_host > 1
-        self.forced = [forced.get(load.name, Constraint()) for load in loads]
-        self.has_model = model is not None
+        self.forced = [problem.forced.get(load.name, Constraint()) for load in loads]
         self.partials = Partials(
-            model or build_load_from_tables(loads),
+            problem.model or build_load_from_tables(loads),
             len(loads),
             adds_in_host=sums_inside_hosts(world),
         )
         self.partials_tables = {t for group in self.partials.table_groups for t in group}
         self.samples = loads[0].samples if loads else 0.0
-        self.whole_bag_tables = self.partials.whole_bag_tables
         self.row_tables = {f.table for f in self.partials.model.fields if f.needs_rows}
         self.has_fixed_partials = len(loads) * world.num_ranks > FIXED_PARTIALS_SEARCH
         self.is_large = len(loads) * world.num_ranks > LARGE_SEARCH
-        self.options = [
-            self._find_table_options(t, load, constraint, options)
-            for t, (load, constraint) in enumerate(zip(loads, self.forced, strict=True))
-        ]
+        self.options = [self._find_table_options(t) for t in range(len(loads))]
         self.owners = np.array(world.owners)
-        self.links = Links(world, towers)
-        self.num_towers = towers
+        self.links = Links(world, problem.num_towers)
         self.is_trainer = self.links.is_trainer
         self.even_bytes = sum(load.total_bytes for load in loads) / len(self.owners)
         self.num_tried = 1 if self.is_large else NUM_TRIED
@@ -163,58 +136,53 @@ class Search:
         )
         self.scale = 1.0  # seconds of a step, set from the first candidate
 
-    def _find_table_options(
-        self, table_index: int, load: TableLoad, constraint: Constraint, options: Collection[Option]
-    ) -> list[Option]:
+    def _find_table_options(self, table_index: int) -> list[Option]:
         """Return the options of a table under its constraint. Raises ConfigError if there is none."""
-        tried = [option for option in OPTIONS if option in options]
+        constraint = self.forced[table_index]
+        name = self.loads[table_index].name
+        tried = OPTIONS
         if constraint.exchange in BY_TOWERS and constraint.kind not in (None, "replicated"):
             # The user or `plan.constraints.in_towers` determined the sharding.
-            tried = [(constraint.exchange, constraint.kind)]
+            tried = ((constraint.exchange, constraint.kind),)
         candidates = [
             (exchange, kind)
             for exchange, kind in tried
             if constraint.kind in (None, kind)
             and constraint.exchange in (None, exchange)
-            and self._can_have_exchange(table_index, exchange, kind, constraint)
-            and self._can_have_sharding(load, kind, constraint)
+            and (constraint.exchange == exchange or self.is_worth_trying(table_index, exchange))
+            and (constraint.kind == kind or self._is_kind_possible(table_index, exchange, kind))
+            and self.find_refusal(table_index, exchange) is None
         ]
         if candidates:
             return candidates
-        required = [str(name) for name in (constraint.exchange, constraint.kind) if name]
+        required = [str(value) for value in (constraint.exchange, constraint.kind) if value]
         wanted = ", ".join(required) or "any"
         reason = "no choice has both"
         if constraint.exchange is not None:
             reason = self.find_refusal(table_index, constraint.exchange) or reason
         raise ConfigError(
-            f"table {load.name!r}: got {wanted}, which it cannot have ({reason}); set another plan.exchange or "
-            f"plan.sharding, or plan.tables.{load.name}"
+            f"table {name!r}: got {wanted}, which it cannot have ({reason}); set another plan.exchange or "
+            f"plan.sharding, or plan.tables.{name}"
         )
 
-    def _can_have_exchange(
-        self, table_index: int, exchange: str, kind: Kind, constraint: Constraint
-    ) -> bool:
-        """Return whether a table with this kind of sharding may have this exchange, or must have it."""
+    def is_worth_trying(self, table_index: int, exchange: str) -> bool:
+        """Return whether a free table may gain from an exchange: towers are for modules, partials for consumers."""
         if exchange == "partials":
-            if constraint.exchange != exchange and table_index not in self.partials_tables:
-                return False
-            if (
-                not constraint.kind
-                and kind != "table_wise"
-                and table_index in self.whole_bag_tables
-            ):
-                return False
-        if exchange in BY_TOWERS and constraint.exchange != exchange:
-            return False
-        return self.find_refusal(table_index, exchange) is None
+            return table_index in self.partials_tables
+        return exchange not in BY_TOWERS
 
-    def _can_have_sharding(self, load: TableLoad, kind: Kind, constraint: Constraint) -> bool:
-        """Return whether the world allows this kind of sharding for a table, or the constraint demands it."""
-        if constraint.kind == kind:
-            return True
-        if kind == "host_wise" and not self.has_hosts:
-            return False
-        return kind not in COLUMN_KINDS or count_max_slices(load, kind, self.world) > 1
+    def _is_kind_possible(self, table_index: int, exchange: str, kind: Kind) -> bool:
+        """Return whether the world and the table's bags allow this kind of sharding, if no constraint demands it."""
+        if exchange == "partials" and kind != "table_wise":
+            if table_index in self.partials.whole_bag_tables:
+                return False
+        return self.can_shard(table_index, kind)
+
+    def can_shard(self, table_index: int, kind: Kind) -> bool:
+        """Return whether the world allows this kind of sharding for a table."""
+        if kind in COLUMN_KINDS:
+            return count_max_slices(self.loads[table_index], kind, self.world) > 1
+        return kind != "host_wise" or self.has_hosts
 
     def find_refusal(self, table_index: int, exchange: str) -> str | None:
         """Return why an exchange cannot serve a table; None: it can."""
@@ -241,13 +209,13 @@ class Search:
                 owners=num_owners,
                 slices=sharding.slices,
                 trainers=world.num_trainers,
-                tower_size=world.num_ranks // self.num_towers,
-                unique_peers=load.expected_unique_rows(self.num_towers, world)
+                tower_size=world.num_ranks // self.links.num_towers,
+                unique_peers=load.expected_unique_rows(self.links.num_towers, world)
                 if exchange in BY_TOWERS
                 else 0.0,
             )
             flows = list_flows(exchange, load, split)
-            seconds = predict_processor_seconds(exchange, load, split, self.rates)
+            seconds = predict_processor_seconds(exchange, load, split, self.problem.rates)
             transfer = predict_transfer_seconds(flows, split.owners * split.slices, self.links)
             self.cached_costs[key] = flows, seconds + transfer
         return self.cached_costs[key]
@@ -304,7 +272,7 @@ class Search:
         if state.num_tables.get("partials"):
             state.partials = self.partials.predict_traffic(state.owners, state.apart)
             state.partials_seconds = predict_partials_seconds(
-                state.partials, state.owners, self.samples, self.links, self.rates
+                state.partials, state.owners, self.samples, self.links, self.problem.rates
             )
             state.links += state.partials_seconds[0]
             state.processor += state.partials_seconds[1]
@@ -330,17 +298,19 @@ class Search:
                 phases[CHANNELS.index(flow.channel)] += flow.bytes * busiest
             # The call that sends sizes for all exchanges costs processor time only.
             computed += (float(calls.sum()) + 1) * world.call_processor_seconds
-            if self.rates:  # Without measured rates, processor time is not predicted.
+            if self.problem.rates:  # Without measured rates, processor time is not predicted.
                 computed += (len(used) - 1) * EXTRA_EXCHANGE_SECONDS
             for relay in hops:
                 if isinstance(relay, RelayHop):
-                    phases[1:] -= world.call_seconds - tower_call_seconds(world, self.num_towers)
+                    phases[1:] -= world.call_seconds - tower_call_seconds(
+                        world, self.links.num_towers
+                    )
                     computed -= predict_saved_processor_seconds(
-                        world, self.num_towers, relay.num_chunks
+                        world, self.links.num_towers, relay.num_chunks
                     )
         route, fetch, push = phases.tolist()
         # Results of operators inside towers are sent in the step that uses them.
-        is_ahead = self.is_fetched_ahead and not state.tower_compression.inside
+        is_ahead = self.problem.is_fetched_ahead and not state.tower_compression.inside
         return StepSeconds(computed, route, fetch, push, self.world.crowding, is_ahead)
 
     def list_fixed_flows(self, used: Sequence[str]) -> list[Flow]:
@@ -357,11 +327,11 @@ class Search:
         Returns inf for a state that cannot run."""
         seconds = self.predict_step_seconds(state)
         total = seconds.step
-        budget = self.memory.bytes
+        budget = self.problem.memory.bytes
         if budget is not None:
             over = float(state.owned_bytes.max()) - max(budget, self.even_bytes * (1 + 1e-9))
             if over > 0:
-                total += over * self.memory.seconds_per_byte
+                total += over * self.problem.memory.seconds_per_byte
             if state.step_bytes.max() > max(budget, self.min_step_bytes):
                 return float("inf")
         partials = state.partials
@@ -392,6 +362,18 @@ class Search:
             if flow.channel != "route"
         )
         return links + seconds.trainer + seconds.owner * n / self.world.num_ranks
+
+    def place_table(self, state: State, table_index: int, option: Option) -> None:
+        """Add a table to a state with this exchange and kind of sharding, on the ranks where it costs least."""
+        exchange, kind = option
+        sharding = min(
+            self.candidate_shardings(state, table_index, kind),
+            key=lambda sharding: self.compute_objective_with_table(
+                state, table_index, exchange, sharding
+            ),
+        )
+        self.add_table_costs(state, table_index, exchange, sharding)
+        state.chosen[table_index] = exchange, sharding
 
     def order_tables(self) -> list[int]:
         """Return the tables by bytes of gradients, largest first."""
@@ -433,10 +415,10 @@ class Search:
         seconds = fetch[:n] + push[n : 2 * n] + state.processor
         seconds = seconds + np.repeat(uplink, world.ranks_per_host)
         relative_bytes = state.owned_bytes / max(self.even_bytes, 1.0)
-        budget = self.memory.bytes
+        budget = self.problem.memory.bytes
         if budget is not None:
             over = np.maximum(0.0, state.owned_bytes - max(budget, self.even_bytes))
-            seconds = seconds + over * min(self.memory.seconds_per_byte, 1.0)
+            seconds = seconds + over * min(self.problem.memory.seconds_per_byte, 1.0)
         return seconds + 0.01 * self.scale * relative_bytes
 
     def compute_objective_with_table(
@@ -494,7 +476,7 @@ class Search:
             exchange in BY_TOWERS and tower is None and not cut
             for (exchange, _), tower, cut in zip(chosen, towers, is_cut, strict=True)
         )
-        if has_table_outside and self.is_fetched_ahead:
+        if has_table_outside and self.problem.is_fetched_ahead:
             return
         exchanges = [exchange for exchange, _ in chosen]
         compression = find_tower_compression(self.partials.model, towers, owners, is_cut, exchanges)
