@@ -28,7 +28,7 @@ VERSIONS = {
     "colonnade live bitmaps": 2,
     "colonnade config": 1,
     "colonnade plan": 1,
-    "colonnade device": 1,
+    "colonnade device": 2,
     "colonnade profile": 2,
     "colonnade towers": 1,
     "colonnade summary": 1,

@@ -8,9 +8,9 @@ import os
 import pytest
 
 from colonnade.errors import StorageError
-from colonnade.plan.measure.device import PAGE, Device, DirectoryRate, ReadRate
+from colonnade.plan.measure.device import Device
 from colonnade.planning import measure
-from colonnade.planning.measure import SIZES, measure_device
+from colonnade.planning.measure import measure_device
 
 
 def test_rates_are_measured_printed_and_kept(tmp_path):
@@ -18,14 +18,9 @@ def test_rates_are_measured_printed_and_kept(tmp_path):
     result = measure_device([place], scratch_bytes=8 << 20, seconds=0.01, widths=(16,))
     assert not place.exists() and not list(tmp_path.iterdir())
     (rates,) = result.directories
-    assert rates.path == str(place) and {rate.bytes for rate in rates.reads} == set(SIZES)
-    assert (
-        rates.written > 1e6
-        and rates.read > 1e6
-        and rates.processor_seconds > 0
-        and rates.rows > 100
-    )
-    assert all(rate.per_second > 1 and rate.p99_seconds > 0 for rate in rates.reads)
+    assert rates.path == str(place) and rates.written > 1e6
+    assert rates.processor_seconds > 0 and rates.pages > 100
+    assert 0 < rates.latency < 1  # of one row: jobs of many take longer
     (rows,) = result.memory
     assert rows.width == 16 and rows.gathered > rows.updated > 1e4
     assert min(rows.planned, rows.packed) > 1e4
@@ -37,16 +32,6 @@ def test_a_directory_that_is_there_stays(tmp_path):
     (tmp_path / "mine").write_text("x")
     measure.measure_directory_speed(tmp_path, scratch_bytes=8 << 20, seconds=0.005)
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
-
-
-def test_the_best_depth_counts_and_the_loneliest_read():
-    reads = (
-        ReadRate(PAGE, 1, 8e3, 1e-4),
-        ReadRate(PAGE, 32, 9e4, 8e-4),
-        ReadRate(4 * PAGE, 1, 1, 1),
-    )
-    rates = DirectoryRate("/d", True, 1e9, 1e9, reads, "ring", 10.0, 1e-6)
-    assert rates.pages == 9e4 and rates.latency == 1e-4
 
 
 def test_a_disk_that_fills_up_is_measured_as_far_as_it_goes(tmp_path, monkeypatch):
@@ -75,13 +60,16 @@ def test_what_cannot_be_measured_is_said(number, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_failing_read_is_raised_from_the_thread_that_met_it(tmp_path, monkeypatch):
-    def fail(*_):
-        raise OSError(errno.EIO, "Input/output error")
+def test_a_failing_read_is_raised(tmp_path, monkeypatch):
+    real = measure._write_log
 
-    monkeypatch.setattr(measure, "_measure_sequential_reads", lambda *_: 1.0)
-    monkeypatch.setattr(os, "preadv", fail)
-    with pytest.raises(StorageError, match="Input/output error"):
+    def write_and_lose(fd, size, count):
+        log = real(fd, size, count)
+        os.ftruncate(fd, 0)
+        return log
+
+    monkeypatch.setattr(measure, "_write_log", write_and_lose)
+    with pytest.raises(StorageError, match="reading rows failed"):
         measure.measure_directory_speed(tmp_path, scratch_bytes=8 << 20, seconds=0.005)
 
 

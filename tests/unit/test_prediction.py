@@ -15,15 +15,14 @@ from colonnade.plan.cost.prediction import (
     choose_lookahead_depth,
     predict_speed,
 )
-from colonnade.plan.measure.device import PAGE, Device, DirectoryRate, ReadRate
+from colonnade.plan.measure.device import PAGE, Device, DirectoryRate
 
 TABLE = Table("t", 16, rows=1000)  # record 76 bytes, framed 16 + 80
 DEMAND = MemoryDemand("t", 92, 10, 1000, (0.0, 1000.0), (50.0, 0.0), 100.0, 4.0)
 
 
 def device(pages: float, latency: float = 1e-4) -> Device:
-    reads = (ReadRate(PAGE, 1, 1.0, latency), ReadRate(PAGE, 32, pages, 1.0))
-    return Device(2, (), (DirectoryRate("/d", True, 1e9, 1e9, reads, "ring", 10.0, 1e-6),))
+    return Device(2, (), (DirectoryRate("/d", True, 1e9, "ring", pages, latency, 1e-6),))
 
 
 def foretell(rows=500, *, step=1e-3, moved=1e-6, pages=1e6, **settings):

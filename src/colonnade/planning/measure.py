@@ -12,7 +12,6 @@ import mmap
 import os
 import re
 import tempfile
-import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -29,7 +28,7 @@ from colonnade.comm.mesh import Mesh
 from colonnade.comm.process_groups import open_host_mesh
 from colonnade.errors import ConfigError
 from colonnade.optimizers import RowWiseAdagrad
-from colonnade.plan.measure.device import PAGE, Device, DirectoryRate, ReadRate, RowRate
+from colonnade.plan.measure.device import Device, DirectoryRate, RowRate
 from colonnade.processors import count_usable_processors
 from colonnade.sizes import parse_byte_rate
 from colonnade.store.disk import storage_error
@@ -38,9 +37,7 @@ from colonnade.table import Table
 from colonnade.topology.world import World
 
 RUN = 1 << 20
-"""Number of bytes of one sequential write or read."""
-SIZES = (PAGE, 4 * PAGE, 16 * PAGE)
-DEPTHS = (1, 8, 32)
+"""Number of bytes of one sequential write."""
 WIDTHS = (16, 64, 128)
 """Widths, in floats, of the rows to measure."""
 ROW_STRIDE = 256
@@ -67,7 +64,7 @@ def measure_device(
 ) -> Device:
     """Measure the speed of this machine's memory and of these directories.
 
-    Takes about `seconds` for each of a dozen rates of each directory. Raises StorageError with the directory that
+    Takes some multiples of `seconds` for each width and directory. Raises StorageError with the directory that
     cannot be written or has no room for a few megabytes."""
     return Device(
         count_usable_processors(),
@@ -171,15 +168,8 @@ def measure_directory_speed(
         fd, is_direct = _open_scratch_file(folder)
         try:
             size, written = _measure_writes(fd, scratch_bytes, max(seconds * 4, 0.2))
-            read = _measure_sequential_reads(fd, size, seconds)
-            rates = [
-                measure_random_reads(fd, size, count, depth, seconds)
-                for count in SIZES
-                for depth in DEPTHS
-            ]
             os.ftruncate(fd, 0)
-            log_bytes = min(size - 2 * RUN, LOG_BYTES)
-            reader, rows, processor = _measure_row_reads(fd, log_bytes, seconds * 2)
+            row_reads = _measure_row_reads(fd, min(size - 2 * RUN, LOG_BYTES), seconds * 2)
         finally:
             os.close(fd)
     except OSError as error:
@@ -188,54 +178,60 @@ def measure_directory_speed(
         for new_folder in new_folders:
             with suppress(OSError):
                 new_folder.rmdir()
-    return DirectoryRate(
-        str(folder), is_direct, written, read, tuple(rates), reader, rows, processor
-    )
+    return DirectoryRate(str(folder), is_direct, written, *row_reads)
 
 
-def measure_random_reads(fd: int, size: int, count: int, depth: int, seconds: float) -> ReadRate:
-    """Measure random reads of `count` bytes by `depth` Python threads, which are slower than the store's reader."""
-    end = time.perf_counter() + seconds
-    latencies: list[list[float]] = [[] for _ in range(depth)]
-    errors: list[OSError] = []
+def _measure_row_reads(fd: int, size: int, seconds: float) -> tuple[str, float, float, float]:
+    """Measure reads of rows from a log of small rows in an empty file, far apart so that each is on a page of its own.
 
-    def read_until_end(thread_index: int) -> None:
-        buffer = mmap.mmap(-1, count)
-        own_latencies = latencies[thread_index]
-        random = np.random.default_rng(thread_index)
-        offsets = random.integers(0, max(1, size // count), 1 << 14) * count
-        try:
-            for offset in offsets.tolist():
-                start = time.perf_counter()
-                os.preadv(fd, [buffer], offset)
-                now = time.perf_counter()
-                own_latencies.append(now - start)
-                if now > end:
-                    return
-        except OSError as error:
-            errors.append(error)
-        finally:
-            buffer.close()
-
-    threads = [threading.Thread(target=read_until_end, args=(i,)) for i in range(depth)]
-    start = time.perf_counter()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    elapsed = time.perf_counter() - start
-    if errors:
-        raise errors[0]
-    all_latencies = np.concatenate([np.array(by_thread) for by_thread in latencies])
-    p99 = float(np.quantile(all_latencies, 0.99))
-    return ReadRate(count, depth, len(all_latencies) / elapsed, p99)
-
-
-def _measure_row_reads(fd: int, size: int, seconds: float) -> tuple[str, float, float]:
-    """Measure reads of rows from a log of small rows in an empty file, with several jobs in flight as in training.
-
-    The rows of a job are far apart. Returns the kind of reader, rows per second, and processor seconds of a row."""
+    First with several jobs in flight as in training, then one row at a time. Returns the kind of reader, rows per
+    second, seconds of a single row, and processor seconds of a row."""
     count = max(size // ROW_STRIDE, 1)
+    log = _write_log(fd, size, count)
+    reader = _native.PageReader("auto", READ_DEPTH)
+    random = np.random.default_rng(0)
+    jobs: list[tuple] = []  # (job, its output), oldest first
+    num_rows = 0
+
+    def begin_job(num_ids: int) -> None:
+        ids = torch.from_numpy(random.integers(0, count, num_ids))
+        out = torch.empty(num_ids, ROW_STRIDE - 16, dtype=torch.uint8)
+        jobs.append((log.read(reader, ids, out, True), out))
+
+    def finish_job() -> None:
+        nonlocal num_rows
+        job, out = jobs.pop(0)
+        _, fault = job.wait()
+        if fault is not None:
+            raise OSError(fault[2] or errno.EIO, f"reading rows failed: {fault[0]}")
+        num_rows += len(out)
+
+    try:
+        processor_start = time.process_time()
+        start = time.perf_counter()
+        while time.perf_counter() - start < seconds or not num_rows:
+            if len(jobs) == JOBS:
+                finish_job()
+            begin_job(ROWS_OF_A_JOB)
+        while jobs:
+            finish_job()
+        elapsed = time.perf_counter() - start
+        processor = (time.process_time() - processor_start) / num_rows
+        pages = num_rows / elapsed
+        latencies: list[float] = []
+        while sum(latencies) < seconds or not latencies:
+            start = time.perf_counter()
+            begin_job(1)
+            finish_job()
+            latencies.append(time.perf_counter() - start)
+    finally:
+        for job, _ in jobs:  # After an error, too, the file must stay open until all reads ended.
+            job.wait()
+    return reader.kind, pages, float(np.quantile(latencies, 0.99)), processor
+
+
+def _write_log(fd: int, size: int, count: int) -> _native.RowLog:
+    """Write a log of `count` rows to an empty file."""
     log = _native.RowLog(ROW_STRIDE - 16, count, 1, 0, size + 2 * RUN, RUN, 1, 1)
     records = torch.zeros(4096, ROW_STRIDE - 16, dtype=torch.uint8)
     is_attached = False
@@ -255,37 +251,7 @@ def _measure_row_reads(fd: int, size: int, seconds: float) -> tuple[str, float, 
         write_chunks()
     log.seal()
     write_chunks()
-    reader = _native.PageReader("auto", READ_DEPTH)
-    random = np.random.default_rng(0)
-    jobs: list[tuple] = []  # (job, its output), oldest first
-    num_rows = 0
-    processor_start = time.process_time()
-    start_time = time.perf_counter()
-
-    def finish_job() -> None:
-        nonlocal num_rows
-        _, fault = jobs.pop(0)[0].wait()
-        if fault is not None:
-            raise OSError(fault[2] or errno.EIO, f"reading rows failed: {fault[0]}")
-        num_rows += ROWS_OF_A_JOB
-
-    try:
-        while time.perf_counter() - start_time < seconds or not num_rows:
-            if len(jobs) == JOBS:
-                finish_job()
-            ids = torch.from_numpy(random.integers(0, count, ROWS_OF_A_JOB))
-            out = torch.empty(len(ids), ROW_STRIDE - 16, dtype=torch.uint8)
-            jobs.append((log.read(reader, ids, out, True), out))
-        while jobs:
-            finish_job()
-    finally:
-        for (
-            job,
-            _,
-        ) in jobs:  # After an error, too, the file must stay open until all reads have ended.
-            job.wait()
-    elapsed = time.perf_counter() - start_time
-    return reader.kind, num_rows / elapsed, (time.process_time() - processor_start) / num_rows
+    return log
 
 
 def _measure_calls_per_second(seconds: float, action) -> float:
@@ -354,20 +320,6 @@ def _measure_writes(fd: int, max_bytes: int, seconds: float) -> tuple[int, float
     elapsed = time.perf_counter() - start
     buffer.close()
     return num_bytes // RUN * RUN, num_bytes / elapsed
-
-
-def _measure_sequential_reads(fd: int, size: int, seconds: float) -> float:
-    """Measure the bytes read per second in runs."""
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(fd, 0, size, os.POSIX_FADV_DONTNEED)
-    buffer = mmap.mmap(-1, RUN)
-    num_bytes = 0
-    start = time.perf_counter()
-    while num_bytes < RUN or time.perf_counter() - start < seconds:
-        num_bytes += os.preadv(fd, [buffer], num_bytes % size)
-    rate = num_bytes / (time.perf_counter() - start)
-    buffer.close()
-    return rate
 
 
 class AllToAllTime(NamedTuple):

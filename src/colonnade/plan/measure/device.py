@@ -1,4 +1,4 @@
-"""Speed of a machine: rows in memory, random and sequential access to a directory's disk.
+"""Speed of a machine: rows in memory, writes and random reads of a directory's disk.
 
 Frozen values that can be printed and converted to and from JSON; `planning.measure` measures them.
 """
@@ -32,17 +32,6 @@ class RowRate:
 
 
 @dataclass(frozen=True, slots=True)
-class ReadRate:
-    """Speed of random reads of `bytes` each, with `depth` reads at a time."""
-
-    bytes: int
-    depth: int
-    per_second: float
-    p99_seconds: float
-    """Latency of a read, 99th percentile, in seconds."""
-
-
-@dataclass(frozen=True, slots=True)
 class DirectoryRate:
     """Speed of the disk under one directory."""
 
@@ -51,25 +40,14 @@ class DirectoryRate:
     """True if reads and writes bypass the file system's cache; otherwise the rates are those of the cache."""
     written: float
     """Bytes written per second, in runs of 1 MiB."""
-    read: float
-    """Bytes read per second, in runs of 1 MiB."""
-    reads: tuple[ReadRate, ...]
     reader: str
     """Method of the store's reader for this directory: "ring" (io_uring) or "threads"."""
-    rows: float
+    pages: float
     """Number of rows that the store's reader reads per second, each on a page of its own."""
+    latency: float
+    """Latency of reading a single row, 99th percentile, in seconds."""
     processor_seconds: float
-    """Processor time of one such row."""
-
-    @property
-    def pages(self) -> float:
-        """Largest measured number of random reads of 4 KiB per second; other programs may slow some measurements."""
-        return max(self.rows, *(rate.per_second for rate in self.reads if rate.bytes == PAGE))
-
-    @property
-    def latency(self) -> float:
-        """Latency of a single read of 4 KiB, 99th percentile, in seconds."""
-        return min(rate.p99_seconds for rate in self.reads if rate.bytes == PAGE)
+    """Processor time of one row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,12 +69,7 @@ class Device:
     def from_json(cls, text: str) -> Device:
         """Read the text of `device.json`."""
         values = parse_stamped_json("device.json", text, "colonnade device")
-        directories = tuple(
-            DirectoryRate(
-                **{**fields, "reads": tuple(ReadRate(**rate) for rate in fields["reads"])}
-            )
-            for fields in values["directories"]
-        )
+        directories = tuple(DirectoryRate(**fields) for fields in values["directories"])
         memory = tuple(RowRate(**rate) for rate in values["memory"])
         return cls(values["processors"], memory, directories)
 
@@ -116,7 +89,7 @@ class Device:
             cached = "" if directory.is_direct else " (through the page cache)"
             lines.append(
                 f"{directory.path}{cached}: writes {directory.written / 1e6:,.0f} MB/s, reads "
-                f"{directory.read / 1e6:,.0f} MB/s in runs, {directory.pages / 1e3:,.1f} k random pages/s, "
+                f"{directory.pages / 1e3:,.1f} k random pages/s, "
                 f"{directory.latency * 1e6:,.0f} us for one; rows by {directory.reader}, "
                 f"{directory.processor_seconds * 1e6:.1f} us of a processor each"
             )
