@@ -72,7 +72,7 @@ def place_rows(
             shardings=plan.shardings,
         )
 
-    placed = divide_planned_memory(plan, tables, predict(memory.tables), memory.dram)
+    placed = divide_planned_memory(plan, tables, predict(memory.tables))
     placed_plan = apply_placement(plan, tables, placed, lookahead=plan.lookahead)
     if memory.hbm is None:
         return placed_plan
@@ -102,18 +102,23 @@ def forecast_batches(
     )
 
 
-def divide_planned_memory(
-    plan: Plan, tables: Sequence[Table], demands: Sequence[MemoryDemand], main_bytes: int | None
-) -> list[TableMemory]:
-    """Divide a plan's main and mapped memory by the reads that it saves. main_bytes: with those of hot rows."""
-    budgets = Budgets(
+def read_budgets(plan: Plan, tables: Sequence[Table]) -> Budgets:
+    """Return the main and mapped memory of a plan's ranks without their copies of hot rows."""
+    return Budgets(
         subtract_hot_row_bytes(
-            shard_tables(tables, plan.shardings), main_bytes, "plan.memory.dram", slot_bytes
+            shard_tables(tables, plan.shardings), plan.dram_bytes, "plan.memory.dram", slot_bytes
         ),
         0 if plan.mapped is None else plan.mapped.bytes,
         at_once=1 + plan.max_staleness_steps,
     )
-    return divide(demands, budgets, list_rank_demands(plan.shardings, plan.num_ranks))
+
+
+def divide_planned_memory(
+    plan: Plan, tables: Sequence[Table], demands: Sequence[MemoryDemand]
+) -> list[TableMemory]:
+    """Divide a plan's main and mapped memory by the reads that it saves."""
+    rank_demands = list_rank_demands(plan.shardings, plan.num_ranks)
+    return divide(demands, read_budgets(plan, tables), rank_demands)
 
 
 def place_rows_on_device(

@@ -12,7 +12,6 @@ from colonnade.batch import Batch
 from colonnade.checkpoint.header import list_checkpoints, read_header
 from colonnade.checkpoint.stores import read_table_shardings
 from colonnade.config.plan import PlanConfig, TablePlanConfig
-from colonnade.data.contract import Source
 from colonnade.errors import ColonnadeError
 from colonnade.hops.load import TableLoad
 from colonnade.lookup.stacking import hash_ids
@@ -21,7 +20,6 @@ from colonnade.plan.comparison import ComparedPlan, PlanComparison, order_plans_
 from colonnade.plan.constraints import is_settled, read_table_constraints, resolve_plan_config
 from colonnade.plan.cost.demands import predict_demands
 from colonnade.plan.cost.memory import (
-    Budgets,
     MemoryDemand,
     TableMemory,
     average_over_ranks,
@@ -36,7 +34,6 @@ from colonnade.plan.cost.prediction import (
     choose_lookahead_depth,
     predict_speed,
 )
-from colonnade.plan.hot import subtract_hot_row_bytes
 from colonnade.plan.measure.device import Device
 from colonnade.plan.measure.profile import Profile, profile_batches
 from colonnade.plan.placement import (
@@ -44,6 +41,7 @@ from colonnade.plan.placement import (
     forecast_batches,
     is_memory_limited,
     place_rows_on_device,
+    read_budgets,
 )
 from colonnade.plan.plan import Plan
 from colonnade.plan.search.candidates import PlanDecision
@@ -65,8 +63,6 @@ from colonnade.planning.placement import (
     read_sample_batches,
 )
 from colonnade.planning.timing import run_micro_benchmark
-from colonnade.store.budget import slot_bytes
-from colonnade.store.table_shards import shard_tables
 from colonnade.table import Table
 from colonnade.topology.sharding import Sharding
 from colonnade.topology.world import World
@@ -123,24 +119,6 @@ class _SampledRun:
         """Tables of the model."""
         return self.setup.collection.tables
 
-    @property
-    def window_batches(self) -> int:
-        """Number of batches in flight beside those that are prefetched."""
-        return 1 + self.base_plan.max_staleness_steps
-
-    @property
-    def budgets(self) -> Budgets:
-        """Memory of each rank without its copies of hot rows."""
-        plan = self.base_plan
-        main_bytes = subtract_hot_row_bytes(
-            shard_tables(self.tables, plan.shardings),
-            plan.dram_bytes,
-            "plan.memory.dram",
-            slot_bytes,
-        )
-        mapped_bytes = 0 if plan.mapped is None else plan.mapped.bytes
-        return Budgets(main_bytes, mapped_bytes, at_once=self.window_batches)
-
     def predict_demands(
         self,
         depth: int,
@@ -196,15 +174,23 @@ def plan_from_sample(
     """
     config = setup.config
     run = _sample_run(setup, world, first_step, lookups)
-    depth, demands = _choose_depth(run)
-    check_batches_fit(demands, run.budgets)  # before anything is measured, which takes seconds
-    device = _measure_device(run, rows_folder)
+    budgets = read_budgets(run.base_plan, run.tables)
+    depth, demands = _choose_depth(run, budgets.main)
+    check_batches_fit(demands, budgets)  # before anything is measured, which takes seconds
+    paths = list_row_folders(run.base_plan, rows_folder)
+    # The run folder may have a measurement of the same directories.
+    device = read_measured_device(setup.folder, paths) or measure_device(paths)
     loads = estimate_sampled_loads(
         setup, run.hashed_sample, run.profile, run.hot_ids, world, run.last_step
     )
     choice = choose_shardings_and_exchanges(setup, loads, world, device, demands)
     placed = _place_rows(run, choice, depth)
-    costs = _time_model(run, placed, rows_folder)
+    costs = run_micro_benchmark(
+        setup,
+        _select_timed_batches(run),
+        folder=Path(paths[0]) if paths else None,
+        reads={table.name: table.reads for table in placed.memory},
+    )
 
     def predict(decision: PlanDecision, rows: _PlacedRows) -> PlannedStep:
         links = estimate_link_costs(decision, loads.loads, device, setup, world, rows.plan)
@@ -220,7 +206,11 @@ def plan_from_sample(
     runners_up = _order_runners_up(best, runners_up)
     plan = best.plan
     if not is_settled(config.plan, run.tables, world):
-        plan = replace(plan, comparison=compare_predictions([best, *runners_up]))
+        compared = [
+            ComparedPlan(step.plan.describe_exchanges(), step.prediction.step_seconds)
+            for step in (best, *runners_up)
+        ]
+        plan = replace(plan, comparison=PlanComparison(tuple(compared)))
     return PlanningResult(
         plan,
         run.profile,
@@ -259,23 +249,16 @@ def _sample_run(setup: RunSetup, world: World, first_step: int, lookups: int) ->
     )
 
 
-def _choose_depth(run: _SampledRun) -> tuple[int, list[MemoryDemand]]:
+def _choose_depth(run: _SampledRun, main_bytes: int | None) -> tuple[int, list[MemoryDemand]]:
     """Return the first lookahead with a window of batches that fits in memory, else the last; and its memory demands.
 
     A window that fits waits for no batch to finish."""
     lookahead = run.setup.config.plan.lookahead
-    main_bytes = run.budgets.main
     for depth in AUTO_DEPTHS if lookahead == "auto" else (lookahead,):
         demands = run.predict_demands(depth)
         if main_bytes is None or count_window_bytes(demands) <= main_bytes:
             break
     return depth, demands
-
-
-def _measure_device(run: _SampledRun, rows_folder: Path) -> Device:
-    """Measure the machine, unless the run folder has a measurement of the same directories."""
-    paths = list_row_folders(run.base_plan, rows_folder)
-    return read_measured_device(run.setup.folder, paths) or measure_device(paths)
 
 
 def _place_rows(run: _SampledRun, decision: PlanDecision, depth: int) -> _PlacedRows:
@@ -288,30 +271,19 @@ def _place_rows(run: _SampledRun, decision: PlanDecision, depth: int) -> _Placed
     )
     demands = run.predict_demands(depth, plan.shardings)
     if config.placement == "even":
-        memory = get_planned_memory(demands, plan)
+        memory = _get_planned_memory(demands, plan)
     else:
-        memory = divide_planned_memory(plan, tables, demands, config.memory.dram)
+        memory = divide_planned_memory(plan, tables, demands)
         plan = apply_placement(plan, tables, memory, lookahead=depth)
-        memory = _subtract_mapped_hits(memory, demands, plan)
+        # Rows in mapped memory leave fewer reads to the files.
+        memory = [
+            replace(table, reads=demand.reads_at(table.rows + table_plan.mapped_rows))
+            if table_plan.mapped_rows
+            else table
+            for table, demand, table_plan in zip(memory, demands, plan.tables, strict=True)
+        ]
     demands, memory = average_over_ranks(demands, memory, plan.shardings, len(world.owners))
     return _PlacedRows(plan, demands, memory, depth)
-
-
-def _time_model(run: _SampledRun, placed: _PlacedRows, rows_folder: Path) -> StepCosts:
-    """Time steps of the model on one rank, with all rows in memory and with the reads of a plan."""
-    setup = run.setup
-    paths = list_row_folders(run.base_plan, rows_folder)
-    return run_micro_benchmark(
-        setup,
-        _select_timed_batches(
-            run.sample,
-            setup.data.train,
-            setup.config.train.samples_per_step,
-            run.world.num_trainers,
-        ),
-        folder=Path(paths[0]) if paths else None,
-        reads={table.name: table.reads for table in placed.memory},
-    )
 
 
 def _predict_plan(run: _SampledRun, placed: _PlacedRows, measured: MeasuredCosts) -> PlannedStep:
@@ -366,16 +338,6 @@ def _order_runners_up(best: PlannedStep, runners_up: Sequence[PlannedStep]) -> l
     return [candidates[i] for i in order_plans_to_time(exchanges, seconds)[1:]]
 
 
-def compare_predictions(planned: Sequence[PlannedStep]) -> PlanComparison:
-    """Return the comparison of plans that are only predicted; the first is chosen. Pure."""
-    return PlanComparison(
-        tuple(
-            ComparedPlan(step.plan.describe_exchanges(), step.prediction.step_seconds)
-            for step in planned
-        )
-    )
-
-
 def _read_recorded_shardings(folder: Path | None) -> dict[str, Sharding]:
     """Read the shardings of the newest checkpoint of a run by table; {} if there is none."""
     steps = [] if folder is None else list_checkpoints(folder)
@@ -385,19 +347,7 @@ def _read_recorded_shardings(folder: Path | None) -> dict[str, Sharding]:
     return dict(zip(header["model"]["tables"], read_table_shardings(header), strict=True))
 
 
-def _subtract_mapped_hits(
-    placed: Sequence[TableMemory], memory_demands: Sequence[MemoryDemand], plan: Plan
-) -> list[TableMemory]:
-    """Return the memory with the reads that rows in mapped memory leave to the files."""
-    return [
-        replace(memory, reads=demand.reads_at(memory.rows + table_plan.mapped_rows))
-        if table_plan.mapped_rows
-        else memory
-        for memory, demand, table_plan in zip(placed, memory_demands, plan.tables, strict=True)
-    ]
-
-
-def get_planned_memory(memory_demands: Sequence[MemoryDemand], plan: Plan) -> list[TableMemory]:
+def _get_planned_memory(memory_demands: Sequence[MemoryDemand], plan: Plan) -> list[TableMemory]:
     """Return the memory that a plan gives each table, and the rows that a step then reads."""
     return [
         TableMemory(
@@ -412,12 +362,13 @@ def get_planned_memory(memory_demands: Sequence[MemoryDemand], plan: Plan) -> li
     ]
 
 
-def _select_timed_batches(
-    sample: Sequence[Batch], source: Source, batch_size: int, num_trainers: int
-) -> list[Batch]:
+def _select_timed_batches(run: _SampledRun) -> list[Batch]:
     """Return the batches to time: one rank's share, because communication is predicted separately."""
+    sample = run.sample
+    num_trainers = run.world.num_trainers
     if num_trainers > 1:
-        sample = read_sample_batches(source, batch_size, 1, num_ranks=num_trainers)
+        size = run.setup.config.train.samples_per_step
+        sample = read_sample_batches(run.setup.data.train, size, 1, num_ranks=num_trainers)
     return [batch for batch in sample if batch.size == sample[0].size][:MAX_TIMED_BATCHES]
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import math
 import shutil
 import tempfile
 import time
@@ -31,16 +30,13 @@ from colonnade.embedding import EmbeddingCollection
 from colonnade.lookup.stacking import hash_ids
 from colonnade.plan.build import build_plan
 from colonnade.plan.comparison import MAX_PREDICTED_GAP, ComparedPlan, PlanComparison
-from colonnade.plan.cost.prediction import (
-    StepCosts,
-)
+from colonnade.plan.cost.prediction import StepCosts
 from colonnade.plan.plan import Plan
 from colonnade.planning.measure import list_missing_folders
 from colonnade.planning.placement import list_row_folders, read_sample_batches
 from colonnade.store.budget import slot_bytes
 from colonnade.store.contract import Backing
 from colonnade.store.disk import Disk
-from colonnade.store.dram import RowSources
 from colonnade.train.setup import RunSetup, open_timed_trainer
 from colonnade.train.trainer import Outcome, Trainer
 
@@ -66,8 +62,8 @@ def run_micro_benchmark(
     setup: RunSetup,
     batches: Sequence[Batch],
     *,
-    folder: Path | None = None,
-    reads: Mapping[str, float] | None = None,
+    folder: Path | None,
+    reads: Mapping[str, float],
 ) -> StepCosts:
     """Time steps of a model, with all rows in memory and with little memory. Runs on one rank.
 
@@ -75,59 +71,36 @@ def run_micro_benchmark(
     slow seconds of the machine affect both.
     setup: its model is not open, and does not change.
     folder: on the disk for rows. None: the cost of moving rows is not measured. With a single batch it is zero.
-    reads: number of rows that a step of the run will read, by table. None: memory is as small as possible.
+    reads: number of rows that a step of the run will read, by table.
     """
     if len(batches) == 1:  # The first pass begins with an untimed step.
         batches = [copy.copy(batches[0]) for _ in range(MIN_STEPS)]
     train = setup.config.train.model_copy(update={"accumulate": 1})
     config = setup.config.model_copy(update={"train": train})
     single = replace(setup, mesh=Mesh(), config=config)
-    with torch.random.fork_rng():  # so that planning changes no bit of the later run
-        return _measure_step_costs(single, batches, folder, reads or {})
+    plans = [build_plan(setup.collection.tables, 1, PlanConfig(lookahead=LOOKAHEAD))]
+    if folder is not None:
+        plans.append(_plan_with_little_memory(setup.collection, batches, reads))
+    # Planning changes no random bit of the later run.
+    with torch.random.fork_rng(), ExitStack() as stack:
+        models = []
+        for plan in plans:
+            trainer = _open_copy(stack, single, plan, batches, folder)
+            models.append(_TimedModel(trainer, len(batches)))
+            stack.callback(models[-1].stream.close)
+        passes = [[model.train_timed_pass() for model in models] for _ in range(PASSES)]
+    step_seconds = _median_step_seconds([timed[0] for timed in passes[1:]])
 
+    def divide_additional_seconds(timed: Sequence[TimedPass], num_rows: float) -> float:
+        return max(_median_step_seconds(timed) - step_seconds, 0.0) / num_rows if num_rows else 0.0
 
-def _measure_step_costs(
-    setup: RunSetup, batches: Sequence[Batch], parent: Path | None, reads: Mapping[str, float]
-) -> StepCosts:
-    """Time passes with and without memory for all rows, and compute the costs per step and row."""
-    with ExitStack() as stack:
-
-        def open_model(plan: Plan) -> _TimedModel:
-            trainer = _open_copy(stack, setup, plan, batches, parent)
-            timed = _TimedModel(trainer, len(batches))
-            stack.callback(timed.close)
-            return timed
-
-        all_in_memory = build_plan(setup.collection.tables, 1, PlanConfig(lookahead=LOOKAHEAD))
-        with_all_rows = open_model(all_in_memory)
-        with_little_memory = None
-        if parent is not None:
-            with_little_memory = open_model(
-                _plan_with_little_memory(setup.collection, batches, reads)
-            )
-        first_pass = with_all_rows.train_timed_pass()  # initialises every row
-        if with_little_memory is not None:
-            with_little_memory.train_timed_pass()
-        ample_passes = []
-        tight_passes = []
-        for _ in range(PASSES - 1):
-            ample_passes.append(with_all_rows.train_timed_pass())
-            if with_little_memory is not None:
-                tight_passes.append(with_little_memory.train_timed_pass())
-    step_seconds = _median_step_seconds(ample_passes)
-    first_use_seconds = (
-        max(_median_step_seconds([first_pass]) - step_seconds, 0.0) / first_pass.born_rows
-        if first_pass.born_rows
-        else 0.0
-    )
-    num_moved = sum(step_pass.moved_rows for step_pass in tight_passes) / (PASSES - 1)
-    moved_seconds = (
-        max(_median_step_seconds(tight_passes) - step_seconds, 0.0) / num_moved
-        if num_moved
-        else 0.0
-    )
+    first_pass = passes[0][0]  # initialises every row
+    tight = [timed[-1] for timed in passes[1:]]  # without rows in files, nothing moves
+    num_moved = sum(timed.moved_rows for timed in tight) / len(tight)
     return StepCosts(
-        step_seconds=step_seconds, first_use_seconds=first_use_seconds, moved_seconds=moved_seconds
+        step_seconds=step_seconds,
+        first_use_seconds=divide_additional_seconds([first_pass], first_pass.born_rows),
+        moved_seconds=divide_additional_seconds(tight, num_moved),
     )
 
 
@@ -176,20 +149,11 @@ class _TimedModel:
             self.trainer.train_step(self.stream, outcome)
             seconds.append(time.perf_counter() - start)
         now = store.sources
-        return TimedPass(
-            seconds,
-            (now.born - before.born) / steps,
-            (_count_moved_rows(now) - _count_moved_rows(before)) / steps,
-        )
-
-    def close(self) -> None:
-        """Stop the lookahead."""
-        self.stream.close()
-
-
-def _count_moved_rows(sources: RowSources) -> int:
-    """Count rows that were read from or evicted to the tier below."""
-    return sources.read + sources.copied + sources.evicted_dirty + sources.evicted_clean
+        moved = [
+            source.read + source.copied + source.evicted_dirty + source.evicted_clean
+            for source in (before, now)
+        ]
+        return TimedPass(seconds, (now.born - before.born) / steps, (moved[1] - moved[0]) / steps)
 
 
 def _plan_with_little_memory(
@@ -212,7 +176,7 @@ def _plan_with_little_memory(
             )
             for batch in batches
         ]
-        rows = choose_resident_rows(ids, LOOKAHEAD + 2, reads.get(table.name, math.inf))
+        rows = choose_resident_rows(ids, LOOKAHEAD + 2, reads[table.name])
         budgets[table.name] = int(rows * 1.05 + 16) * slot_bytes(table)
     memory = MemoryConfig(dram=sum(budgets.values()), tables=budgets)
     return build_plan(collection.tables, 1, PlanConfig(memory=memory, lookahead=LOOKAHEAD))
@@ -230,7 +194,7 @@ def choose_resident_rows(batches: Sequence[np.ndarray], window: int, reads: floa
     order = np.argsort(-uses, kind="stable")
     # By number of cached rows: uses of all other rows, in all steps.
     uses_left = int(uses.sum()) - np.concatenate([[0], np.cumsum(uses[order])])
-    num_cached = int(np.argmax(uses_left <= reads * len(batches))) if reads < math.inf else 0
+    num_cached = int(np.argmax(uses_left <= reads * len(batches)))
     is_cached = np.zeros(len(unique_ids), bool)
     is_cached[order[:num_cached]] = True
     rows = num_cached
