@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from colonnade.hops.kinds import BY_TOWERS, CHANNELS, Flow
-from colonnade.hops.links import LinkLoad
-from colonnade.plan.cost.consumers import ConsumerLoad, ModelLoad
+from colonnade.plan.cost.consumers import ConsumerLoad
 from colonnade.plan.cost.partials import Floats, Partials, is_cut
 from colonnade.plan.search.candidates import (
     OPTIONS,
@@ -24,27 +23,21 @@ from colonnade.topology.sharding import Kind, Sharding
 
 
 def explain_consumers(
-    partials: Partials,
-    owners: Floats,
-    exchanges: Sequence[str],
-    names: Sequence[str],
-    partials_delay: float | None = None,
-    *,
-    inside: Mapping[int, int] | None = None,
+    search: Search, state: State, partials_delay: float | None
 ) -> tuple[ConsumerChoice, ...]:
     """Explain for each consumer whether partials or values are sent, and why.
 
-    owners (T, N): part of a table's columns that a rank owns rows of, under any exchange. exchanges, names: by table.
-    partials_delay: seconds that a step takes longer with partials, if known. inside: tower of each consumer that is
-    evaluated inside one."""
+    partials_delay: seconds that a step takes longer with partials, if known."""
+    partials = search.partials
     model = partials.model
-    inside = inside or {}
-    has_partials = [exchange == "partials" for exchange in exchanges]
-    partials_owners = owners * [[float(is_under)] for is_under in has_partials]
+    inside = state.tower_compression.inside
+    exchanges = [exchange for exchange, _ in state.chosen]
+    names = [load.name for load in search.loads]
+    owners = np.zeros_like(state.owners)  # as in `Partials`, but of all tables
+    for t, (_, sharding) in enumerate(state.chosen):
+        owners[t, list(sharding.ranks)] = 1 / sharding.slices
     are_cut = is_cut(owners)
-    apart = are_cut | np.isin(exchanges, "replicated")
-    remote = partials.select_remote_consumers(partials_owners, apart)
-    num_owners = (owners > 0).sum(1)
+    remote = () if state.partials is None else state.partials.consumers
     floats = partials.dims * partials.rows * owners.sum(1)[partials.tables]
     choices = []
     for c, consumer in enumerate(model.consumers):
@@ -56,10 +49,10 @@ def explain_consumers(
             continue
         partial = None if consumer.width is None else partials.partial_floats(c, owners)
         tables = partials.tables_of(consumer)
-        others = [names[t] for t in tables if not has_partials[t]]
+        others = [t for t in tables if exchanges[t] != "partials"]
         cut = [names[t] for t in tables if are_cut[t]]
         if c in remote:
-            reason = _explain_partials(consumer, names, set(tables) & set(np.flatnonzero(apart)))
+            reason = _explain_partials(consumer, [names[t] for t in tables if state.apart[t]])
         elif len({exchanges[t] for t in tables}) == 1 and exchanges[tables[0]] in BY_TOWERS:
             reason = "its fields are not all in one tower, or its result there is not smaller than values"
         elif partial is None:
@@ -67,18 +60,21 @@ def explain_consumers(
         elif cut:
             reason = f"rows of table {cut[0]} are cut by columns"
         elif others:
-            reason = _explain_other_exchange(tables, has_partials, exchanges, names)
+            reason = f"table {names[others[0]]} is under {exchanges[others[0]]}"
+            if len(others) == len(tables):
+                reason = f"its tables are under {', '.join(sorted({exchanges[t] for t in tables}))}"
             if not remote and partials_delay is not None:
                 reason += (
                     f"; with partials a step takes {format_digits(1e3 * partials_delay)} ms more"
                 )
             elif partial >= values:
-                reason += f"; a partial is {_format_floats(partial)} floats, values {_format_floats(values)}"
+                reason += f"; a partial is {partial:,.0f} floats, values {values:,.0f}"
         else:
             reason = _explain_partials_save_nothing(partials, c, remote, floats, partial)
-        split = _find_split_bags(model, consumer, num_owners)
-        if split and partial is not None and c not in remote and others:
-            reason += f"; bags of {split[0]} are split"
+        if partial is not None and c not in remote and others:
+            fields = [model.fields[f] for f in sorted(consumer.whole_bags)]
+            split = [f.name for f in fields if f.has_bags and (owners[f.table] > 0).sum() > 1]
+            reason += f"; bags of {split[0]} are split" if split else ""
         choices.append(
             ConsumerChoice(
                 consumer.name, c in remote, partial, values, reason, consumer.depends_on_hot_rows
@@ -87,35 +83,16 @@ def explain_consumers(
     return tuple(choices)
 
 
-def _explain_partials(consumer: ConsumerLoad, names: Sequence[str], apart: Collection[int]) -> str:
-    """Explain why partials of a consumer are sent. names: of all tables; apart: tables whose fields the samples' ranks
-    evaluate."""
+def _explain_partials(consumer: ConsumerLoad, apart: Sequence[str]) -> str:
+    """Explain why partials of a consumer are sent. apart: its tables whose fields the samples' ranks evaluate."""
     reason = "rows of its sequence stay on their owners" if consumer.sequences else "fewer floats"
     if consumer.hot_table:
         reason += f"; table {consumer.hot_table}, which has hot rows, sends values"
     if apart:
-        name = names[min(apart)]
-        reason += f"; the samples' ranks add table {name}, which is cut by columns or replicated"
+        reason += (
+            f"; the samples' ranks add table {apart[0]}, which is cut by columns or replicated"
+        )
     return reason
-
-
-def _explain_other_exchange(
-    tables: Sequence[int],
-    has_partials: Sequence[bool],
-    exchanges: Sequence[str],
-    names: Sequence[str],
-) -> str:
-    """Name the exchange of a consumer's tables that are not under `partials`."""
-    others = [t for t in tables if not has_partials[t]]
-    if len(others) == len(tables):
-        return f"its tables are under {', '.join(sorted({exchanges[t] for t in tables}))}"
-    return f"table {names[others[0]]} is under {exchanges[others[0]]}"
-
-
-def _find_split_bags(model: ModelLoad, consumer: ConsumerLoad, num_owners: Floats) -> list[str]:
-    """Return the fields of a consumer that needs whole bags with bags on several ranks. num_owners (T,)."""
-    fields = [model.fields[f] for f in sorted(consumer.whole_bags)]
-    return [field.name for field in fields if field.has_bags and num_owners[field.table] > 1]
 
 
 def _explain_partials_save_nothing(
@@ -126,27 +103,20 @@ def _explain_partials_save_nothing(
     model = partials.model
     values = float(floats[reads[consumer_index]].sum())
     if partial >= values:
-        return f"costs more: {_format_floats(partial)} floats, not {_format_floats(values)}"
+        return f"costs more: {partial:,.0f} floats, not {values:,.0f}"
     others = [
         k
         for k in range(len(model.consumers))
         if k != consumer_index and k not in remote and (reads[k] & reads[consumer_index]).any()
     ]
     if not others:
-        return f"saves nothing: {_format_floats(partial)} floats, not {_format_floats(values)}"
+        return f"saves nothing: {partial:,.0f} floats, not {values:,.0f}"
     own_fields = reads[consumer_index] & ~reads[others].any(0)
     other_names = ", ".join(model.consumers[k].name for k in others)
     if not own_fields.any():
         return f"values are sent anyway for {other_names}"
     own_floats = float(floats[own_fields].sum())
-    return (
-        f"values are sent anyway for {other_names}, all but {_format_floats(own_floats)} floats; a partial is "
-        f"{_format_floats(partial)}"
-    )
-
-
-def _format_floats(count: float | None) -> str:
-    return f"{count or 0:,.0f}"
+    return f"values are sent anyway for {other_names}, all but {own_floats:,.0f} floats; a partial is {partial:,.0f}"
 
 
 def explain_choice(search: Search, state: State, partials_delay: float | None) -> PlanDecision:
@@ -172,39 +142,18 @@ def explain_choice(search: Search, state: State, partials_delay: float | None) -
         tables.append(
             TableChoice(load.name, chosen, tuple(others), search.forced[t] != Constraint())
         )
-    sent: dict[tuple[str, str], float] = {
-        (channel, link): 0.0 for channel in CHANNELS for link in ("local", "remote")
-    }
+    used = [exchange for exchange, count in state.num_tables.items() if count]
+    sent = dict.fromkeys(tables[0].chosen.sent, 0.0)
     for table in tables:
         for key, size in table.chosen.sent.items():
             sent[key] += size
-    used = [exchange for exchange, count in state.num_tables.items() if count]
-    for flow in search.list_fixed_flows(used):
-        _add_bytes(sent, flow, search.links.load(flow.pattern))
+    _add_bytes(search, sent, search.list_fixed_flows(used), None)
     _, fetch, push = state.links.max(1).tolist()
     seconds = search.predict_step_seconds(state)
     # Values fetched ahead cost no waiting, so halving their bytes saves nothing.
     halved_seconds = (push + (0.0 if seconds.is_fetched_ahead else fetch)) / 2
-    consumers = _explain_consumer_choices(search, state, partials_delay)
+    consumers = explain_consumers(search, state, partials_delay)
     return PlanDecision(tuple(tables), seconds, sent, halved_seconds, consumers)
-
-
-def _explain_consumer_choices(
-    search: Search, state: State, partials_delay: float | None
-) -> tuple[ConsumerChoice, ...]:
-    owners = np.zeros((len(search.loads), search.world.num_ranks))
-    for t, (_, sharding) in enumerate(state.chosen):
-        owners[t, list(sharding.ranks)] = 1 / sharding.slices
-    exchanges = [exchange for exchange, _ in state.chosen]
-    names = [load.name for load in search.loads]
-    return explain_consumers(
-        search.partials,
-        owners,
-        exchanges,
-        names,
-        partials_delay,
-        inside=state.tower_compression.inside,
-    )
 
 
 def _is_alternative(search: Search, table_index: int, exchange: str, kind: Kind) -> bool:
@@ -247,16 +196,21 @@ def predict_table_cost(
     sent: dict[tuple[str, str], float] = {
         (channel, link): 0.0 for channel in CHANNELS for link in ("local", "remote")
     }
-    for flow in flows:
-        _add_bytes(sent, flow, search.links.load(flow.pattern, sharding))
+    _add_bytes(search, sent, flows, sharding)
     more = search.compute_objective_with_table(state, t, exchange, sharding) - objective
     return TableCost(exchange, sharding, sent, seconds, more)
 
 
-def _add_bytes(sent: dict[tuple[str, str], float], flow: Flow, load: LinkLoad) -> None:
-    """Add the bytes that a rank sends for a flow, the mean over ranks, to `sent`, by (channel, link)."""
-    for link, count in load.by_link.items():
-        sent[flow.channel, link] += flow.bytes * count
+def _add_bytes(
+    search: Search,
+    sent: dict[tuple[str, str], float],
+    flows: Sequence[Flow],
+    sharding: Sharding | None,
+) -> None:
+    """Add the bytes that a rank sends for these flows, the mean over ranks, to `sent`, by (channel, link)."""
+    for flow in flows:
+        for link, count in search.links.load(flow.pattern, sharding).by_link.items():
+            sent[flow.channel, link] += flow.bytes * count
 
 
 def _list_partials_flows(
