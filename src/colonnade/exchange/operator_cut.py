@@ -8,9 +8,10 @@ are, or not under this exchange. Pure functions."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
+from typing import TypeVar
 
 from colonnade.hops.kinds import EVALUATING
 from colonnade.interaction import Concat
@@ -20,6 +21,8 @@ from colonnade.topology.sharding import Sharding
 from colonnade.topology.towers import list_tower_ranks, tower_of
 from colonnade.topology.world import World
 
+Consumers = TypeVar("Consumers", bound=str | int)
+"""Names or indices of consumers."""
 MOST_CONSUMERS = 12
 """Largest number of consumers with partials to try all sets of; of more, sets are grown greedily."""
 
@@ -40,21 +43,12 @@ def choose_remote_consumers(
         if explain_not_remote(declaration, name, world=world, reads_ahead=reads_ahead) is None
     ]
     # Rows of a sequence are not sent as a sample's values are: their consumers are evaluated where the rows are.
-    required = tuple(
-        name for name in candidates if declaration.consumers[name].interaction.sequences
+    required = [name for name in candidates if declaration.consumers[name].interaction.sequences]
+    return choose_cheapest_set(
+        candidates,
+        lambda consumers: count_sent_floats(declaration, shardings, consumers),
+        required,
     )
-    best = required
-    others = [name for name in candidates if name not in required]
-    least = count_sent_floats(declaration, shardings, best)
-    for subset in propose_consumer_sets(
-        others, lambda subset: count_sent_floats(declaration, shardings, (*required, *subset))
-    ):
-        selected = tuple(name for name in candidates if name in required or name in subset)
-        num_floats = count_sent_floats(declaration, shardings, selected)
-        if num_floats < least:
-            best = selected
-            least = num_floats
-    return best
 
 
 def explain_not_remote(
@@ -160,19 +154,26 @@ def map_fields_to_owner_ranks(
     }
 
 
-def propose_consumer_sets(names: Sequence[str], cost) -> Iterable[tuple[str, ...]]:
-    """Yield sets of names to try, all or greedily grown ones of least cost, smaller before larger."""
-    if len(names) <= MOST_CONSUMERS:
-        for size in range(1, len(names) + 1):
-            yield from combinations(names, size)
-        return
-    subset: tuple[str, ...] = ()
-    while len(subset) < len(names):
-        subset = min(
-            (tuple(n for n in names if n in {*subset, new}) for new in names if new not in subset),
-            key=cost,
-        )
-        yield subset
+def choose_cheapest_set(
+    candidates: Sequence[Consumers],
+    count_floats: Callable[[Sequence[Consumers]], float],
+    required: Sequence[Consumers] = (),
+) -> tuple[Consumers, ...]:
+    """Return the set of candidates with the required ones that costs the fewest floats, in their order; of equally good
+    sets the smallest. Tries all sets, or greedily grown ones of many candidates."""
+
+    def add(members: Collection[Consumers]) -> tuple[Consumers, ...]:
+        return tuple(name for name in candidates if name in members or name in required)
+
+    free = [name for name in candidates if name not in required]
+    sets: list[tuple[Consumers, ...]] = [add(())]
+    for size in range(1, len(free) + 1):
+        if len(free) <= MOST_CONSUMERS:
+            sets += map(add, combinations(free, size))
+        else:
+            grown = [add({*sets[-1], new}) for new in free if new not in sets[-1]]
+            sets.append(min(grown, key=count_floats))
+    return min(sets, key=count_floats)
 
 
 def map_fields_to_towers(
@@ -202,15 +203,9 @@ def choose_consumers_in_towers(
             declaration, name, shardings, world, num_towers=num_towers, reads_ahead=reads_ahead
         )
     ]
-    best: tuple[str, ...] = ()
-    least = count_tower_floats(declaration, best)
-    for subset in propose_consumer_sets(
-        candidates, lambda subset: count_tower_floats(declaration, subset)
-    ):
-        if (num_floats := count_tower_floats(declaration, subset)) < least:
-            best = subset
-            least = num_floats
-    return best
+    return choose_cheapest_set(
+        candidates, lambda consumers: count_tower_floats(declaration, consumers)
+    )
 
 
 def explain_not_in_towers(
@@ -226,20 +221,16 @@ def explain_not_in_towers(
     if why := explain_never_in_towers(declaration, consumer_name, world, reads_ahead=reads_ahead):
         return why
     consumer = declaration.consumers[consumer_name]
-    tower_by_field = dict(
-        zip(
-            [field.name for field in declaration.fields],
-            map_fields_to_towers(declaration, shardings, list_tower_ranks(world, num_towers)),
-            strict=True,
-        )
-    )
+    names = [field.name for field in declaration.fields]
+    by_field = map_fields_to_towers(declaration, shardings, list_tower_ranks(world, num_towers))
+    towers = dict(zip(names, by_field, strict=True))
     for field in consumer.features:
-        if tower_by_field[field] is None:
+        if towers[field] is None:
             return f"rows of {field} are not all in one tower"
-    first, *others = consumer.features
-    for field in others:
-        if tower_by_field[field] != tower_by_field[first]:
-            return f"{first} is in tower {tower_by_field[first]}, {field} in tower {tower_by_field[field]}"
+    first = consumer.features[0]
+    for field in consumer.features:
+        if towers[field] != towers[first]:
+            return f"{first} is in tower {towers[first]}, {field} in tower {towers[field]}"
     return None
 
 
@@ -253,14 +244,14 @@ def explain_never_in_towers(
     """Return why a consumer cannot be evaluated inside a tower, wherever its tables are. world: None, several ranks
     without servers."""
     consumer = declaration.consumers[consumer_name]
-    if get_result_width(declaration, consumer_name) is None:
+    width = get_result_width(declaration, consumer_name)
+    if width is None:
         kind = type(consumer.interaction).__name__
         return f"{kind} has no result that is smaller than its fields' values"
     if world is not None and world.num_ranks == 1:
         return "nothing is sent on one rank"
-    width = get_result_width(declaration, consumer_name)
-    floats = fields_width(declaration, consumer_name)
-    if reads_ahead and 2 * (width or 0) > floats:
+    floats = sum(field.dim for field in declaration.fields if field.name in consumer.features)
+    if reads_ahead and 2 * width > floats:
         return (
             f"rows are read ahead, and its result leaves the tower only in the step that uses it: {width} floats, more "
             f"than half of the {floats} that would have been sent before, during computation"
@@ -268,12 +259,6 @@ def explain_never_in_towers(
     if world is not None and world.has_servers:
         return "rows are on servers, which have none of its weights"
     return None
-
-
-def fields_width(declaration: EmbeddingDeclaration, name: str) -> int:
-    """Return the number of floats of a sample that a consumer takes."""
-    taken = set(declaration.consumers[name].features)
-    return sum(field.dim for field in declaration.fields if field.name in taken)
 
 
 def count_tower_floats(declaration: EmbeddingDeclaration, consumers: Collection[str]) -> int:

@@ -8,19 +8,19 @@ from dataclasses import dataclass, replace
 
 from colonnade.errors import ConfigError
 from colonnade.exchange.operator_cut import (
+    choose_cheapest_set,
     choose_remote_consumers,
     explain_never_in_towers,
     explain_not_remote,
     get_partial_width,
     get_result_width,
     list_whole_fields,
-    propose_consumer_sets,
     restrict_declaration_to_tables,
 )
 from colonnade.hops.kinds import Flow
 from colonnade.hops.load import ColumnLoad, TableLoad
 from colonnade.interaction import Concat, FieldSubset
-from colonnade.lookup.layout import EmbeddingDeclaration, LookupField, query_fields
+from colonnade.lookup.layout import EmbeddingDeclaration, query_fields
 from colonnade.lookup.views import is_merged_at_samples, slices_of
 from colonnade.plan.plan import EXACT, Codecs
 from colonnade.topology.sharding import Sharding
@@ -140,20 +140,31 @@ def build_model_load(
     loads: of the declaration's tables. bags: features with several ids per sample, in addition to those that a sample
     of the data shows. world, reads_ahead: as in `operator_cut.explain_not_remote`. declared: the model's own
     declaration, if `declaration` splits tables into hot and cold rows."""
+    compute = declaration.compute_dtype
+    samples = max(loads[0].samples, 1e-300)
     columns: dict[str, ColumnLoad] = {}
     for load in loads:
-        readers = [feature for feature in declaration.features if feature.table == load.name]
-        columns |= {
-            feature.name: column for feature, column in zip(readers, load.columns, strict=False)
-        }
+        readers = [feature.name for feature in declaration.features if feature.table == load.name]
+        columns |= zip(readers, load.columns, strict=False)
     fields = []
     for field in declaration.fields:
-        name = declaration.features[field.feature].name
+        feature = declaration.features[field.feature]
+        # Without a sample of the data, a feature has one id per sample.
+        column = columns.get(feature.name, ColumnLoad(samples, 1))
+        has_bags = feature.name in bags or column.longest > 1
+        divides = feature.pooling in ("mean", "sqrtn") and has_bags and not column.is_weighted
+        divides = divides and feature.name in columns
         fields.append(
-            replace(
-                _build_field_load(
-                    declaration, field, columns.get(name), loads, codecs, name in bags
-                ),
+            FieldLoad(
+                field.name,
+                declaration.parts[field.part][0],
+                field.feature,
+                field.dim,
+                float(CODECS[codecs.values].row_bytes([field.dim], compute)),
+                float(CODECS[codecs.gradients].row_bytes([field.dim], compute)),
+                column.lookups * compute.itemsize if divides else 0.0,
+                has_bags,
+                column.lookups / samples if feature.pooling == "sequence" else None,
                 is_squared=field.is_squared,
                 needs_rows=field.is_squared and reads_ahead > 0,
             )
@@ -183,37 +194,6 @@ def add_squares(loads: Sequence[TableLoad], model: ModelLoad) -> list[TableLoad]
         gradients = sum(field.gradient_bytes for field in squares)
         results.append(replace(load, squares_bytes=values, squares_gradient_bytes=gradients))
     return results
-
-
-def _build_field_load(
-    declaration: EmbeddingDeclaration,
-    field: LookupField,
-    column: ColumnLoad | None,
-    loads: Sequence[TableLoad],
-    codecs: Codecs,
-    has_bags: bool,
-) -> FieldLoad:
-    """Return the size of a field.
-
-    column: lookups of its feature in a sample of the data, if there is one. has_bags: True if samples may have several
-    ids even if the sample of the data shows none."""
-    compute = declaration.compute_dtype
-    feature = declaration.features[field.feature]
-    has_bags |= column is not None and column.longest > 1
-    added_bytes = 0.0
-    if feature.pooling in ("mean", "sqrtn") and column and has_bags and not column.is_weighted:
-        added_bytes = column.lookups * compute.itemsize
-    return FieldLoad(
-        field.name,
-        declaration.parts[field.part][0],
-        field.feature,
-        field.dim,
-        float(CODECS[codecs.values].row_bytes([field.dim], compute)),
-        float(CODECS[codecs.gradients].row_bytes([field.dim], compute)),
-        added_bytes,
-        has_bags,
-        _rows_per_sample(column, loads) if feature.pooling == "sequence" else None,
-    )
 
 
 def _build_consumer_load(
@@ -291,34 +271,21 @@ def _find_hot_table(
     return next((table for table in tables if table not in unsplit), None)
 
 
-def _rows_per_sample(column: ColumnLoad | None, loads: Sequence[TableLoad]) -> float:
-    """Return the rows of a sequence per sample; 1 if nothing is known."""
-    return 1.0 if column is None else column.lookups / max(loads[0].samples, 1e-300)
-
-
 def find_remote_consumers(
     declaration: EmbeddingDeclaration,
     shardings: Sequence[Sharding],
     exchanges: Sequence[str],
-    *,
-    world: World | None = None,
-    reads_ahead: int = 0,
 ) -> tuple[str, ...]:
     """Return the names of the consumers that owners evaluate, so that partials are sent.
 
-    shardings, exchanges: by table. world, reads_ahead: as in `operator_cut.choose_remote_consumers`."""
+    shardings, exchanges: by table."""
     slices = slices_of(declaration, shardings, exchanges)
-    names = [exchanges[shard.number] for shard in slices.table_shards]
     tables = {
-        shard.table.name
-        for shard, name in zip(slices.table_shards, names, strict=True)
-        if name == "partials"
+        shard.table.name for shard in slices.table_shards if exchanges[shard.number] == "partials"
     }
     under_partials = restrict_declaration_to_tables(slices.declaration, tables, "partials")
     slice_shardings = [shard.sharding for shard in slices.table_shards]
-    return choose_remote_consumers(
-        under_partials, slice_shardings, world=world, reads_ahead=reads_ahead
-    )
+    return choose_remote_consumers(under_partials, slice_shardings)
 
 
 def check_whole_bags(
@@ -390,7 +357,7 @@ def find_tower_compression(
     By table: towers, the tower with all its rows, if any; num_owners, ranks that hold parts of its bags before they are
     pooled; is_cut, whether its rows are cut by columns; exchanges."""
     fields = model.fields
-    candidates = {}
+    candidates: dict[int, int | None] = {}
     for c, consumer in enumerate(model.consumers):
         tables = {fields[f].table for f in consumer.fields}
         table_towers = {towers[t] for t in tables}
@@ -401,36 +368,32 @@ def find_tower_compression(
             and len(table_towers) == len(table_exchanges) == 1
             and table_towers != {None}
         ):
-            candidates[str(c)] = next(iter(table_towers))
+            candidates[c] = next(iter(table_towers))
     if not candidates:
         return TowerCompression()
 
-    def find_sent_fields(inside: Sequence[str]) -> set[int]:
+    def find_sent_fields(inside: Sequence[int]) -> set[int]:
         read = {f for consumer in model.consumers for f in consumer.fields}
-        others = [consumer for c, consumer in enumerate(model.consumers) if str(c) not in inside]
+        others = [consumer for c, consumer in enumerate(model.consumers) if c not in inside]
         unread = {f for f in range(len(fields)) if f not in read}
         return unread.union(*(consumer.fields for consumer in others))
 
-    def count_floats(inside: Sequence[str]) -> float:
-        widths = sum(model.consumers[int(c)].inside_width or 0 for c in inside)
+    def count_floats(inside: Sequence[int]) -> float:
+        widths = sum(model.consumers[c].inside_width or 0 for c in inside)
         return widths + sum(fields[f].dim for f in find_sent_fields(inside))
 
-    best: tuple[str, ...] = ()
-    for subset in propose_consumer_sets(list(candidates), count_floats):
-        if count_floats(subset) < count_floats(best):
-            best = tuple(subset)
-    inside = {int(c): tower for c in best if (tower := candidates[c]) is not None}
-    return _count_byte_changes(model, best, find_sent_fields(best), num_owners, inside)
+    best = choose_cheapest_set(list(candidates), count_floats)
+    inside = {c: tower for c in best if (tower := candidates[c]) is not None}
+    return _count_byte_changes(model, inside, find_sent_fields(best), num_owners)
 
 
 def _count_byte_changes(
     model: ModelLoad,
-    names: Sequence[str],
+    inside: Mapping[int, int],
     sent_fields: Collection[int],
     num_owners: Sequence[int],
-    inside: Mapping[int, int],
 ) -> TowerCompression:
-    """Count the change of bytes by table if the consumers `names` are evaluated inside towers.
+    """Count the change of bytes by table. inside: tower by index of the consumers that are evaluated in one.
 
     sent_fields: fields with values that leave their tower all the same.
     """
@@ -439,7 +402,7 @@ def _count_byte_changes(
     gradients = dict[int, float]()
     weight_bytes = dict[int, float]()
     weighted = set()
-    for f in {f for name in names for f in model.consumers[int(name)].fields}:
+    for f in {f for c in inside for f in model.consumers[c].fields}:
         load = fields[f]
         if f not in sent_fields:
             values[load.table] = values.get(load.table, 0.0) - load.value_bytes
@@ -447,8 +410,8 @@ def _count_byte_changes(
         if load.added_bytes and num_owners[load.table] > 1 and load.feature not in weighted:
             weighted.add(load.feature)
             weight_bytes[load.table] = weight_bytes.get(load.table, 0.0) + load.added_bytes
-    for name in names:
-        consumer = model.consumers[int(name)]
+    for c in inside:
+        consumer = model.consumers[c]
         width = sum(fields[f].dim for f in consumer.fields)
         for f in consumer.fields:
             table = fields[f].table

@@ -20,11 +20,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from colonnade.errors import ConfigError
-from colonnade.exchange.operator_cut import propose_consumer_sets
+from colonnade.exchange.operator_cut import choose_cheapest_set
 from colonnade.hops.kinds import CHANNELS
 from colonnade.hops.links import Links
 from colonnade.hops.load import TableLoad
-from colonnade.plan.cost.consumers import ConsumerLoad, ModelLoad, build_split_bag_error
+from colonnade.plan.cost.consumers import (
+    ConsumerLoad,
+    FieldLoad,
+    ModelLoad,
+    build_split_bag_error,
+)
 from colonnade.plan.cost.step_time import interpolate_row_seconds
 from colonnade.plan.measure.device import RowRate
 from colonnade.topology.sharding import Sharding
@@ -165,28 +170,16 @@ class Partials:
             and can_be_remote[self.reads[c]].any()
             and (can_be_remote | (can_be_apart & consumer.can_be_split))[self.reads[c]].all()
         ]
-        if not candidates:
-            return ()
         # A sequence counts as one row: whether it is sent does not depend on the choice.
         field_floats = self.dims * owners.sum(1)[self.tables]
         widths = {c: self.partial_floats(c, owners) for c in candidates}
-        required = [c for c in candidates if self.model.consumers[c].sequences]
 
         def count_floats(consumers: Sequence[int]) -> float:
             is_sent = self.mark_sent_fields(consumers, owners)
             return sum(widths[c] for c in consumers) + float(field_floats[is_sent].sum())
 
-        best = tuple(required)
-        least = count_floats(best)
-        names = [str(c) for c in candidates if c not in required]
-        for subset in propose_consumer_sets(
-            names, lambda subset: count_floats([*required, *map(int, subset)])
-        ):
-            selected = tuple(sorted([*required, *map(int, subset)]))
-            if (count := count_floats(selected)) < least:
-                best = selected
-                least = count
-        return best
+        required = [c for c in candidates if self.model.consumers[c].sequences]
+        return choose_cheapest_set(candidates, count_floats, required)
 
     def partial_floats(self, c: int, owners: Floats) -> float:
         """Return the floats of consumer c's partials and queries of a sample, over all owners."""
@@ -209,13 +202,12 @@ class Partials:
         remote = self.select_remote_consumers(owners, apart)
         model = self.model
         is_sent = self.mark_sent_fields(remote, owners)
-        host_summed = np.zeros(2)
         is_remote = self.mark_remote_fields(owners)
         is_summed = self.mark_host_summed_tables(owners)[self.tables]  # (F,)
         values = self._sum_by_table(self.value_bytes * (is_sent & ~is_summed)) @ owners
         gradients = self._sum_by_table(self.gradient_bytes * (is_sent & ~is_summed)) @ owners
-        for b, field_bytes in enumerate((self.value_bytes, self.gradient_bytes)):
-            host_summed[b] += float(field_bytes[is_sent & is_summed].sum())
+        by_field = np.stack([self.value_bytes, self.gradient_bytes])
+        host_summed = by_field[:, is_sent & is_summed].sum(1)
         floats = self._sum_by_table(self.dims * is_sent) @ owners
         evaluated = np.zeros(owners.shape[1])
         queries = np.zeros(owners.shape[1])
@@ -224,13 +216,14 @@ class Partials:
         weight_bytes: dict[int, float] = {}
         split_bag = None
         num_owners = (owners > 0).sum(1)
-        # Field by feature: the weights of a feature are sent once for all its fields.
-        weighted: dict[int, int] = {}
+        weighted: dict[
+            int, FieldLoad
+        ] = {}  # by feature: its weights are sent once for all its fields
         for c in remote:
             consumer = model.consumers[c]
             evaluates = self.find_evaluators(c, owners)
             queries = queries + consumer.query_bytes * evaluates
-            if self.adds_in_host and evaluates.all() and not consumer.sequences:
+            if self.is_host_summed(c, owners):
                 host_summed += consumer.value_bytes, consumer.gradient_bytes
             else:
                 values = values + consumer.value_bytes * evaluates
@@ -245,9 +238,8 @@ class Partials:
                 if is_split and field.has_bags and f in consumer.whole_bags:
                     split_bag = consumer.name, f
                 if is_split and field.added_bytes:
-                    weighted[field.feature] = f
-        for f in weighted.values():
-            field = model.fields[f]
+                    weighted[field.feature] = field
+        for field in weighted.values():
             weight_bytes[field.table] = weight_bytes.get(field.table, 0.0) + field.added_bytes
         query_rounds = sum(bool(model.consumers[c].sequences) for c in remote)
         return PartialsTraffic(
@@ -276,27 +268,30 @@ class Partials:
         self, traffic: PartialsTraffic, owners: Floats, table_index: int
     ) -> tuple[TablePartialBytes, TablePartialBytes]:
         """Return table t's part in the bytes of values and of gradients, queries included."""
-        is_sent = self.mark_sent_fields(traffic.consumers, owners)
-        is_of_table = self.tables == table_index
+        is_sent = self.mark_sent_fields(traffic.consumers, owners) & (self.tables == table_index)
         is_remote = self.mark_remote_fields(owners)
-        table_owners = owners[table_index]
-        parts = []
-        for b, field_bytes in enumerate((self.value_bytes, self.gradient_bytes)):
-            size = float((field_bytes * is_sent * is_of_table).sum())
-            is_summed = bool(self.mark_host_summed_tables(owners)[table_index])
-            direct, summed = (0.0, size) if is_summed else (size * float(table_owners.sum()), 0.0)
-            for c in traffic.consumers:
-                consumer = self.model.consumers[c]
-                size = (consumer.value_bytes, consumer.gradient_bytes)[b] + consumer.query_bytes
-                widths = self._sum_by_table(self.dims * (self.replaces[c] & is_remote))
-                share = widths[table_index] * table_owners / np.maximum(widths @ owners, 1e-300)
-                evaluates = self.find_evaluators(c, owners)
-                if self.adds_in_host and evaluates.all() and not consumer.sequences:
-                    summed += size * float(share.mean())
-                else:
-                    direct += size * float(share.sum())
-            parts.append(TablePartialBytes(direct, summed))
-        return parts[0], parts[1]
+        own_bytes = np.array([self.value_bytes[is_sent].sum(), self.gradient_bytes[is_sent].sum()])
+        is_summed = bool(self.mark_host_summed_tables(owners)[table_index])
+        summed = own_bytes * is_summed
+        direct = own_bytes * (not is_summed) * owners[table_index].sum()
+        for c in traffic.consumers:
+            consumer = self.model.consumers[c]
+            widths = self._sum_by_table(self.dims * (self.replaces[c] & is_remote))
+            share = widths[table_index] * owners[table_index] / np.maximum(widths @ owners, 1e-300)
+            sizes = np.array([consumer.value_bytes, consumer.gradient_bytes]) + consumer.query_bytes
+            if self.is_host_summed(c, owners):
+                summed = summed + sizes * share.mean()
+            else:
+                direct = direct + sizes * share.sum()
+        values, gradients = zip(direct.tolist(), summed.tolist(), strict=True)
+        return TablePartialBytes(*values), TablePartialBytes(*gradients)
+
+    def is_host_summed(self, c: int, owners: Floats) -> bool:
+        """Return whether every rank contributes to the partials of consumer c and hosts sum them before sending."""
+        is_attention = bool(self.model.consumers[c].sequences)
+        return (
+            self.adds_in_host and not is_attention and bool(self.find_evaluators(c, owners).all())
+        )
 
 
 def is_cut(owners: Floats) -> NDArray[np.bool_]:
