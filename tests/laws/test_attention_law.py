@@ -37,7 +37,7 @@ from colonnade.comm.traffic import Traffic
 from colonnade.errors import ConfigError
 from colonnade.lookup.layout import declare
 from colonnade.plan.cost.consumers import build_model_load
-from colonnade.plan.measure.profile import build_table_loads, profile_batches
+from colonnade.plan.measure.profile import RunBatches, build_table_loads, profile_batches
 from colonnade.plan.plan import EXACT, Codecs
 from colonnade.plan.search import choose
 from colonnade.plan.search.candidates import Constraint, Problem
@@ -385,9 +385,13 @@ def test_bytes_are_foretold(hosts, ranks_per_host):
     )
     for case, (kind, codecs) in SENT.items():
         loads = build_table_loads(
-            WIDE, declaration.features, sampled, world, batch_size=SIZE * num_ranks, last_batch=100,
+            WIDE,
+            declaration.features,
+            sampled,
+            world,
+            RunBatches(batch_size=SIZE * num_ranks, last_batch=100),
             codecs=codecs,
-        )  # fmt: skip
+        )
         model = build_model_load(declaration, loads, codecs=codecs)
         choice = choose(Problem(loads, world, forced=forced(kind, num_ranks), model=model))
         assert [consumer.is_partial for consumer in choice.consumers][:2] == [True, True]
@@ -400,7 +404,9 @@ def test_a_sequence_of_which_something_else_is_taken_cannot_stay():
     """Chosen neither, nor where it is asked for: its query's table travels otherwise."""
     declaration, world = wide_collection().declaration, World(ranks_per_host=2)
     sampled = profile_batches(WIDE, declaration.features, [many(0, 500)])
-    loads = build_table_loads(WIDE, declaration.features, sampled, world, batch_size=500)
+    loads = build_table_loads(
+        WIDE, declaration.features, sampled, world, RunBatches(batch_size=500)
+    )
     model = build_model_load(declaration, loads, world=world)
     constraints = dict.fromkeys(("item", "user"), Constraint(exchange="partials"))
     assert set(

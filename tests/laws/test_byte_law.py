@@ -24,7 +24,7 @@ from colonnade import (
 )
 from colonnade.comm.traffic import Traffic
 from colonnade.hops.kinds import CHANNELS
-from colonnade.plan.measure.profile import build_table_loads, profile_batches
+from colonnade.plan.measure.profile import RunBatches, build_table_loads, profile_batches
 from colonnade.plan.plan import EXACT, Codecs
 from colonnade.plan.search import choose
 from colonnade.plan.search.candidates import Constraint, Problem
@@ -175,7 +175,7 @@ def test_what_a_choice_foretells_is_counted(profiles, case):
         forced |= {f"{name}[cold]": forced[name] for name in hot}
         forced |= {f"{name}[hot]": Constraint("replicated", "replicated") for name in hot}
     loads = build_table_loads(
-        tables, features, profile, world, batch_size=SIZE, last_batch=100, codecs=codecs
+        tables, features, profile, world, RunBatches(batch_size=SIZE, last_batch=100), codecs=codecs
     )
     choice = choose(Problem(loads, world, forced=forced))
     for channel in CHANNELS:

@@ -36,7 +36,7 @@ from colonnade.lookup.layout import declare
 from colonnade.lookup.views import is_merged_at_samples
 from colonnade.plan.cost.consumers import build_model_load, find_remote_consumers
 from colonnade.plan.cost.partials import Partials
-from colonnade.plan.measure.profile import build_table_loads, profile_batches
+from colonnade.plan.measure.profile import RunBatches, build_table_loads, profile_batches
 from colonnade.plan.plan import EXACT, Codecs
 from colonnade.plan.search import choose
 from colonnade.plan.search.candidates import Constraint, Problem
@@ -244,8 +244,7 @@ def test_bytes_are_foretold(hosts, ranks_per_host, cases):
             sides.features,
             profile,
             world,
-            batch_size=size,
-            last_batch=100,
+            RunBatches(batch_size=size, last_batch=100),
             codecs=codecs,
         )
         model = build_model_load(sides, loads, codecs=codecs, declared=declaration)
@@ -322,7 +321,9 @@ def test_the_cut_of_numbers_is_the_exchanges():
                     exchanges[t] = "replicated"
         declaration = declare(tables, features, consumers)
         sampled = profile_batches(tables, features, [one_of_each(features)])
-        loads = build_table_loads(tables, features, sampled, World(ranks_per_host=n), batch_size=1)
+        loads = build_table_loads(
+            tables, features, sampled, World(ranks_per_host=n), RunBatches(batch_size=1)
+        )
         adds = dice.random() < 0.5
         partials = Partials(build_model_load(declaration, loads), len(tables), adds_in_host=adds)
         owners = torch.zeros(len(tables), n).double().numpy()

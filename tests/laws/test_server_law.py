@@ -37,7 +37,7 @@ from colonnade.config.run import build_config, override_settings
 from colonnade.data import open_batches
 from colonnade.errors import ConfigError
 from colonnade.models.retriever import RetrievalObjective
-from colonnade.plan.measure.profile import build_table_loads, profile_batches
+from colonnade.plan.measure.profile import RunBatches, build_table_loads, profile_batches
 from colonnade.plan.search import choose
 from colonnade.plan.search.candidates import Constraint, Problem
 from colonnade.report.reading import read_run_folder
@@ -424,7 +424,9 @@ def counted(mesh):
 def test_bytes_are_foretold_for_trainers_and_servers():
     everyone = run_ranks(4, counted, ranks_per_host=2)
     sampled = profile_batches(TABLES, FEATURES, [batch_of(step, "spread") for step in range(30)])
-    loads = build_table_loads(TABLES, FEATURES, sampled, WORLD, batch_size=SIZE, last_batch=100)
+    loads = build_table_loads(
+        TABLES, FEATURES, sampled, WORLD, RunBatches(batch_size=SIZE, last_batch=100)
+    )
     for case, text in FORCED.items():
         forced = {table.name: text.get(table.name, DEALT) for table in TABLES}
         choice = choose(Problem(loads, WORLD, forced=forced))
@@ -438,7 +440,9 @@ def test_tables_are_chosen_places_on_servers_alone():
     sampled = profile_batches(TABLES, FEATURES, [batch_of(step, "spread") for step in range(9)])
     for servers in (1, 3):
         world = World(num_hosts=2, ranks_per_host=4, servers_per_host=servers)
-        loads = build_table_loads(TABLES, FEATURES, sampled, world, batch_size=SIZE, last_batch=100)
+        loads = build_table_loads(
+            TABLES, FEATURES, sampled, world, RunBatches(batch_size=SIZE, last_batch=100)
+        )
         for table in choose(Problem(loads, world)).tables:
             for other in (table.chosen, *table.others):
                 assert set(other.sharding.ranks) <= set(world.servers)

@@ -16,7 +16,7 @@ from colonnade import Concat, EmbeddingCollection, PlanConfig, RowOptimizer, Sum
 from colonnade.comm.traffic import Traffic
 from colonnade.plan.constraints import shard_in_towers
 from colonnade.plan.cost.consumers import build_model_load
-from colonnade.plan.measure.profile import build_table_loads, profile_batches
+from colonnade.plan.measure.profile import RunBatches, build_table_loads, profile_batches
 from colonnade.plan.plan import EXACT, Codecs
 from colonnade.plan.search import choose
 from colonnade.plan.search.candidates import Constraint, Problem
@@ -167,7 +167,12 @@ def check_foretold(everyone, cases):
     for case in cases:
         place, towers, codecs, _ = CASES[case]
         loads = build_table_loads(
-            TABLES, FEATURES, sampled, WORLD, batch_size=size, last_batch=100, codecs=codecs
+            TABLES,
+            FEATURES,
+            sampled,
+            WORLD,
+            RunBatches(batch_size=size, last_batch=100),
+            codecs=codecs,
         )
         exchanges = exchanges_of(case)
         forced = {

@@ -25,8 +25,7 @@ from colonnade.plan.cost.step_time import (
 from colonnade.plan.measure.device import RowRate
 from colonnade.plan.search import choose
 from colonnade.plan.search.candidates import Constraint, Memory, Problem
-from colonnade.plan.search.cutting import MIN_SLICE_COLUMNS
-from colonnade.plan.search.search import OPTIONS
+from colonnade.plan.search.search import MIN_SLICE_COLUMNS, OPTIONS
 from colonnade.topology.sharding import Sharding
 
 TWO_BY_TWO = World(num_hosts=2, ranks_per_host=2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -253,7 +254,7 @@ def test_features_of_which_nothing_is_known():
 
 def test_a_map_goes_through_json_and_is_a_partition():
     affinity, _ = planted(13, 3)
-    result = build_tower_map(affinity, loads_of(13), 3, made={"step": 7, "samples": 256})
+    result = replace(build_tower_map(affinity, loads_of(13), 3), made={"step": 7, "samples": 256})
     assert TowerMap.from_json(result.to_json()) == result
     assert Partition.from_json(result.to_json()) == result.partition
     for change in (

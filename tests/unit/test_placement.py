@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from colonnade import Table
 from colonnade.errors import BudgetExceeded
 from colonnade.plan.cost import demands
-from colonnade.plan.cost.demands import RunBatches
 from colonnade.plan.cost.memory import (
     Budgets,
     MemoryDemand,
@@ -25,7 +24,7 @@ from colonnade.plan.cost.memory import (
     list_rank_demands,
     lower_convex_hull,
 )
-from colonnade.plan.measure.profile import Profile, profile_ids
+from colonnade.plan.measure.profile import Profile, RunBatches, profile_ids
 from colonnade.topology.sharding import Sharding, replicated, row_wise, table_wise
 
 

@@ -19,8 +19,8 @@ from colonnade.config.plan import MemoryConfig
 from colonnade.config.run import build_config, override_settings
 from colonnade.data import open_batches, open_tensors
 from colonnade.errors import BudgetExceeded, ConfigError
-from colonnade.plan.cost.demands import RunBatches, predict_demands
-from colonnade.plan.measure.profile import Profile, profile_ids
+from colonnade.plan.cost.demands import predict_demands
+from colonnade.plan.measure.profile import Profile, RunBatches, profile_ids
 from colonnade.plan.placement import forecast_batches, is_memory_limited, place_rows
 from colonnade.planning import placement, planner
 from colonnade.planning.placement import PROFILE_FILE, broadcast_plan_message, read_profile

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -89,9 +90,10 @@ def towers(
         distance=distance,
         capacity=bounds,
         silent=affinity.silent,
-        made={"step": opened.resumed_at, "samples": affinity.num_samples},
         seed=seed,
     )
+    made = {"step": opened.resumed_at, "samples": affinity.num_samples}
+    chosen_map = replace(chosen_map, made=made)
     write_durably(Disk(), run / FILE_NAME, chosen_map.to_json().encode(), checked=False)
     if out is not None:
         write_durably(Disk(), out, chosen_map.partition.to_json().encode(), checked=False)

@@ -13,7 +13,7 @@ import numpy as np
 from colonnade.config.plan import MemoryConfig
 from colonnade.errors import BudgetExceeded
 from colonnade.plan.build import apply_placement, get_record_bytes
-from colonnade.plan.cost.demands import RunBatches, predict_demands
+from colonnade.plan.cost.demands import predict_demands
 from colonnade.plan.cost.memory import (
     Budgets,
     MemoryDemand,
@@ -22,7 +22,7 @@ from colonnade.plan.cost.memory import (
     list_rank_demands,
 )
 from colonnade.plan.hot import subtract_hot_row_bytes
-from colonnade.plan.measure.profile import Profile, profile_ids
+from colonnade.plan.measure.profile import Profile, RunBatches, profile_ids
 from colonnade.plan.plan import Plan
 from colonnade.store.budget import slot_bytes
 from colonnade.store.table_shards import shard_tables

@@ -34,7 +34,12 @@ from colonnade.plan.cost.prediction import LinkCosts
 from colonnade.plan.cost.step_time import predict_single_rank_seconds
 from colonnade.plan.hot import add_hot_rows_to_shardings
 from colonnade.plan.measure.device import Device
-from colonnade.plan.measure.profile import Profile, build_table_loads, profile_batches
+from colonnade.plan.measure.profile import (
+    Profile,
+    RunBatches,
+    build_table_loads,
+    profile_batches,
+)
 from colonnade.plan.names import CodecName
 from colonnade.plan.plan import Codecs, Plan
 from colonnade.plan.search import choose
@@ -111,10 +116,12 @@ def estimate_sampled_loads(
         sides.features,
         side_profile,
         world,
-        batch_size=side_profile.largest_batch,
-        last_batch=last_step,
-        num_samples=train_data.num_samples,
-        codecs=Codecs(codec.values, codec.gradients, codec.dense),
+        RunBatches(
+            batch_size=side_profile.largest_batch,
+            num_samples=train_data.num_samples,
+            last_batch=last_step,
+        ),
+        Codecs(codec.values, codec.gradients, codec.dense),
     )
     bags = multi_id_columns(train_data.schema) | set(hashed_tables_by_feature(declared))
     return SampledLoads(sides, loads, bags, hot_ids)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -18,49 +18,14 @@ from colonnade.plan.measure.popularity import (
     expected_used_rows,
     predict_counting_cache_reads,
 )
-from colonnade.plan.measure.profile import Profile
+from colonnade.plan.measure.profile import Profile, RunBatches
 from colonnade.store.budget import slot_bytes
 from colonnade.table import Table
 from colonnade.topology.sharding import Sharding, max_rows_per_owner
 
-MOMENTS = 6
-"""Number of points in a run at which reads are predicted; the run's reads are their mean."""
 CURVE_POINTS = 256
 SPREAD = 4.0
 """Number of standard deviations above the mean that the rows of a batch may reach."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunBatches:
-    """Batches of a run for which memory is planned."""
-
-    batch_size: int
-    window: int
-    """Number of batches in flight."""
-    at_once: int = 1
-    """Number of batches that must be in memory at once."""
-    num_samples: int | None = None
-    """Number of samples of the data set, if known; no batch has more distinct rows than the data set."""
-    first_batch: int = 0
-    last_batch: int
-    """Batches first_batch .. last_batch are still to train."""
-
-    @property
-    def batches_per_epoch(self) -> float:
-        """Number of batches of an epoch; inf if the data's length is unknown."""
-        return (
-            math.inf if self.num_samples is None else max(self.num_samples / self.batch_size, 1.0)
-        )
-
-    @property
-    def moments(self) -> list[float]:
-        """Evenly spaced batches at which reads are predicted."""
-        return [self.first_batch + self.span * (i + 0.5) / MOMENTS for i in range(MOMENTS)]
-
-    @property
-    def span(self) -> int:
-        """Number of batches that are still to train."""
-        return max(self.last_batch - self.first_batch, 1)
 
 
 def predict_demands(

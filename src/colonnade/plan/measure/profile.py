@@ -41,8 +41,43 @@ from colonnade.wire.packing import measure_packed_bytes
 Ids = NDArray[np.int64]
 Curve = tuple[tuple[float, ...], tuple[float, ...]]
 
+MOMENTS = 6
+"""Number of points in a run at which reads are predicted; the run's reads are their mean."""
 LISTED_BATCHES = 8
 """Number of batches in which the size of packed ids is measured."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunBatches:
+    """Batches of a run for which memory is planned."""
+
+    batch_size: int
+    window: int = 1
+    """Number of batches in flight."""
+    at_once: int = 1
+    """Number of batches that must be in memory at once."""
+    num_samples: int | None = None
+    """Number of samples of the data set, if known; no batch has more distinct rows than the data set."""
+    first_batch: int = 0
+    last_batch: int = 0
+    """Batches first_batch .. last_batch are still to train."""
+
+    @property
+    def batches_per_epoch(self) -> float:
+        """Number of batches of an epoch; inf if the data's length is unknown."""
+        return (
+            math.inf if self.num_samples is None else max(self.num_samples / self.batch_size, 1.0)
+        )
+
+    @property
+    def moments(self) -> list[float]:
+        """Evenly spaced batches at which reads are predicted."""
+        return [self.first_batch + self.span * (i + 0.5) / MOMENTS for i in range(MOMENTS)]
+
+    @property
+    def span(self) -> int:
+        """Number of batches that are still to train."""
+        return max(self.last_batch - self.first_batch, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -357,25 +392,23 @@ def build_table_loads(
     features: Sequence[Feature],
     profile: Profile,
     world: World,
-    *,
-    batch_size: float,
-    last_batch: float = 0.0,
-    num_samples: int | None = None,
+    batches: RunBatches,
     codecs: Codecs = EXACT,
 ) -> list[TableLoad]:
     """Predict the load of each table per step from a profile of a sample.
 
-    batch_size: samples over all ranks. last_batch: last batch of the run, which determines the rows of open tables and
-    the births per step. num_samples: size of the data set, if known. codecs: encoding of rows and gradients."""
+    batches: of all ranks together; the last one determines the rows of open tables and the births per step. codecs:
+    encoding of rows and gradients."""
+    batch_size = batches.batch_size
+    last_batch = batches.last_batch
     rank_samples = batch_size / world.num_trainers
     profiled = {feature.name: feature for feature in profile.features}
-    epoch = math.inf if num_samples is None else max(num_samples / batch_size, 1.0)
     loads = []
     for t, table in enumerate(tables):
         popularity = profile.tables[t].popularity(table.rows)
         sample_lookups = profile.lookups_per_sample(t)
         used_rows = expected_used_rows(
-            popularity, sample_lookups * batch_size, min(last_batch, epoch)
+            popularity, sample_lookups * batch_size, min(last_batch, batches.batches_per_epoch)
         )
         unique_world = profile.expected_unique_rows(t, batch_size, popularity)
         readers = [feature for feature in features if feature.table == table.name]

@@ -10,9 +10,8 @@ from colonnade.plan.cost.consumers import ModelLoad, add_squares
 from colonnade.plan.cost.partials import check_tables_with_partials
 from colonnade.plan.search.candidates import Constraint, PlanDecision, Problem
 from colonnade.plan.search.explanation import explain_choice
-from colonnade.plan.search.initial_candidates import build_initial_states
-from colonnade.plan.search.runners_up import build_runner_up_states
 from colonnade.plan.search.search import Search, State
+from colonnade.plan.search.states import build_initial_states, build_runner_up_states
 from colonnade.topology.sharding import Kind
 from colonnade.topology.towers import list_tower_ranks
 

@@ -36,6 +36,7 @@ from colonnade.hops.links import (
     sums_inside_hosts,
     tower_call_seconds,
 )
+from colonnade.hops.load import TableLoad
 from colonnade.lookup.views import is_merged_at_samples
 from colonnade.plan.cost.consumers import (
     TowerCompression,
@@ -50,21 +51,20 @@ from colonnade.plan.cost.step_time import (
     predict_transfer_seconds,
 )
 from colonnade.plan.search.candidates import OPTIONS, Constraint, Option, Problem, StepSeconds
-from colonnade.plan.search.cutting import (
-    COLUMN_KINDS,
-    count_max_slices,
-    propose_column_shardings,
-    shard_columns_everywhere,
-)
 from colonnade.topology.sharding import (
+    COLUMN_KINDS,
     Kind,
     Sharding,
+    column_wise,
+    grid,
     host_wise,
     replicated,
     row_wise_over_owners,
+    shard_columns_everywhere,
     sharding_on_ranks,
     table_wise,
 )
+from colonnade.topology.world import World
 
 Floats = NDArray[np.float64]
 
@@ -77,6 +77,8 @@ LARGE_SEARCH = 10_000
 """Number of tables times ranks above which the search continues only from the two best initial candidates."""
 FIXED_PARTIALS_SEARCH = 150
 """Number of tables times ranks above which tables under `partials` do not move: each move costs all of them anew."""
+MIN_SLICE_COLUMNS = 16
+"""Smallest width of a slice that the planner chooses itself, because ids are sent once for each slice."""
 TIE_WEIGHT = 0.01
 """Weight of costs outside the bottleneck: of two equally fast choices, the one with more reserve wins."""
 
@@ -498,6 +500,34 @@ class Search:
         for t, chosen in enumerate(state.chosen):
             self.add_table_costs(rebuilt, t, *chosen)
         return rebuilt
+
+
+def count_max_slices(load: TableLoad, kind: Kind, world: World) -> int:
+    """Return the largest number of slices of a table's rows; 1: rows may not be cut."""
+    if not load.may_be_cut:
+        return 1
+    has_hosts = world.num_hosts > 1 and world.ranks_per_host > 1
+    owners = len(world.owners)
+    if kind == "grid":
+        owners = world.num_hosts * (has_hosts and not world.has_servers)
+    return max(1, min(owners, load.width // MIN_SLICE_COLUMNS))
+
+
+def propose_column_shardings(
+    load: TableLoad, kind: Kind, world: World, rank_seconds: Floats
+) -> list[Sharding]:
+    """Propose shardings with as many slices as possible on the least busy ranks, or on the least busy host.
+
+    rank_seconds (N,): seconds that each rank is busy already."""
+    slices = count_max_slices(load, kind, world)
+    hosts = rank_seconds.reshape(world.num_hosts, -1).mean(1).argsort(kind="stable").tolist()
+    if kind == "grid":
+        return [grid(world, hosts[:slices])]
+    owners = sorted(world.owners, key=lambda rank: rank_seconds[rank])
+    shardings = [column_wise(owners[:slices])]
+    if 1 < world.ranks_per_host < slices and not world.has_servers:
+        shardings.append(column_wise(host_wise(world, hosts[0]).ranks))
+    return shardings
 
 
 def _smallest(values: Floats, count: int) -> NDArray[np.intp]:

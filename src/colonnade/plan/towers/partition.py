@@ -293,7 +293,6 @@ def build_tower_map(
     distance: Distance = "coherent",
     capacity: Capacity = Capacity(),
     silent: Sequence[str] = (),
-    made: Mapping[str, int] | None = None,
     seed: int = 0,
 ) -> TowerMap:
     """Partition features into towers by affinity and compare with round-robin and random partitions.
@@ -322,7 +321,6 @@ def build_tower_map(
         striped=measure_partition_quality(affinity, loads, striped, num_towers),
         random=measure_partition_quality(affinity, loads, shuffled, num_towers),
         silent=tuple(silent),
-        made=dict(made or {}),
     )
 
 
