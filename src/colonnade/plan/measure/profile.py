@@ -16,7 +16,6 @@ import torch
 from numpy.typing import NDArray
 
 from colonnade.batch import Batch
-from colonnade.batch import Ids as FeatureIds
 from colonnade.errors import ConfigError, CorruptionError
 from colonnade.formats import make_format_stamp, parse_stamped_json
 from colonnade.hops.load import ColumnLoad, TableLoad
@@ -222,95 +221,66 @@ def profile_batches(
     """Profile the lookups of a sample of the data; reads all batches. Raises ConfigError if there are no samples.
 
     is_brief: count only what a division of memory needs: no packed sizes or distinct rows of smaller batches."""
-    table_indices = {table.name: t for t, table in enumerate(tables)}
-    parts: list[list[Ids]] = [[] for _ in tables]
-    uniques = [0] * len(tables)
-    max_unique = [0] * len(tables)
-    columns = {feature.name: FeatureProfile(feature.name, 0, 0, False) for feature in features}
-    sizes: list[int] = []
-    counts = np.zeros((len(tables), 0))
-    packed = np.zeros((len(tables), 4, 0))
-    pieces = np.zeros(0)
-    samples = count = largest = 0
-    for batch in batches:
-        if not batch.size:
-            continue
-        if not sizes:
-            sizes = [] if is_brief else _halved_sizes(batch.size)
-            counts = np.zeros((len(tables), len(sizes)))
-            pieces = np.zeros(len(sizes))
-            packed = np.zeros((len(tables), 4, len(sizes)))
-        samples = samples + batch.size
-        count = count + 1
-        largest = max(largest, batch.size)
-        table_ids: list[list[Ids]] = [[] for _ in tables]
-        table_samples: list[list[Ids]] = [[] for _ in tables]
-        for feature in features:
-            t = table_indices[feature.table]
-            feature_ids = batch.ids[feature.name]
-            ids, sample_indices = _list_ids_and_samples(feature_ids, batch.size)
-            table_ids[t].append(ids)
-            table_samples[t].append(sample_indices)
-            columns[feature.name] = _add_batch_lookups(
-                columns[feature.name], feature_ids, sample_indices
-            )
-        pieces += [batch.size // size for size in sizes]
-        for t, id_arrays in enumerate(table_ids):
-            ids = np.concatenate(id_arrays) if id_arrays else np.zeros(0, np.int64)
-            sample_indices = np.concatenate(table_samples[t]) if id_arrays else ids
-            parts[t].append(ids)
-            unique = len(np.unique(ids))
-            uniques[t] = uniques[t] + unique
-            max_unique[t] = max(max_unique[t], unique)
-            if sizes:
-                counts[t] += count_unique_by_size(ids, sample_indices, sizes, batch.size)
-            if sizes and count <= LISTED_BATCHES:
-                packed[t] += measure_packed_id_bytes(
-                    ids, sample_indices, sizes, tables[t].rows or 0
-                )
-    if not count:
+    batches = [batch for batch in batches if batch.size]
+    if not batches:
         raise ConfigError(
             "the sample has no samples, so there is nothing to profile; give more data"
         )
+    sizes = [] if is_brief else _halved_sizes(batches[0].size)
+    pieces = np.array([sum(batch.size // size for batch in batches) for size in sizes])
     is_counted = pieces > 0
-    profiles = [
-        replace(
-            profile_ids(table.name, np.concatenate(parts[t]), uniques[t] / count),
-            most_unique=max_unique[t],
-            unique=(
-                _floats(np.array(sizes)[is_counted]),
-                _floats(counts[t][is_counted] / pieces[is_counted]),
-            ),
-            listing=_compute_size_ratios(sizes, packed[t]),
+    profiles = []
+    for table in tables:
+        readers = [feature.name for feature in features if feature.table == table.name]
+        lookups = []  # (id, sample index) of each lookup, by batch
+        for batch in batches:
+            columns = [batch.ids[name] for name in readers]
+            ids = [column.values.numpy() for column in columns]
+            samples = [column.samples.numpy() for column in columns]
+            none = np.zeros(0, np.int64)
+            lookups.append((np.concatenate([*ids, none]), np.concatenate([*samples, none])))
+        num_unique = [len(np.unique(ids)) for ids, _ in lookups]
+        counts = np.zeros(len(sizes))
+        if sizes:
+            for batch, by_batch in zip(batches, lookups, strict=True):
+                counts += count_unique_by_size(*by_batch, sizes, batch.size)
+        packed = np.zeros((4, len(sizes)))
+        for by_batch in lookups[:LISTED_BATCHES]:
+            packed += measure_packed_id_bytes(*by_batch, sizes, table.rows or 0)
+        all_ids = np.concatenate([ids for ids, _ in lookups])
+        profiles.append(
+            replace(
+                profile_ids(table.name, all_ids, sum(num_unique) / len(batches)),
+                most_unique=max(num_unique),
+                unique=(
+                    _floats(np.array(sizes)[is_counted]),
+                    _floats(counts[is_counted] / pieces[is_counted]),
+                ),
+                listing=_compute_size_ratios(sizes, packed),
+            )
         )
-        for t, table in enumerate(tables)
-    ]
-    return Profile(samples, count, tuple(profiles), largest, tuple(columns.values()))
+    return Profile(
+        sum(batch.size for batch in batches),
+        len(batches),
+        tuple(profiles),
+        max(batch.size for batch in batches),
+        tuple(_profile_feature(feature.name, batches) for feature in features),
+    )
+
+
+def _profile_feature(name: str, batches: Sequence[Batch]) -> FeatureProfile:
+    ids = [batch.ids[name] for batch in batches]
+    return FeatureProfile(
+        name,
+        lookups=sum(len(column.values) for column in ids),
+        longest=max(int(column.counts.max()) for column in ids),
+        is_weighted=any(column.weights is not None for column in ids),
+    )
 
 
 def _halved_sizes(size: int) -> list[int]:
     """Return a batch size, half of it, a quarter and so on, ascending."""
     return sorted({-(-size >> k) for k in range(size.bit_length())} - {0} | {size})
-
-
-def _list_ids_and_samples(ids: FeatureIds, size: int) -> tuple[Ids, Ids]:
-    """Return the ids of a feature and the sample index of each, both (E,)."""
-    values = ids.values.numpy()
-    samples = np.arange(size)
-    return values, samples if ids.offsets is None else np.repeat(
-        samples, ids.offsets.diff().numpy()
-    )
-
-
-def _add_batch_lookups(profile: FeatureProfile, ids: FeatureIds, samples: Ids) -> FeatureProfile:
-    """Return a feature's profile with the lookups of one more batch. samples: sample index of each lookup."""
-    longest = int(np.bincount(samples).max()) if len(samples) else 0
-    return replace(
-        profile,
-        lookups=profile.lookups + len(samples),
-        longest=max(profile.longest, longest),
-        is_weighted=profile.is_weighted or ids.weights is not None,
-    )
 
 
 def count_unique_by_size(ids: Ids, samples: Ids, sizes: Sequence[int], batch_size: int) -> Ids:
