@@ -158,7 +158,7 @@ def place_by_sample(
         first_batch=first,
         last_batch=first + shape.num_batches,
     )
-    return place_rows(plan, tables, profile, memory, run_batches)
+    return place_rows(plan, tables, profile, run_batches, memory.tables)
 
 
 def add_cache(plan: Plan, tables: Sequence[Table], case: Case) -> Plan:

@@ -100,7 +100,7 @@ class Training:
                 first_batch=HISTORY,
                 last_batch=2 * HISTORY,
             )
-            plan = place_rows(plan, tables, profile, memory, run_batches)
+            plan = place_rows(plan, tables, profile, run_batches, memory.tables)
         self.capacities = {table.name: table.capacity_rows for table in plan.tables}
         self.embeddings.open(plan, backings=open_backings(folder, tables, FILL_STEP))
         self.rows = RowOptimizer(self.embeddings)

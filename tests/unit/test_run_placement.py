@@ -209,7 +209,7 @@ def hot_and_cold() -> tuple[list[Table], Profile]:
 def place(tables, profile, memory, plan=None):
     plan = plan or build_plan(tables, 1, PlanConfig(memory=memory))
     batches = forecast_batches(plan, batch_size=100, num_samples=None, last_batch=100_000)
-    return place_rows(plan, tables, profile, MemoryConfig(**memory), batches)
+    return place_rows(plan, tables, profile, batches, MemoryConfig(**memory).tables)
 
 
 def test_memory_goes_to_the_hot_table_in_main_and_device_memory():

@@ -365,10 +365,6 @@ def mapped_cache_bytes(table: Table, planned: TablePlan) -> int:
     return planned.mapped_rows * max(cached_row_bytes(shard.table) for shard in slices)
 
 
-def _exchange_columns(table: TablePlan) -> dict[str, str]:
-    return {"sharding": str(table.sharding), "exchange": table.exchange}
-
-
 def find_row_files(plan: Plan, table: TablePlan) -> str:
     """Return where a table's rows that do not fit in memory are: "run folder", "ssd", or "-" if there are none."""
     if table.fits:
@@ -385,6 +381,9 @@ def describe_planned_tables(plan: Plan, tables: Sequence[Table]) -> list[dict[st
         owned = "any" if table.rows is None else f"{max_rows_per_owner(table.rows, owners):,}"
         memory = memory_bytes(table, planned)
         unbounded = table.rows is None and planned.fits
+        exchange = {"sharding": str(planned.sharding), "exchange": planned.exchange}
+        if plan.num_ranks == 1:
+            exchange = {}
         hbm = {}
         if plan.hbm_bytes is not None:
             hbm = {"rows in hbm": f"{planned.hbm_rows:,}"}
@@ -400,7 +399,7 @@ def describe_planned_tables(plan: Plan, tables: Sequence[Table]) -> list[dict[st
                 **({"rows in mapped": f"{planned.mapped_rows:,}"} if has_mapped_rows else {}),
                 "rest": find_row_files(plan, planned),
                 **({} if len(set(plan.staleness_by_table)) == 1 else {"staleness": f"{late}"}),
-                **({} if plan.num_ranks == 1 else _exchange_columns(planned)),
+                **exchange,
                 "optimizer": ", ".join(dict.fromkeys(part.optimizer.name for part in table.parts)),
             }
         )

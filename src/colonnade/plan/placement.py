@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from colonnade.config.plan import MemoryConfig
 from colonnade.errors import BudgetExceeded
 from colonnade.plan.build import apply_placement, get_record_bytes
 from colonnade.plan.cost.demands import predict_demands
@@ -53,16 +52,17 @@ def place_rows(
     plan: Plan,
     tables: Sequence[Table],
     profile: Profile,
-    memory: MemoryConfig,
     batches: RunBatches,
+    table_bytes: Mapping[str, int],
 ) -> Plan:
     """Return `plan` with the rows in memory that save most reads over the batches of the run.
 
-    profile: of these tables. Raises BudgetExceeded if a batch of the profile's size does not fit.
+    profile: of these tables. table_bytes: budgets of single tables by name. Raises BudgetExceeded if a batch of the
+    profile's size does not fit.
     """
     owners = len(plan.servers) or plan.num_ranks
 
-    def predict(fixed_bytes: dict[str, int]) -> list[MemoryDemand]:
+    def predict(fixed_bytes: Mapping[str, int]) -> list[MemoryDemand]:
         return predict_demands(
             tables,
             profile,
@@ -72,11 +72,11 @@ def place_rows(
             shardings=plan.shardings,
         )
 
-    placed = divide_planned_memory(plan, tables, predict(memory.tables))
+    placed = divide_planned_memory(plan, tables, predict(table_bytes))
     placed_plan = apply_placement(plan, tables, placed, lookahead=plan.lookahead)
-    if memory.hbm is None:
+    if plan.hbm_bytes is None:
         return placed_plan
-    return place_rows_on_device(placed_plan, tables, predict({}), memory.hbm)
+    return place_rows_on_device(placed_plan, tables, predict({}))
 
 
 def forecast_batches(
@@ -122,7 +122,7 @@ def divide_planned_memory(
 
 
 def place_rows_on_device(
-    plan: Plan, tables: Sequence[Table], demands: Sequence[MemoryDemand], hbm_bytes: int
+    plan: Plan, tables: Sequence[Table], demands: Sequence[MemoryDemand]
 ) -> Plan:
     """Return `plan` with device memory divided by the reads that it saves main memory.
 
@@ -130,7 +130,10 @@ def place_rows_on_device(
     """
     budgets = Budgets(
         subtract_hot_row_bytes(
-            shard_tables(tables, plan.shardings), hbm_bytes, "plan.memory.hbm", get_record_bytes
+            shard_tables(tables, plan.shardings),
+            plan.hbm_bytes,
+            "plan.memory.hbm",
+            get_record_bytes,
         ),
         setting="plan.memory.hbm",
         at_once=1 + plan.max_staleness_steps,

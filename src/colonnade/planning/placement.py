@@ -124,7 +124,6 @@ def _place_rows_of_run(setup: RunSetup, plan: Plan, first_step: int) -> Placemen
             plan,
             collection.tables,
             profile,
-            config.plan.memory,
             forecast_batches(
                 plan,
                 batch_size=min(config.train.samples_per_step, profile.samples),
@@ -132,6 +131,7 @@ def _place_rows_of_run(setup: RunSetup, plan: Plan, first_step: int) -> Placemen
                 first_batch=first_step,
                 last_batch=predict_last_step(config, setup.data, first_step, profile.batches),
             ),
+            config.plan.memory.tables,
         )
     except BudgetExceeded as error:
         # Counts of one rank's batches are exact; those of several ranks or batches are estimates from above.

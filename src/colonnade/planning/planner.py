@@ -315,7 +315,7 @@ def _predict_plan(run: _SampledRun, placed: _PlacedRows, measured: MeasuredCosts
         if config.memory.hbm is not None:
             # Bytes of single tables are of main memory.
             demands = run.predict_demands(depth, plan.shardings, fixed_bytes={})
-            plan = place_rows_on_device(plan, run.tables, demands, config.memory.hbm)
+            plan = place_rows_on_device(plan, run.tables, demands)
     return PlannedStep(plan, prediction)
 
 
