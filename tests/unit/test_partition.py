@@ -130,16 +130,16 @@ def test_assignments_are_nearly_the_cheapest():
         rng = np.random.default_rng(seed)
         places = int(rng.integers(2, 4))
         num = int(rng.integers(places, 7))
-        most = int(rng.integers(-(-num // places), num + 1))
+        max_items = int(rng.integers(-(-num // places), num + 1))
         costs = rng.normal(size=(num, places)).round(1)  # with ties
         totals = [
             costs[np.arange(num), list(label)].sum()
             for label in itertools.product(range(places), repeat=num)
-            if all(1 <= label.count(p) <= most for p in range(places))
+            if all(1 <= label.count(p) <= max_items for p in range(places))
         ]
-        label = assign_to_bins(costs, np.ones((num, 2)), np.array([most, np.inf]))
+        label = assign_to_bins(costs, np.ones((num, 2)), np.array([max_items, np.inf]))
         stored = np.bincount(label, minlength=places)
-        assert stored.min() >= 1 and stored.max() <= most
+        assert stored.min() >= 1 and stored.max() <= max_items
         excess.append(costs[np.arange(num), label].sum() - min(totals))
         room.append(np.mean(totals) - min(totals))
     assert sum(value < 1e-9 for value in excess) > 50

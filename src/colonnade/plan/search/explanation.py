@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from colonnade.hops.kinds import BY_TOWERS, CHANNELS, Flow
-from colonnade.plan.cost.consumers import ConsumerLoad
+from colonnade.plan.cost.consumers import ConsumerLoad, ModelLoad
 from colonnade.plan.cost.partials import Floats, Partials, is_cut
 from colonnade.plan.search.candidates import (
     OPTIONS,
@@ -33,9 +33,7 @@ def explain_consumers(
     inside = state.tower_compression.inside
     exchanges = [exchange for exchange, _ in state.chosen]
     names = [load.name for load in search.loads]
-    owners = np.zeros_like(state.owners)  # as in `Partials`, but of all tables
-    for t, (_, sharding) in enumerate(state.chosen):
-        owners[t, list(sharding.ranks)] = 1 / sharding.slices
+    owners = _list_owners(state)
     are_cut = is_cut(owners)
     remote = () if state.partials is None else state.partials.consumers
     floats = partials.dims * partials.rows * owners.sum(1)[partials.tables]
@@ -52,7 +50,7 @@ def explain_consumers(
         others = [t for t in tables if exchanges[t] != "partials"]
         cut = [names[t] for t in tables if are_cut[t]]
         if c in remote:
-            reason = _explain_partials(consumer, [names[t] for t in tables if state.apart[t]])
+            reason = _explain_partials(consumer, state, names, tables)
         elif len({exchanges[t] for t in tables}) == 1 and exchanges[tables[0]] in BY_TOWERS:
             reason = "its fields are not all in one tower, or its result there is not smaller than values"
         elif partial is None:
@@ -60,9 +58,7 @@ def explain_consumers(
         elif cut:
             reason = f"rows of table {cut[0]} are cut by columns"
         elif others:
-            reason = f"table {names[others[0]]} is under {exchanges[others[0]]}"
-            if len(others) == len(tables):
-                reason = f"its tables are under {', '.join(sorted({exchanges[t] for t in tables}))}"
+            reason = _explain_other_exchange(state, names, tables)
             if not remote and partials_delay is not None:
                 reason += (
                     f"; with partials a step takes {format_digits(1e3 * partials_delay)} ms more"
@@ -71,10 +67,9 @@ def explain_consumers(
                 reason += f"; a partial is {partial:,.0f} floats, values {values:,.0f}"
         else:
             reason = _explain_partials_save_nothing(partials, c, remote, floats, partial)
-        if partial is not None and c not in remote and others:
-            fields = [model.fields[f] for f in sorted(consumer.whole_bags)]
-            split = [f.name for f in fields if f.has_bags and (owners[f.table] > 0).sum() > 1]
-            reason += f"; bags of {split[0]} are split" if split else ""
+        split = _find_split_bags(model, consumer, owners)
+        if split and partial is not None and c not in remote and others:
+            reason += f"; bags of {split[0]} are split"
         choices.append(
             ConsumerChoice(
                 consumer.name, c in remote, partial, values, reason, consumer.depends_on_hot_rows
@@ -83,8 +78,34 @@ def explain_consumers(
     return tuple(choices)
 
 
-def _explain_partials(consumer: ConsumerLoad, apart: Sequence[str]) -> str:
-    """Explain why partials of a consumer are sent. apart: its tables whose fields the samples' ranks evaluate."""
+def _list_owners(state: State) -> Floats:
+    """Return the part of each table's columns that a rank owns rows of, under any exchange, (T, N)."""
+    owners = np.zeros_like(state.owners)
+    for t, (_, sharding) in enumerate(state.chosen):
+        owners[t, list(sharding.ranks)] = 1 / sharding.slices
+    return owners
+
+
+def _find_split_bags(model: ModelLoad, consumer: ConsumerLoad, owners: Floats) -> list[str]:
+    """Return the fields of a consumer that needs whole bags with bags on several ranks. owners: `_list_owners`."""
+    fields = [model.fields[f] for f in sorted(consumer.whole_bags)]
+    return [f.name for f in fields if f.has_bags and (owners[f.table] > 0).sum() > 1]
+
+
+def _explain_other_exchange(state: State, names: Sequence[str], tables: Sequence[int]) -> str:
+    """Name the exchange of a consumer's tables that are not under `partials`. names: of all tables."""
+    exchanges = [state.chosen[t][0] for t in tables]
+    others = [t for t in tables if state.chosen[t][0] != "partials"]
+    if len(others) == len(tables):
+        return f"its tables are under {', '.join(sorted(set(exchanges)))}"
+    return f"table {names[others[0]]} is under {state.chosen[others[0]][0]}"
+
+
+def _explain_partials(
+    consumer: ConsumerLoad, state: State, names: Sequence[str], tables: Sequence[int]
+) -> str:
+    """Explain why partials of a consumer are sent. names: of all tables. tables: those of the consumer."""
+    apart = [names[t] for t in tables if state.apart[t]]
     reason = "rows of its sequence stay on their owners" if consumer.sequences else "fewer floats"
     if consumer.hot_table:
         reason += f"; table {consumer.hot_table}, which has hot rows, sends values"
