@@ -194,7 +194,7 @@ def _choose_base_config(
 ) -> RunConfig:
     """Load the settings that the command line overrides: a file's, a preset's, both, or a run's. Raises ConfigError."""
     from colonnade.config.run import load_config, override_settings
-    from colonnade.run.cross_rank_check import flatten_to_dotted_names
+    from colonnade.formats import flatten_to_dotted_names
     from colonnade.run.defaults import get_preset
 
     if config is not None:
