@@ -1,6 +1,5 @@
 from colonnade.models.dcn import DCN as DCN
 from colonnade.models.dcnv2 import DCNv2 as DCNv2
-from colonnade.models.deepfm import DeepFM as DeepFM
 from colonnade.models.dlrm import DLRM as DLRM
 from colonnade.models.graphsage import GraphSAGE as GraphSAGE
 from colonnade.models.knowledge import (
@@ -9,8 +8,13 @@ from colonnade.models.knowledge import (
     RotatE as RotatE,
     TransE as TransE,
 )
-from colonnade.models.linear import LR as LR, FactorizationMachine as FactorizationMachine
-from colonnade.models.nfm import NFM as NFM
+from colonnade.models.linear import (
+    LR as LR,
+    NFM as NFM,
+    DeepFM as DeepFM,
+    FactorizationMachine as FactorizationMachine,
+    WideDeep as WideDeep,
+)
 from colonnade.models.retriever import (
     RetrievalObjective as RetrievalObjective,
     Retriever as Retriever,
@@ -19,4 +23,3 @@ from colonnade.models.sasrec import SASRec as SASRec
 from colonnade.models.split import Scorer as Scorer, SplitModel as SplitModel
 from colonnade.models.tower_modules import describe_tower_modules as describe_tower_modules
 from colonnade.models.two_tower import TwoTower as TwoTower
-from colonnade.models.wide_deep import WideDeep as WideDeep
