@@ -301,19 +301,12 @@ def _print_facts(values: dict[str, Any]) -> None:
 def _print_table(
     columns: Sequence[str], rows: Sequence[Sequence[str]], max_lines: int = MAX_LINES
 ) -> None:
-    from rich.table import Table as Grid
-
-    from colonnade.terminal import Terminal
+    from colonnade.terminal import PLAIN_GRID, Terminal, build_grid
 
     if not rows:
         return
-    grid = Grid(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     console = Terminal()
-    for number, name in enumerate(columns):
-        grid.add_column(name, justify="right" if number else "left", overflow="fold")
-    for row in rows[:max_lines]:
-        grid.add_row(*row)
-    console.print(grid)
+    console.print(build_grid(columns, rows[:max_lines], header_style="bold", **PLAIN_GRID))
     if len(rows) > max_lines:
         console.print(f"  and {len(rows) - max_lines:,} more")
 

@@ -109,6 +109,12 @@ class LineFile:
         return block[head:tail]
 
 
+def read_all_lines(path: str | Path) -> list[bytes]:
+    """Read the lines of a file, without their newlines. Raises DataError as `open_line_file`."""
+    file = open_line_file(path)
+    return file.read_lines(0, file.num_lines).removesuffix(b"\n").split(b"\n")
+
+
 def _skip_lines(block: bytes, count: int, begin: int) -> int:
     """Return the position just after the count-th newline from `begin` on; the end if there are fewer."""
     if count == 0:
