@@ -21,7 +21,7 @@ from colonnade.comm.collectives import notify_servers
 from colonnade.comm.mesh import Mesh
 from colonnade.comm.peer_status import report_errors_to_peers
 from colonnade.data.batches import build_empty_batch, read_rank_batches
-from colonnade.data.contract import LastBatch, Position, Source, Splits
+from colonnade.data.contract import LastBatch, Position, Source, Splits, has_samples
 from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import CheckpointError, ConfigError, DataError, NonFiniteError
 from colonnade.exchange.cached_state import apply_planned_bounds
@@ -417,7 +417,7 @@ class Trainer:
 
     def test(self) -> dict[str, float]:
         """Compute the metrics of the test part, such as {"test_auc": 0.8}; {} if there is none. Collective."""
-        if self.data.test is None:
+        if not has_samples(self.data.test):
             return {}
         metrics = self.evaluate(self.data.test)
         if isinstance(metrics, BlockedMetrics):
@@ -496,7 +496,7 @@ class Trainer:
             day_metrics = self.evaluate(self.data.days[self.position.epoch])
             self.days.append({"day": self.position.epoch, **day_metrics})
             metrics |= add_prefix("day", day_metrics) | average_daily_metrics(self.days)
-        if self.data.validation is not None:
+        if has_samples(self.data.validation):
             validated = self.evaluate(self.data.validation)
             if self.schedule.monitor not in (None, self.objective.monitor):
                 check_monitor_metric(self.schedule.monitor, validated)
