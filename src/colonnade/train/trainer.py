@@ -321,7 +321,8 @@ class Trainer:
             global_loss = global_loss / max(weight, 1e-12)
             gradient_scale *= max(weight, 1e-12)
         if gradient_scale != 1:
-            self._scale_gradients(1 / gradient_scale)
+            self.dense.scale(1 / gradient_scale)
+            self.rows.scale_grad_(1 / gradient_scale)
         if finite and self._clip_gradients(outcome):
             with self.phases("update rows"):
                 self.rows.step(agreed=True)
@@ -514,11 +515,6 @@ class Trainer:
         shown = {name: value for name, value in metrics.items() if name != "epoch"}
         self.progress.report_evaluation(step, self.position.epoch, shown)
         return is_best
-
-    def _scale_gradients(self, factor: float) -> None:
-        """Multiply dense and row gradients by `factor`."""
-        self.dense.scale(factor)
-        self.rows.scale_grad_(factor)
 
     def _clip_gradients(self, outcome: Outcome) -> bool:
         """Clip gradients by norm; return whether the step may be applied. Collective.
