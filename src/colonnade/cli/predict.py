@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from colonnade.errors import ConfigError
-from colonnade.terminal import print_text
+from colonnade.terminal import Terminal, print_text
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from colonnade.terminal import Terminal
 
 EXAMPLES = (
     "Scores are probabilities, one column per label, in the order of the input. The output file appears when it is "
@@ -80,7 +79,6 @@ def predict(
     from colonnade.cli.score_inputs import open_inputs
     from colonnade.data.tabular.formats import FORMATS
     from colonnade.predict import Predictor
-    from colonnade.terminal import Terminal
 
     if path is None and part is None:
         raise ConfigError(

@@ -1,5 +1,4 @@
-from colonnade.models.dcn import DCN as DCN
-from colonnade.models.dcnv2 import DCNv2 as DCNv2
+from colonnade.models.dcn import DCN as DCN, DCNv2 as DCNv2
 from colonnade.models.dlrm import DLRM as DLRM
 from colonnade.models.graphsage import GraphSAGE as GraphSAGE
 from colonnade.models.knowledge import (

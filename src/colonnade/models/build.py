@@ -23,8 +23,7 @@ from colonnade.config.run import (
 from colonnade.data.contract import Column, Schema, multi_id_columns
 from colonnade.data.interactions import LOG_Q
 from colonnade.errors import ConfigError
-from colonnade.models.dcn import DCN
-from colonnade.models.dcnv2 import DCNv2
+from colonnade.models.dcn import DCN, DCNv2
 from colonnade.models.dlrm import DLRM
 from colonnade.models.fields import DEEP, WIDE
 from colonnade.models.graphsage import GraphSAGE
