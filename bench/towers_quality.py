@@ -48,7 +48,7 @@ from colonnade.cli.feature_sample import measure_affinity
 from colonnade.data import open_source
 from colonnade.data.contract import Splits
 from colonnade.errors import ConfigError
-from colonnade.models.dcnv2 import DCNv2
+from colonnade.models.dcn import DCNv2
 from colonnade.models.dlrm import DLRM
 from colonnade.models.linear import FactorizationMachine
 from colonnade.plan.towers.affinity import Affinity

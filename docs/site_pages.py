@@ -73,11 +73,18 @@ def build_recipes() -> str:
 
 
 def build_api(module: str) -> str:
-    """Return a page with the public names of a module, from its `__all__`."""
-    path = ROOT / "src" / module.replace(".", "/") / "__init__.py"
-    names = next(
-        ast.literal_eval(node.value)
-        for node in ast.parse(path.read_text(encoding="utf-8")).body
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
-    )
+    """Return a page with the public names of a module: those that its stub imports, else its `__all__`."""
+    init = ROOT / "src" / module.replace(".", "/") / "__init__.py"
+    stub = init.with_suffix(".pyi")
+    nodes = ast.parse((stub if stub.exists() else init).read_text(encoding="utf-8")).body
+    names = [
+        alias.name
+        for node in nodes
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if alias.asname
+    ]
+    for node in nodes:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            names = ast.literal_eval(node.value)
     return f"# {module}\n\n" + "\n".join(f"::: {module}.{name}\n" for name in sorted(names))

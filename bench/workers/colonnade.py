@@ -23,9 +23,9 @@ from colonnade import (
     Uniform,
 )
 from colonnade.interaction import Concat
-from colonnade.models.dcnv2 import DCNv2
-from colonnade.models.deepfm import DeepFM
+from colonnade.models.dcn import DCNv2
 from colonnade.models.dlrm import DLRM
+from colonnade.models.linear import DeepFM
 from colonnade.ops.interaction import pairwise_dot
 from workers.loop import CROSS_LAYERS, Case, Laps, Step, build_part, serve
 

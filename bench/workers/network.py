@@ -69,7 +69,7 @@ class DeepFMNetwork(nn.Module):
 
 
 class DCNv2Network(nn.Module):
-    """Cross layers beside an MLP, both feeding the last layer. Named as in colonnade.models.dcnv2."""
+    """Cross layers beside an MLP, both feeding the last layer. Named as in colonnade.models.dcn."""
 
     def __init__(
         self, num_fields: int, dim: int, *, num_dense: int, cross_layers: int, top: Sequence[int]

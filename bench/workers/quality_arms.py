@@ -21,10 +21,8 @@ from torch.nn.functional import binary_cross_entropy_with_logits as cross_entrop
 from colonnade import Adagrad, Batch, Feature, PlanConfig, RowOptimizer, Table, Uniform, build_plan
 from colonnade.comm.mesh import Mesh
 from colonnade.embedding import EmbeddingCollection
-from colonnade.models.deepfm import DeepFM
-from colonnade.models.linear import LR
+from colonnade.models.linear import LR, DeepFM, WideDeep
 from colonnade.models.split import Scorer
-from colonnade.models.wide_deep import WideDeep
 from colonnade.pipeline.prepared_batches import as_prepared
 from colonnade.train.metrics import auc
 from workers.ads import FIELDS, Ads

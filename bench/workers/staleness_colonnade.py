@@ -16,7 +16,7 @@ from torch import Tensor
 
 from colonnade import SGD, Batch, Feature, Mesh, Sum, Table
 from colonnade.models.layers import build_first_layer
-from colonnade.models.wide_deep import WideDeep
+from colonnade.models.linear import WideDeep
 from colonnade.train.dense import DenseGradients
 from workers import exchange_colonnade
 from workers.exchange_colonnade import NO_CHOICE

@@ -164,3 +164,16 @@ def parse_json_object(path: Path | str, content: str | bytes) -> dict[str, Any]:
             f"{path}: got a JSON {type(fields).__name__}, wanted an object; restore it from a copy"
         )
     return fields
+
+
+def flatten_to_dotted_names(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Flatten nested mappings to dotted names: {"train": {"lr": 0.1}} -> {"train.lr": 0.1}."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        path = f"{prefix}{name}"
+        flat |= (
+            flatten_to_dotted_names(value, f"{path}.")
+            if isinstance(value, Mapping)
+            else {path: value}
+        )
+    return flat

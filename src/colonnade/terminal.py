@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from collections.abc import Collection, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.text import Text
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 class Terminal(Console):
@@ -27,6 +31,28 @@ class Terminal(Console):
 
     def render_str(self, text: str, **options: Any) -> Text:
         return super().render_str(escape_control_characters(text), **options)
+
+
+PLAIN_GRID: dict[str, Any] = {"box": None, "pad_edge": False, "padding": (0, 2, 0, 0)}
+"""Options of a table without lines."""
+
+
+def build_grid(
+    columns: Iterable[str],
+    rows: Iterable[Sequence[Any]],
+    *,
+    left: Collection[int] = (0,),
+    **options: Any,
+) -> Table:
+    """Build a table for the terminal. left: indices of the columns that are text; numbers are on the right."""
+    from rich.table import Table
+
+    grid = Table(**options)
+    for number, name in enumerate(columns):
+        grid.add_column(name, justify="left" if number in left else "right", overflow="fold")
+    for row in rows:
+        grid.add_row(*row)
+    return grid
 
 
 def escape_control_characters(text: str) -> str:

@@ -29,9 +29,9 @@ from workers.network import (  # noqa: E402
 from workers.torch import StackedRows  # noqa: E402
 
 from colonnade import Batch, Feature, Ids, Table  # noqa: E402
-from colonnade.models.dcnv2 import DCNv2  # noqa: E402
-from colonnade.models.deepfm import DeepFM  # noqa: E402
+from colonnade.models.dcn import DCNv2  # noqa: E402
 from colonnade.models.dlrm import DLRM  # noqa: E402
+from colonnade.models.linear import DeepFM  # noqa: E402
 from colonnade.ops import memory  # noqa: E402
 from colonnade.row_state import dense_state_dict  # noqa: E402
 

@@ -29,13 +29,9 @@ from colonnade import (
     fit,
 )
 from colonnade.data import Splits, open_tensors
-from colonnade.models.dcn import DCN
-from colonnade.models.dcnv2 import DCNv2
-from colonnade.models.deepfm import DeepFM
-from colonnade.models.linear import LR
-from colonnade.models.nfm import NFM
+from colonnade.models.dcn import DCN, DCNv2
+from colonnade.models.linear import LR, NFM, DeepFM, WideDeep
 from colonnade.models.split import Scorer
-from colonnade.models.wide_deep import WideDeep
 from colonnade.row_state import dense_state_dict
 from colonnade.topology.sharding import table_wise
 

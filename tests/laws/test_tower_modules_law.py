@@ -9,7 +9,7 @@ from ranks import run_ranks
 
 from colonnade import Adam, Feature, Ids, Mesh, PlanConfig, Table, Uniform, build_plan, fit
 from colonnade.data import Splits, open_tensors
-from colonnade.models.dcnv2 import DCNv2
+from colonnade.models.dcn import DCNv2
 from colonnade.models.dlrm import DLRM
 from colonnade.row_state import dense_state_dict
 from colonnade.topology.sharding import column_wise, table_wise

@@ -12,7 +12,7 @@ from colonnade.data import open_source
 from colonnade.data.contract import Column, Schema
 from colonnade.errors import ConfigError
 from colonnade.models.build import MODEL_SPECS, build_model, build_tables
-from colonnade.models.dcnv2 import DCNv2
+from colonnade.models.dcn import DCNv2
 from colonnade.models.split import Scorer
 from colonnade.models.two_tower import TwoTower
 from colonnade.run.defaults import MODEL_PRESETS, PRESETS, get_preset

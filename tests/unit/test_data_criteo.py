@@ -70,7 +70,7 @@ def test_lines_parsed_together_are_the_lines_parsed_alone(
     monkeypatch.setattr("colonnade.data.sets.criteo.RUN_LINES", run_lines)
     write_criteo(tmp_path, 300)
     source = open_criteo(tmp_path, test_fraction=0, hash_rows=97).train
-    lines = [source._parse_range(i, i + 1) for i in range(300)]
+    lines = [source.read(i, i + 1) for i in range(300)]
     output = 0
     for batch in source.batches(batch_size):
         alone = lines[output : output + batch.size]

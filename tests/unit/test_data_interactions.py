@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from movielens_files import write_movielens
 
 from colonnade.batch import Ids
+from colonnade.cli import app
 from colonnade.data import Position, open_source
 from colonnade.data.interactions import (
     concat_bags,
@@ -84,6 +85,16 @@ def test_the_split_of_gowalla(opened):
         [0, 1, 2, 3, 7], [0, 1, 2, 3, 4, 8, 9, 10, 11, 12], [5, 6], [1],
     ]  # fmt: skip
     assert lists_of(opened(seed=3).train.interactions.train) == lists_of(result.train)
+
+
+def test_a_part_without_samples_is_not_scored(tmp_path, capsys):
+    """A tenth of so short histories is no item, so nothing validates: its metrics were NaN."""
+    folder = gowalla(tmp_path, "0 0 1 2\n1 3 4\n", "0 4\n1 2\n")
+    command = ["train", "--data", "gowalla", "--path", str(folder), "--run", str(tmp_path / "run")]
+    assert app.run_command([*command, "--epochs", "1", "--set", "model.dim=4"]) == 0
+    output = capsys.readouterr().out
+    assert "test recall@10" in output and "epoch 1 is over" in output
+    assert "nan" not in output and "validation" not in output.replace("no validation part", "")
 
 
 @pytest.mark.parametrize("order", ["shuffled", "file"])

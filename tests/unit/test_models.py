@@ -28,14 +28,10 @@ from torch.nn.functional import binary_cross_entropy_with_logits as bce
 
 from colonnade import SGD, Batch, Feature, Ids, RowOptimizer, Table, Uniform
 from colonnade.errors import ConfigError
-from colonnade.models.dcn import DCN
-from colonnade.models.dcnv2 import DCNv2
-from colonnade.models.deepfm import DeepFM
+from colonnade.models.dcn import DCN, DCNv2
 from colonnade.models.dlrm import DLRM
 from colonnade.models.layers import mlp
-from colonnade.models.linear import LR, FactorizationMachine
-from colonnade.models.nfm import NFM
-from colonnade.models.wide_deep import WideDeep
+from colonnade.models.linear import LR, NFM, DeepFM, FactorizationMachine, WideDeep
 from colonnade.ops.linear import ONEDNN, linear
 from colonnade.row_state import dense_state_dict
 from colonnade.topology.towers import Partition

@@ -307,17 +307,17 @@ def test_no_run_wins_within_rounding_or_two_standard_errors_of_paired_blocks(tmp
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=5000))
 def test_thinned_curves_keep_their_mean_and_ends(values):
     points = list(enumerate(values))
-    steps, means = figures.thin_points(points)
+    steps, means = zip(*figures.thin_points(points), strict=True)
     run = -(-len(values) // figures.MAX_POINTS)
     assert len(steps) <= figures.MAX_POINTS and steps[-1] == len(values) - 1
-    assert steps == sorted(set(steps))
+    assert list(steps) == sorted(set(steps))
     assert min(values) - 1 <= min(means) and max(means) <= max(values) + 1
     assert len(steps) == -(-len(values) // run)
 
 
 @given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=300))
 def test_smoothed_curves_stay_inside(values):
-    smooth = figures.smooth_curve(values)
+    smooth = [value for _, value in figures.smooth_curve(list(enumerate(values)))]
     assert len(smooth) == len(values)
     slack = 1e-4 * max(1.0, *map(abs, values))
     assert all(min(values) - slack <= v <= max(values) + slack for v in smooth)

@@ -17,7 +17,7 @@ from colonnade.errors import CheckpointError, ConfigError
 from colonnade.exchange.operator_cut import explain_not_remote
 from colonnade.interaction import TowerModule
 from colonnade.models.build import build_model, resolve_tower_settings
-from colonnade.models.dcnv2 import DCNv2
+from colonnade.models.dcn import DCNv2
 from colonnade.models.dense_cost import cross_layers_cost, dlrm_cost, dlrm_tower_cost, mlp_cost
 from colonnade.models.dlrm import DLRM
 from colonnade.models.tower_modules import describe_tower_modules

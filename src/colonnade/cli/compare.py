@@ -22,7 +22,6 @@ def compare(
     ] = None,
 ) -> None:
     """Compare final and best metrics, throughput, and the settings that differ."""
-    from rich.table import Table as Grid
     from rich.text import Text
 
     from colonnade.report.page import write_page
@@ -33,7 +32,7 @@ def compare(
         render_comparison_page,
     )
     from colonnade.report.reading import read_run_folder
-    from colonnade.terminal import Terminal, escape_control_characters
+    from colonnade.terminal import Terminal, build_grid, escape_control_characters
 
     if len(runs) < 2:
         raise ConfigError(f"got {len(runs)} run, wanted at least two: colonnade compare RUN RUN")
@@ -48,19 +47,19 @@ def compare(
         if not lines:
             console.print(f"{title}: none")
             continue
-        grid = Grid(title=title, title_justify="left")
-        grid.add_column("", overflow="fold")
-        for name in names:
-            grid.add_column(name, justify="right", overflow="fold")
-        for line in lines:
-            cells = [
-                Text(f"{escape_control_characters(value)} *", style="bold green")
-                if i in line.best
-                else Text(escape_control_characters(value))
-                for i, value in enumerate(line.values)
-            ]
-            grid.add_row(line.name, *cells)
-        console.print(grid)
+        rows = [
+            (
+                line.name,
+                *(
+                    Text(f"{escape_control_characters(value)} *", style="bold green")
+                    if i in line.best
+                    else Text(escape_control_characters(value))
+                    for i, value in enumerate(line.values)
+                ),
+            )
+            for line in lines
+        ]
+        console.print(build_grid(["", *names], rows, title=title, title_justify="left"))
         if any(line.best for line in lines):
             console.print("* better than the runs without a mark", highlight=False)
     if output is not None:

@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from colonnade.sizes import format_bytes
+from colonnade.terminal import Terminal
+
 if TYPE_CHECKING:
     from rich.progress import Progress
 
@@ -107,8 +110,6 @@ def create_row_progress_bar() -> Progress:
         TimeRemainingColumn,
     )
 
-    from colonnade.terminal import Terminal
-
     return Progress(
         TextColumn("{task.description}", markup=False),
         BarColumn(),
@@ -125,8 +126,6 @@ def write_converted_file(
 ) -> None:
     """Write the Parquet file with a progress bar, and print its size and time."""
     from colonnade.data.tabular.convert import write_parquet_file
-    from colonnade.sizes import format_bytes
-    from colonnade.terminal import Terminal
 
     console = Terminal()
     started = time.perf_counter()

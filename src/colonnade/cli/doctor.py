@@ -16,18 +16,15 @@ def doctor(
     ] = Path("runs"),
 ) -> None:
     """List processor, memory, huge pages, io_uring, disk, GPU, libraries, and what each means for training."""
-    from rich.table import Table as Grid
     from rich.text import Text
 
     from colonnade.machine import collect_machine_facts
-    from colonnade.terminal import Terminal
+    from colonnade.terminal import PLAIN_GRID, Terminal, build_grid
 
-    grid = Grid(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for title in ("item", "this machine", "what it means"):
-        grid.add_column(title, overflow="fold")
-    for item, value, meaning in describe_machine(collect_machine_facts(folder)):
-        grid.add_row(Text(item, style="bold"), value, meaning)
-    Terminal().print(grid)
+    columns = ("item", "this machine", "what it means")
+    lines = describe_machine(collect_machine_facts(folder))
+    rows = [(Text(item, style="bold"), *texts) for item, *texts in lines]
+    Terminal().print(build_grid(columns, rows, left=range(3), **PLAIN_GRID))
 
 
 def describe_machine(facts: Mapping[str, Any]) -> list[tuple[str, str, str]]:

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from colonnade.cli.predict import PARTS, AtOption, check_part
 from colonnade.errors import ConfigError, DataError
 
 EXAMPLES = (
@@ -17,12 +18,7 @@ EXAMPLES = (
 
 def evaluate(
     run: Annotated[Path, typer.Argument(help="Run folder with at least one checkpoint.")],
-    at: Annotated[
-        str | None,
-        typer.Option(
-            help="Saved step, best or last; default: best if there is a validation part, else last."
-        ),
-    ] = None,
+    at: AtOption = None,
     part: Annotated[
         str | None,
         typer.Option(
@@ -39,15 +35,14 @@ def evaluate(
     from colonnade.run.run import load_run_config, open_run
     from colonnade.terminal import Terminal
 
-    parts = ("train", "validation", "test")
-    if part is not None and part not in parts:
-        raise ConfigError(f"unknown part {part!r}; choose from {', '.join(parts)}")
+    if part is not None:
+        check_part(part)
     config = load_run_config(run)
     step = resolve_step(run, at)
     opened = open_run(config, Mesh(), run, read_only=True, at=step)
     try:
         splits = opened.trainer.data
-        present = [name for name in parts if getattr(splits, name) is not None]
+        present = [name for name in PARTS if getattr(splits, name) is not None]
         part = part or next((name for name in ("test", "validation") if name in present), None)
         if part is None:
             if check_source := getattr(opened.trainer.objective, "check_source", None):

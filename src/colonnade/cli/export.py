@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from colonnade.cli.predict import AtOption
 from colonnade.sizes import format_bytes
 from colonnade.terminal import print_text
 
@@ -21,12 +22,7 @@ EXAMPLES = (
 def export(
     run: Annotated[Path, typer.Argument(help="Run folder with at least one checkpoint.")],
     destination: Annotated[Path, typer.Argument(help="Folder to create.")],
-    at: Annotated[
-        str | None,
-        typer.Option(
-            help="Saved step, best or last; default: best if there is a validation part, else last."
-        ),
-    ] = None,
+    at: AtOption = None,
     torch: Annotated[
         bool,
         typer.Option("--torch", help="Add model.pt2 and dense.pt2, programs of torch.export."),

@@ -12,7 +12,8 @@ from colonnade.cli.convert import TAB
 from colonnade.cli.train import get_single_label
 from colonnade.data.tabular.formats import FORMATS
 from colonnade.errors import CheckpointError, ConfigError, DataError
-from colonnade.terminal import print_text
+from colonnade.report.formatting import format_bytes, format_count, format_seconds
+from colonnade.terminal import PLAIN_GRID, Terminal, build_grid, print_text
 
 EXAMPLES = (
     "[bold]Examples[/bold]\n\n  colonnade inspect runs/mine\n\n  colonnade inspect served\n\n"
@@ -83,7 +84,6 @@ def inspect(
 
 
 def _inspect_run(path: Path) -> None:
-    from colonnade.report.formatting import format_bytes, format_count, format_seconds
     from colonnade.report.reading import collect_table_figures, read_run_folder
 
     run = read_run_folder(path)
@@ -168,7 +168,6 @@ def _inspect_checkpoint(path: Path) -> None:
 
 def _inspect_export(path: Path) -> None:
     from colonnade.publish.exported import read_export
-    from colonnade.report.formatting import format_bytes, format_count
 
     export = read_export(path)
     rows = [
@@ -211,7 +210,6 @@ def _inspect_data(path: Path, kind: str | None, options: Mapping[str, Any]) -> N
     from colonnade.data.tabular.fields import NULL_VALUES, Category
     from colonnade.data.tabular.narrow import count_missing_words, narrow_column
     from colonnade.data.tabular.tables import read_first_rows_and_schema
-    from colonnade.report.formatting import format_bytes
 
     if kind is not None and kind not in FORMATS:
         raise ConfigError(f"got --data {kind}, wanted a kind of file: {', '.join(sorted(FORMATS))}")
@@ -301,19 +299,11 @@ def _print_facts(values: dict[str, Any]) -> None:
 def _print_table(
     columns: Sequence[str], rows: Sequence[Sequence[str]], max_lines: int = MAX_LINES
 ) -> None:
-    from rich.table import Table as Grid
-
-    from colonnade.terminal import Terminal
 
     if not rows:
         return
-    grid = Grid(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     console = Terminal()
-    for number, name in enumerate(columns):
-        grid.add_column(name, justify="right" if number else "left", overflow="fold")
-    for row in rows[:max_lines]:
-        grid.add_row(*row)
-    console.print(grid)
+    console.print(build_grid(columns, rows[:max_lines], header_style="bold", **PLAIN_GRID))
     if len(rows) > max_lines:
         console.print(f"  and {len(rows) - max_lines:,} more")
 

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from colonnade.errors import ConfigError
-from colonnade.terminal import print_text
+from colonnade.terminal import Terminal, print_text
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from colonnade.terminal import Terminal
 
 EXAMPLES = (
     "Scores are probabilities, one column per label, in the order of the input. The output file appears when it is "
@@ -24,6 +23,15 @@ EXAMPLES = (
     "  colonnade predict served --part test --output scores.csv\n\n"
     "  colonnade predict runs/mine --at best --path new.tsv --output scores.tsv --batch-size 16384"
 )
+
+
+PARTS = ("train", "validation", "test")
+
+
+def check_part(part: str) -> None:
+    """Raise ConfigError for a part that no data set has."""
+    if part not in PARTS:
+        raise ConfigError(f"unknown part {part!r}; choose from {', '.join(PARTS)}")
 
 
 AtOption = Annotated[
@@ -71,7 +79,6 @@ def predict(
     from colonnade.cli.score_inputs import open_inputs
     from colonnade.data.tabular.formats import FORMATS
     from colonnade.predict import Predictor
-    from colonnade.terminal import Terminal
 
     if path is None and part is None:
         raise ConfigError(

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from colonnade.errors import ColonnadeError, ConfigError, PeerLost, WorldError
 from colonnade.processors import count_usable_processors
 from colonnade.terminal import Terminal, escape_control_characters
-from colonnade.train.interrupt import REPEAT_SECONDS
+from colonnade.train.interrupt import REPEAT_SECONDS, handle_stop_signals
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -65,10 +65,11 @@ def run_ranks(
     from colonnade.comm.rendezvous import HEARTBEATS, STORE  # imports torch
 
     ranks: list[subprocess.Popen[bytes]] = []
+    signals: list[int] = []
     with (
         create_memory_file("colonnade-store") as store,
         create_memory_file("colonnade-heartbeats") as heartbeats,
-        _collect_stop_signals() as signals,
+        handle_stop_signals(lambda number, _: signals.append(number)),
     ):
         threads = str(max(1, count_usable_processors() // num_ranks))
         environment = {
@@ -95,21 +96,6 @@ def run_ranks(
         finally:
             signals.clear()
             _terminate_ranks(ranks, signals)
-
-
-@contextmanager
-def _collect_stop_signals() -> Iterator[list[int]]:
-    """Collect SIGINT and SIGTERM in a list instead of obeying them."""
-    signals: list[int] = []
-    before = {
-        number: signal.signal(number, lambda number, _: signals.append(number))
-        for number in (signal.SIGINT, signal.SIGTERM)
-    }
-    try:
-        yield signals
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _wait_for_ranks(

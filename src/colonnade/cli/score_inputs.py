@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
 from inspect import signature
 from pathlib import Path
 from typing import Any
 
-from colonnade.batch import Batch
+from colonnade.cli.predict import check_part
 from colonnade.data import SOURCES, open_source
-from colonnade.data.contract import START, LastBatch, Position, Schema, Source, build_batch_options
-from colonnade.data.lines import LineFile, locate_data_file, open_line_file
-from colonnade.data.sets.criteo import FILE, FOLDER, NAMES, CriteoSource, check_line
+from colonnade.data.contract import Source
+from colonnade.data.lines import locate_data_file, open_line_file
+from colonnade.data.sets.criteo import (
+    FILE,
+    FOLDER,
+    NAMES,
+    CriteoSource,
+    add_zero_labels,
+    check_line,
+)
 from colonnade.data.tabular.declaration import load_file_schema
 from colonnade.data.tabular.formats import FORMATS, find_format
 from colonnade.errors import ConfigError
-
-PARTS = ("train", "validation", "test")
 
 
 def open_inputs(
@@ -29,8 +33,7 @@ def open_inputs(
     always splits its samples into parts, DataError for bad files.
     """
     if part is not None:
-        if part not in PARTS:
-            raise ConfigError(f"unknown part {part!r}; choose from {', '.join(PARTS)}")
+        check_part(part)
         source = getattr(open_source(name, path, **options), part)
         if source is None:
             raise ConfigError(f"this data set has no {part} part; choose another with --part")
@@ -50,14 +53,12 @@ def open_inputs(
 
 def open_criteo_file(path: str | Path | None, options: Mapping[str, Any]) -> Source:
     """Open all lines of a Criteo file; the label may be missing from all of them (39 fields instead of 40)."""
-    lines: Any = open_line_file(locate_data_file(path, folder=FOLDER, file=FILE))
-    first = lines.read_lines(0, 1)
+    file = open_line_file(locate_data_file(path, folder=FOLDER, file=FILE))
+    first = file.read_lines(0, 1)
     has_label = first.rstrip(b"\r\n").count(b"\t") != len(NAMES) - 2
-    if not has_label:
-        lines = ZeroLabelledLines(lines)
-    check_line(lines.read_lines(0, 1), lines.path, 1)
-    source = CriteoSource(lines, 0, lines.num_lines, hash_rows=options.get("hash_rows"))
-    return source if has_label else UnlabelledSource(source)
+    check_line(first if has_label else add_zero_labels(first), file.path, 1)
+    rows = options.get("hash_rows")
+    return CriteoSource(file, 0, file.num_lines, hash_rows=rows, has_label=has_label)
 
 
 def open_table_file(name: str, path: str | Path | None, options: Mapping[str, Any]) -> Source:
@@ -72,54 +73,3 @@ def open_table_file(name: str, path: str | Path | None, options: Mapping[str, An
     values = {option: value for option, value in options.items() if option in read_options}
     schema = load_file_schema(options["schema"]).inputs()
     return open_source(name, path, **{**values, "schema": schema}).train
-
-
-@dataclass(frozen=True, slots=True)
-class ZeroLabelledLines:
-    """File of lines without labels, read with a label 0 added to each line."""
-
-    lines: LineFile
-
-    @property
-    def path(self) -> Path:
-        return self.lines.path
-
-    @property
-    def num_lines(self) -> int:
-        return self.lines.num_lines
-
-    def read_lines(self, begin: int, end: int) -> bytes:
-        text = self.lines.read_lines(begin, end)
-        ends_with_newline = text.endswith(b"\n")
-        body = b"0\t" + (text[:-1] if ends_with_newline else text).replace(b"\n", b"\n0\t")
-        return body + b"\n" if ends_with_newline else body
-
-
-@dataclass(frozen=True, slots=True)
-class UnlabelledSource:
-    """Batches of another source without their labels."""
-
-    source: Source
-
-    @property
-    def schema(self) -> Schema:
-        return self.source.schema
-
-    @property
-    def num_samples(self) -> int | None:
-        return self.source.num_samples
-
-    def batches(
-        self,
-        batch_size: int,
-        *,
-        rank: int = 0,
-        num_ranks: int = 1,
-        start: Position = START,
-        last_batch: LastBatch = "keep",
-    ) -> Iterator[Batch]:
-        options = build_batch_options(last_batch)
-        read = self.source.batches(
-            batch_size, rank=rank, num_ranks=num_ranks, start=start, **options
-        )
-        return (replace(batch, label=None) for batch in read)

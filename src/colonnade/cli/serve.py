@@ -19,8 +19,6 @@ from colonnade.terminal import print_text
 if TYPE_CHECKING:
     from colonnade.serve.options import ServeOptions
 
-    pass
-
 EXAMPLES = (
     "Speaks the Open Inference Protocol v2 (/v2), for Triton's and KServe's clients, and takes raw records (/score). "
     "A publication (train.publish) is followed: each new checkpoint is served as soon as it is published.\n\n"

@@ -18,6 +18,7 @@ from colonnade.report.traffic import COLUMNS, build_traffic_lines, flatten_count
 from colonnade.run.start import describe_finished_run
 from colonnade.store.tier_counts import TierCounts
 from colonnade.table import Table
+from colonnade.terminal import PLAIN_GRID, build_grid
 from colonnade.train.best import select_judged
 
 MAX_LINES = 12
@@ -51,12 +52,9 @@ def show_plan(console: Console, plan: Plan, tables: Sequence[Table]) -> None:
     else:
         common = {name: value for name, value in common.items() if value in ("-", "")}
     console.print(f"plan: {', '.join(fact for fact in facts if fact)}", soft_wrap=False)
-    grid = Grid(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for name in lines[0]:
-        if name not in common:
-            grid.add_column(name, justify="left" if name == "table" else "right", overflow="fold")
-    for t in order[:MAX_LINES]:
-        grid.add_row(*(value for name, value in lines[t].items() if name not in common))
+    columns = [name for name in lines[0] if name not in common]
+    rows = [[lines[t][name] for name in columns] for t in order[:MAX_LINES]]
+    grid = build_grid(columns, rows, header_style="dim", **PLAIN_GRID)
     console.print(Padding(grid, (0, 0, 0, 2), expand=False))
     if len(order) > MAX_LINES:
         console.print(f"  and {len(order) - MAX_LINES} smaller tables")
@@ -64,25 +62,23 @@ def show_plan(console: Console, plan: Plan, tables: Sequence[Table]) -> None:
 
 def _build_tier_table(counts_by_tier: Mapping[str, Mapping[str, Any]]) -> Grid:
     """Build a table with one column per tier, the fastest first, and one line per count."""
-    grid = Grid(title="tiers (this rank)", title_justify="left", box=None, pad_edge=False)
-    for name in ("", *counts_by_tier):
-        grid.add_column(name, justify="right" if name else "left")
     by_tier = [format_tier_counts(TierCounts.of(values)) for values in counts_by_tier.values()]
-    for name, *values in zip(TIER_LINES, *by_tier, strict=True):
-        grid.add_row(name, *values)
-    return grid
+    options: dict[str, Any] = {"title": "tiers (this rank)", "title_justify": "left", "box": None}
+    rows = zip(TIER_LINES, *by_tier, strict=True)
+    return build_grid(["", *counts_by_tier], rows, pad_edge=False, **options)
 
 
 def _build_traffic_table(sent_bytes: Mapping[str, Any], steps: int) -> Grid:
     """Build a table of the bytes and messages sent to other ranks."""
-    grid = Grid(title="sent to other ranks (this rank)", title_justify="left", box=None)
-    for column, name in enumerate(COLUMNS):
-        grid.add_column(name, justify="left" if column < 2 else "right")
-    for line in build_traffic_lines(
+    lines = build_traffic_lines(
         flatten_counts(sent_bytes["bytes"]), flatten_counts(sent_bytes["messages"]), steps
-    ):
-        grid.add_row(*line)
-    return grid
+    )
+    options: dict[str, Any] = {
+        "title": "sent to other ranks (this rank)",
+        "title_justify": "left",
+        "box": None,
+    }
+    return build_grid(COLUMNS, lines, left=(0, 1), **options)
 
 
 SOURCES = {

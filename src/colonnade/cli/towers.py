@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from colonnade.cli.predict import check_part
 from colonnade.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -63,9 +64,7 @@ def towers(
 
     if distance not in DISTANCES:
         raise ConfigError(f"unknown distance {distance!r}; choose from {', '.join(DISTANCES)}")
-    parts = ("train", "validation", "test")
-    if part not in parts:
-        raise ConfigError(f"unknown part {part!r}; choose from {', '.join(parts)}")
+    check_part(part)
     if out is not None and not out.absolute().parent.is_dir():
         raise ConfigError(f"--out {out}: there is no folder {out.parent}; create it first")
     bounds = parse_tower_capacity(capacity or [])
@@ -121,32 +120,21 @@ def parse_tower_capacity(settings: Sequence[str]) -> Capacity:
 
 
 def _print_towers(run: Path, towers: TowerMap, out: Path | None) -> None:
-    from rich.table import Table as Grid
-
     from colonnade.report import tower_map as report
-    from colonnade.terminal import Terminal
+    from colonnade.terminal import Terminal, build_grid
 
     console = Terminal()
     console.print(
         f"{run}, step {towers.made['step']:,}: {towers.distance} towers from {towers.made['samples']:,} samples",
         markup=False,
     )
-    grid = Grid()
-    for name in (*report.LOAD_COLUMNS, "features"):
-        grid.add_column(
-            name, justify="left" if name in ("tower", "features") else "right", overflow="fold"
-        )
-    for line, features in zip(
-        report.format_load_lines(towers), towers.partition.towers, strict=True
-    ):
-        grid.add_row(*line, " ".join(features))
-    console.print(grid)
-    grid = Grid(title="mean |cosine| of two features", title_justify="left")
-    for name in report.AFFINITY_COLUMNS:
-        grid.add_column(name, justify="left" if name == "towers" else "right")
-    for line in report.format_affinity_lines(towers):
-        grid.add_row(*line)
-    console.print(grid)
+    loads = zip(report.format_load_lines(towers), towers.partition.towers, strict=True)
+    columns = (*report.LOAD_COLUMNS, "features")
+    rows = [(*line, " ".join(features)) for line, features in loads]
+    console.print(build_grid(columns, rows, left=(0, len(columns) - 1)))
+    title = "mean |cosine| of two features"
+    lines = report.format_affinity_lines(towers)
+    console.print(build_grid(report.AFFINITY_COLUMNS, lines, title=title, title_justify="left"))
     if towers.silent:
         console.print(
             f"no vector in any sample, so without affinity: {', '.join(towers.silent)}",

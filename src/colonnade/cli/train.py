@@ -14,6 +14,7 @@ import typer
 from colonnade.data import SOURCES
 from colonnade.data.tabular.formats import find_format
 from colonnade.errors import ConfigError
+from colonnade.terminal import Terminal
 
 if TYPE_CHECKING:
     from colonnade.config.run import RunConfig
@@ -194,7 +195,7 @@ def _choose_base_config(
 ) -> RunConfig:
     """Load the settings that the command line overrides: a file's, a preset's, both, or a run's. Raises ConfigError."""
     from colonnade.config.run import load_config, override_settings
-    from colonnade.run.cross_rank_check import flatten_to_dotted_names
+    from colonnade.formats import flatten_to_dotted_names
     from colonnade.run.defaults import get_preset
 
     if config is not None:
@@ -245,7 +246,6 @@ def train_run(config: RunConfig, folder: Path, ranks: int, at: int | None = None
     """Train to the end, print the outcome and return the run's summary."""
     from colonnade.cli import ranks as launch
     from colonnade.cli.table import show_outcome
-    from colonnade.terminal import Terminal
 
     console = Terminal()
     summary = launch.train(config, folder, ranks, console, at)
@@ -265,7 +265,6 @@ def train_seeds(config: RunConfig, folder: Path, ranks: int, seeds: int, at: int
     from colonnade.cli.ranks import is_under_torchrun
     from colonnade.config.run import override_settings
     from colonnade.report.intervals import student
-    from colonnade.terminal import Terminal
     from colonnade.train.best import select_judged
 
     if is_under_torchrun() or at is not None:

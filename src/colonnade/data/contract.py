@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeGuard
 
 from colonnade.config.run import LastBatch
 from colonnade.errors import ConfigError
@@ -131,6 +131,11 @@ class BlockSource(ABC):
             last_batch=last_batch,
         )
         return self.read_epoch(start.epoch, blocks)
+
+
+def has_samples(source: Source | None) -> TypeGuard[Source]:
+    """Return whether a part of a data set is there and may have samples; without any it has no metrics."""
+    return source is not None and source.num_samples != 0
 
 
 def build_batch_options(last_batch: LastBatch) -> dict[str, Any]:

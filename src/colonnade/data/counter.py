@@ -14,10 +14,9 @@ MASK = 0xFFFFFFFFFFFFFFFF
 Words = NDArray[np.uint64]
 
 
-def mix64(words: Words, scratch: Words | None = None) -> Words:
+def mix64(words: Words) -> Words:
     """Apply the splitmix64 finaliser, a bijection of 64-bit words, to `words` in place, and return `words`."""
-    if scratch is None:
-        scratch = np.empty_like(words)
+    scratch = np.empty_like(words)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, None)):
         np.right_shift(words, np.uint64(shift), out=scratch)
         np.bitwise_xor(words, scratch, out=words)

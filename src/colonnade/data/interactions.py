@@ -16,7 +16,7 @@ from torch import Tensor
 from colonnade.batch import Batch, Ids
 from colonnade.data.contract import Block, BlockSource, Column, Schema, Splits
 from colonnade.data.counter import random_permutation, random_words, stream_key
-from colonnade.data.tensors import TensorColumns, gather_ids
+from colonnade.data.tensors import TensorColumns, gather_ids, locate_bag_items
 
 SampleKind = Literal["pairs", "sequences"]
 ItemOrder = Literal["shuffled", "file"]
@@ -209,8 +209,7 @@ class SequenceSource(BlockSource):
         items = truncate_to_newest_items(gather_ids(lists, users_B), self.max_history + 1)
         assert items.offsets is not None
         lengths_B = items.offsets.diff() - 1
-        offsets, position_E = _offsets_and_positions(lengths_B)
-        index_E = torch.repeat_interleave(items.offsets[:-1], lengths_B) + position_E
+        offsets, index_E = locate_bag_items(items.offsets[:-1], lengths_B)
         key = stream_key(self.shuffle_key, epoch, 2)
         drawn = [
             random_words(key, u * self.negatives, (u + 1) * self.negatives)
@@ -304,9 +303,8 @@ def truncate_to_newest_items(bags: Ids, max_items: int) -> Ids:
     """Truncate each bag to its last `max_items` items."""
     assert bags.offsets is not None
     lengths = bags.offsets.diff().clamp(max=max_items)
-    offsets, position = _offsets_and_positions(lengths)
-    begins = torch.repeat_interleave(bags.offsets[1:] - lengths, lengths)
-    return Ids(bags.values[begins + position], offsets)
+    offsets, indices = locate_bag_items(bags.offsets[1:] - lengths, lengths)
+    return Ids(bags.values[indices], offsets)
 
 
 def _shuffle_bags(bags: Ids, key: int) -> Ids:
@@ -327,7 +325,4 @@ def _epoch_order(num_samples: int, key: int, epoch: int) -> Tensor:
 
 def _offsets_and_positions(lengths: Tensor) -> tuple[Tensor, Tensor]:
     """Return offsets (B + 1,) of bags of `lengths` (B,), and each item's position in its bag (E,)."""
-    offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64)
-    torch.cumsum(lengths, 0, out=offsets[1:])
-    positions = torch.arange(int(offsets[-1])) - torch.repeat_interleave(offsets[:-1], lengths)
-    return offsets, positions
+    return locate_bag_items(torch.zeros_like(lengths), lengths)

@@ -72,6 +72,21 @@ def format_excerpt(field: bytes) -> str:
     )
 
 
+def read_range(path: Path, begin: int, end: int, num_bytes: int) -> bytes:
+    """Read bytes begin .. end-1 of a file that had `num_bytes` when it was opened. Raises DataError if it changed."""
+    try:
+        with path.open("rb") as file:
+            if os.fstat(file.fileno()).st_size != num_bytes:
+                raise DataError(
+                    f"{path}: its size was {num_bytes} bytes when it was opened and has changed since. Leave the file "
+                    "alone while it is read, and open it again"
+                )
+            file.seek(begin)
+            return file.read(end - begin)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror})") from None
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class LineFile:
     """Index over a file of newline-ended lines. A last line without a newline counts."""
@@ -91,22 +106,17 @@ class LineFile:
         low = start // STRIDE
         high = -(-stop // STRIDE)
         begin = int(self.offsets[low])
-        end = int(self.offsets[high])
-        try:
-            with self.path.open("rb") as file:
-                if os.fstat(file.fileno()).st_size != self.num_bytes:
-                    raise DataError(
-                        f"{self.path}: its size was {self.num_bytes} bytes when it was opened and has "
-                        "changed since. Leave the file alone while it is read, and open it again"
-                    )
-                file.seek(begin)
-                block = file.read(end - begin)
-        except OSError as error:
-            raise DataError(f"{self.path}: cannot be read ({error.strerror})") from error
+        block = read_range(self.path, begin, int(self.offsets[high]), self.num_bytes)
         head = _skip_lines(block, start - low * STRIDE, 0)
         last = stop - (high - 1) * STRIDE  # lines to read of the last stride, 1 .. STRIDE
         tail = _skip_lines(block, last, int(self.offsets[high - 1]) - begin)
         return block[head:tail]
+
+
+def read_all_lines(path: str | Path) -> list[bytes]:
+    """Read the lines of a file, without their newlines. Raises DataError as `open_line_file`."""
+    file = open_line_file(path)
+    return file.read_lines(0, file.num_lines).removesuffix(b"\n").split(b"\n")
 
 
 def _skip_lines(block: bytes, count: int, begin: int) -> int:

@@ -56,14 +56,19 @@ def gather_ids(ids: Ids, rows_B: Tensor) -> Ids:
         return Ids(ids.values.index_select(0, rows_B), None, _gather_rows(ids.weights, rows_B))
     begins_B = ids.offsets.index_select(0, rows_B)
     lengths_B = ids.offsets.index_select(0, rows_B + 1) - begins_B
-    offsets = torch.zeros(len(rows_B) + 1, dtype=torch.int64)
+    offsets, indices_E = locate_bag_items(begins_B, lengths_B)
+    return Ids(ids.values.index_select(0, indices_E), offsets, _gather_rows(ids.weights, indices_E))
+
+
+def locate_bag_items(begins_B: Tensor, lengths_B: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the offsets (B + 1,) of bags side by side, and the index of each item (E,) where bag b begins at
+    `begins_B[b]`."""
+    offsets = torch.zeros(len(lengths_B) + 1, dtype=torch.int64)
     torch.cumsum(lengths_B, 0, out=offsets[1:])
-    # Lookup j of bag b is at begins[b] + (j - offsets[b]): repeat the shift, add j.
-    positions_E = torch.repeat_interleave(begins_B - offsets[:-1], lengths_B)
-    positions_E += torch.arange(len(positions_E))
-    return Ids(
-        ids.values.index_select(0, positions_E), offsets, _gather_rows(ids.weights, positions_E)
-    )
+    # Item j of bag b is at begins[b] + (j - offsets[b]): repeat the shift, add j.
+    indices_E = torch.repeat_interleave(begins_B - offsets[:-1], lengths_B)
+    indices_E += torch.arange(len(indices_E))
+    return offsets, indices_E
 
 
 @dataclass(frozen=True, slots=True, eq=False)

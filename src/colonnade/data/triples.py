@@ -16,6 +16,7 @@ from torch import Tensor
 from colonnade.batch import Batch, Ids
 from colonnade.data.contract import Block, BlockSource, Column, Schema, Splits
 from colonnade.data.counter import random_permutation, random_words, stream_key
+from colonnade.data.tensors import locate_bag_items
 from colonnade.errors import ConfigError
 
 ENTITY = "entity"
@@ -85,10 +86,8 @@ class AnswerTable:
     def find_entities(self, keys_B: Tensor) -> Ids:
         """Find the entities of each key: (B,) bags."""
         counts_B = self.count(keys_B)
-        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), counts_B.cumsum(0)])
-        first_B = torch.searchsorted(self.keys, keys_B)
-        positions = torch.arange(int(offsets[-1])) - offsets[:-1].repeat_interleave(counts_B)
-        return Ids(self.values[first_B.repeat_interleave(counts_B) + positions], offsets)
+        offsets, indices = locate_bag_items(torch.searchsorted(self.keys, keys_B), counts_B)
+        return Ids(self.values[indices], offsets)
 
 
 def build_answer_table(keys_n: Tensor, values_n: Tensor) -> AnswerTable:

@@ -6,20 +6,17 @@ Importing this module registers the operator `colonnade::lookup` and those of th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
-from torch import Tensor, nn
+from torch import nn
 
-from colonnade.batch import Batch
-from colonnade.data.contract import Schema
 from colonnade.embedding import find_collection
-from colonnade.errors import ConfigError
 from colonnade.export import hub as hub_files
 from colonnade.export import triton as triton_files
-from colonnade.export.program import export_dense_program, export_program
-from colonnade.export.tensors import ProgramInput, build_batch, collect_tensors, list_inputs
+from colonnade.export.program import export_dense_program, export_program, get_schema
+from colonnade.export.tensors import ProgramInput, build_batch, list_inputs, to_tensors
 from colonnade.export.torch_files import load_program, write_programs
 from colonnade.predict.predictor import Predictor
 from colonnade.publish.export import export_run, stage_folder
@@ -79,12 +76,7 @@ def export_model(
 
 def list_model_inputs(predictor: Predictor) -> list[ProgramInput]:
     """List the inputs of a predictor's model by name, as programs and Triton take them."""
-    return list_inputs(_schema_of(predictor), find_collection(predictor.model).declaration)
-
-
-def to_tensors(batch: Batch, inputs: Sequence[ProgramInput]) -> dict[str, Tensor]:
-    """Return a batch as tensors of these inputs. Raises DataError for a feature that it lacks."""
-    return collect_tensors(batch, inputs)
+    return list_inputs(get_schema(predictor), find_collection(predictor.model).declaration)
 
 
 def score_tensors(predictor: Predictor, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
@@ -94,14 +86,6 @@ def score_tensors(predictor: Predictor, arrays: Mapping[str, np.ndarray]) -> np.
     """
     scores = predictor(build_batch(list_model_inputs(predictor), arrays)).numpy()
     return scores[:, 0] if scores.ndim == 2 and scores.shape[1] == 1 else scores
-
-
-def _schema_of(predictor: Predictor) -> Schema:
-    if predictor.schema is None:
-        raise ConfigError(
-            f"{predictor.folder} does not describe its data; export a run of `colonnade train` or `colonnade.fit`"
-        )
-    return predictor.schema
 
 
 def _write_triton(folder: Path, name: str, predictor: Predictor) -> None:

@@ -145,20 +145,14 @@ def _unquote(name: str) -> str:
     return "" if name == "-" else unquote(name)
 
 
+@dataclass(frozen=True, eq=False)
 class LayoutReader:
     """Reader of the lookups of one layout, from tensors."""
 
-    def __init__(
-        self,
-        layout: LookupLayout,
-        kernels: NativeKernels,
-        lookup_columns: LookupColumns,
-        outputs: Sequence[Output],
-    ) -> None:
-        self.layout = layout
-        self.kernels = kernels
-        self.lookup_columns = lookup_columns
-        self.outputs = outputs
+    layout: LookupLayout
+    kernels: NativeKernels
+    lookup_columns: LookupColumns
+    outputs: Sequence[Output]
 
     def read(self, weights: Sequence[Tensor], keys: Sequence[Tensor], batch: Batch) -> list[Tensor]:
         """Return one tensor per field. Raises DataError, IdRangeError, CorruptionError."""

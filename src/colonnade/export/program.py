@@ -61,7 +61,7 @@ def export_program(predictor: Predictor, *, with_rows: bool = True) -> ExportedP
     with_rows: the rows are in the program; else `load_program` maps them from the export's folder. Raises ConfigError
     for a model without `predict`, such as a retrieval model, and for one that torch.export cannot trace.
     """
-    schema = _get_schema(predictor)
+    schema = get_schema(predictor)
     collection = find_collection(predictor.model)
     inputs = list_inputs(schema, collection.declaration)
     export = read_export(predictor.folder)
@@ -81,7 +81,7 @@ def export_dense_program(predictor: Predictor) -> ExportedProgram:
 
     Raises ConfigError as `export_program`.
     """
-    schema = _get_schema(predictor)
+    schema = get_schema(predictor)
     collection = find_collection(predictor.model)
     inputs = list_dense_inputs(schema, collection.declaration)
     module = DenseModel(predictor.model, collection, schema)
@@ -294,7 +294,8 @@ def map_rows(folder: Path, export: Export, *, verify: bool) -> list[ExportedRows
     return tables
 
 
-def _get_schema(predictor: Predictor) -> Schema:
+def get_schema(predictor: Predictor) -> Schema:
+    """Return the schema of the data that a predictor's model was trained on. Raises ConfigError if it has none."""
     if predictor.schema is None:
         raise ConfigError(
             f"{predictor.folder} has no schema of its data; open a run that `colonnade train` or `colonnade.fit` wrote"
@@ -344,8 +345,9 @@ def _export(module: ExportedModel, inputs: Sequence[ProgramInput]) -> ExportedPr
         with _quiet():
             return torch.export.export(module, (example,), dynamic_shapes=(shapes,))
     except Exception as error:
+        first_line = str(error).strip().partition("\n")[0][:300]
         raise ConfigError(
-            f"torch.export cannot trace {type(module.model).__name__}: {_first_line(error)}. Its network must be "
+            f"torch.export cannot trace {type(module.model).__name__}: {first_line}. Its network must be "
             "torch code for batches of any size: x.shape[0] instead of len(x), and no Python numbers from tensors"
         ) from error
 
@@ -356,7 +358,3 @@ def _quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         yield
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0][:300]

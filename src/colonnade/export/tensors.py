@@ -71,8 +71,9 @@ def list_features_with_lengths(schema: Schema, declaration: EmbeddingDeclaration
     ]
 
 
-def collect_tensors(batch: Batch, inputs: Iterable[ProgramInput]) -> dict[str, Tensor]:
-    """Return the tensors of these inputs from a batch. Raises DataError for ids that they cannot represent."""
+def to_tensors(batch: Batch, inputs: Iterable[ProgramInput]) -> dict[str, Tensor]:
+    """Return a batch as tensors of these inputs. Raises DataError for a feature that it lacks, and for ids that they
+    cannot represent."""
     known_inputs = list(inputs)
     names = {known.name for known in known_inputs}
     tensors = {}

@@ -23,19 +23,15 @@ from colonnade.config.run import (
 from colonnade.data.contract import Column, Schema, multi_id_columns
 from colonnade.data.interactions import LOG_Q
 from colonnade.errors import ConfigError
-from colonnade.models.dcn import DCN
-from colonnade.models.dcnv2 import DCNv2
-from colonnade.models.deepfm import DeepFM
+from colonnade.models.dcn import DCN, DCNv2
 from colonnade.models.dlrm import DLRM
 from colonnade.models.fields import DEEP, WIDE
 from colonnade.models.graphsage import GraphSAGE
 from colonnade.models.knowledge import ComplEx, DistMult, RotatE, TransE
-from colonnade.models.linear import LR, FactorizationMachine
-from colonnade.models.nfm import NFM
+from colonnade.models.linear import LR, NFM, DeepFM, FactorizationMachine, WideDeep
 from colonnade.models.sasrec import SASRec
 from colonnade.models.split import SplitModel
 from colonnade.models.two_tower import TwoTower
-from colonnade.models.wide_deep import WideDeep
 from colonnade.optimizers import SPARSE_OPTIMIZERS, SparseOptimizer
 from colonnade.retention import (
     Admission,

@@ -29,6 +29,8 @@ from colonnade.report.reading import (
 )
 
 Figure = dict[str, Any]
+Point = tuple[int, float]
+"""Step, and value at that step."""
 
 COLORS = ("#3a6fb0", "#c8772f", "#2f9080", "#8a63ad", "#b0923a", "#b6546a", "#5c8f3f", "#7b8794")
 FAINT = "rgba(123,135,148,0.45)"
@@ -65,13 +67,13 @@ def draw_loss_chart(run: RunRecord) -> Figure | None:
     points = [(step, value) for step, value in known if value is not None]
     if not known:
         return None
-    steps, values = thin_points(points)
-    smooth_values = smooth_curve(values)
-    data = [build_line_trace(steps, smooth_values, "loss", COLORS[0], width=2.4)]
-    if smooth_values != [_round_digits(value) for value in values]:
+    thinned = thin_points(points)
+    smooth = smooth_curve(thinned)
+    data = [build_line_trace(smooth, "loss", COLORS[0], width=2.4)]
+    if smooth != thinned:
         data = [
-            build_line_trace(steps, values, "recorded", FAINT, width=1.2),
-            build_line_trace(steps, smooth_values, "smoothed", COLORS[0], width=2.4),
+            build_line_trace(thinned, "recorded", FAINT, width=1.2),
+            build_line_trace(smooth, "smoothed", COLORS[0], width=2.4),
         ]
     bad = len(known) - len(points)
     note = f"Mean over a batch, in nats. {_describe_interval(lines)}"
@@ -97,11 +99,7 @@ def draw_metric_charts(run: RunRecord) -> list[Figure]:
         note = []
         for number, part in enumerate(sorted(parts, key=lambda p: (p not in order, p))):
             points = parts[part]
-            steps = [p[0] for p in points]
-            values = [p[1] for p in points]
-            data.append(
-                build_line_trace(steps, values, part, COLORS[number % len(COLORS)], markers=True)
-            )
+            data.append(build_line_trace(points, part, COLORS[number % len(COLORS)], markers=True))
             if is_judged(metric) and selection is not None:
                 step, value = value_at_selection(selection, points)
                 note.append(f"{part} {format_metric(metric, value)} at step {step:,}")
@@ -143,8 +141,7 @@ def draw_learning_rate_chart(run: RunRecord) -> Figure | None:
         return None
     data = []
     for number, (name, points) in enumerate(list(changing.items())[: len(COLORS)]):
-        steps, values = thin_points(points)
-        data.append(build_line_trace(steps, values, name.replace(".", " "), COLORS[number]))
+        data.append(build_line_trace(thin_points(points), name.replace(".", " "), COLORS[number]))
     return build_chart("Learning rates", "By param group.", data, y="learning rate")
 
 
@@ -157,9 +154,8 @@ def draw_throughput_chart(run: RunRecord) -> Figure | None:
     ]
     if not points:
         return None
-    steps, values = thin_points(points)
     median = statistics.median(value for _, value in points)
-    data = [build_line_trace(steps, values, "samples/s", COLORS[2])]
+    data = [build_line_trace(thin_points(points), "samples/s", COLORS[2])]
     note = f"Over all ranks, without evaluation and checkpoints. Median {format_count(median)} samples/s."
     return build_chart("Throughput", note, data, y="samples per second", from_zero=True)
 
@@ -205,8 +201,7 @@ def draw_phase_history_chart(run: RunRecord) -> Figure | None:
             for line, span in zip(lines, spans, strict=True)
             if span
         ]
-        steps, values = thin_points(points)
-        data.append(build_area_trace(steps, values, name, COLORS[number % len(COLORS)], unit=" ms"))
+        data.append(build_area_trace(points, name, COLORS[number % len(COLORS)], unit=" ms"))
     return build_chart(
         "Phases of a step over time",
         "Stacked: the sum is the time of a step, without evaluation and checkpoints.",
@@ -235,8 +230,7 @@ def draw_row_source_chart(run: RunRecord) -> Figure | None:
     data = []
     for number, (name, label) in enumerate(labels.items()):
         points = [(line["step"], 100 * (line.get(name) or 0) / _count_rows(line)) for line in lines]
-        steps, values = thin_points(points)
-        data.append(build_area_trace(steps, values, label, COLORS[number], unit=" %"))
+        data.append(build_area_trace(points, label, COLORS[number], unit=" %"))
     sums = sum_metrics_lines(run, "rows")
     total = sum(sums.get(name, 0) for name in labels) or 1
     shares = ", ".join(f"{sums.get(n, 0) / total:.1%} {label}" for n, label in labels.items())
@@ -315,12 +309,12 @@ def draw_overlay_charts(runs: Mapping[str, RunRecord]) -> list[Figure]:
     for title, by_run in curves.items():
         data = []
         for number, name in enumerate(runs):
-            steps, values = thin_points(by_run.get(name, []))
+            points = thin_points(by_run.get(name, []))
             if title == "training loss":
-                values = smooth_curve(values)
-            if steps:
+                points = smooth_curve(points)
+            if points:
                 color = COLORS[number % len(COLORS)]
-                data.append(build_line_trace(steps, values, name, color, markers=len(steps) < 40))
+                data.append(build_line_trace(points, name, color, markers=len(points) < 40))
         if data:
             note = "Smoothed." if title == "training loss" else ""
             is_rate = title == "samples per second"
@@ -332,27 +326,25 @@ def draw_overlay_charts(runs: Mapping[str, RunRecord]) -> list[Figure]:
     return charts
 
 
-def thin_points(points: Sequence[tuple[int, float]]) -> tuple[list[int], list[float]]:
+def thin_points(points: Sequence[Point]) -> list[Point]:
     """Reduce a curve to at most MAX_POINTS points, each the mean of neighbouring points."""
-    group = -(-len(points) // MAX_POINTS) if points else 1
-    steps = []
-    values = []
-    for start in range(0, len(points), group):
-        part = points[start : start + group]
-        steps.append(part[-1][0])
-        values.append(_round_digits(sum(value for _, value in part) / len(part)))
-    return steps, values
+    size = -(-len(points) // MAX_POINTS) or 1
+    groups = [points[start : start + size] for start in range(0, len(points), size)]
+    return [
+        (group[-1][0], _round_digits(sum(value for _, value in group) / len(group)))
+        for group in groups
+    ]
 
 
-def smooth_curve(values: Sequence[float]) -> list[float]:
+def smooth_curve(points: Sequence[Point]) -> list[Point]:
     """Smooth a curve exponentially over about a fiftieth of it, without bias at its start."""
-    decay = 1 - 1 / max(1.0, len(values) / 50)
+    decay = 1 - 1 / max(1.0, len(points) / 50)
     total = weight = 0.0
     averages = []
-    for value in values:
+    for step, value in points:
         total = decay * total + value
         weight = decay * weight + 1
-        averages.append(_round_digits(total / weight))
+        averages.append((step, _round_digits(total / weight)))
     return averages
 
 
@@ -381,13 +373,14 @@ def _describe_interval(lines: Sequence[Mapping[str, Any]]) -> str:
 
 
 def build_line_trace(
-    x: list, y: list, name: str, color: str, *, width: float = 2.0, markers: bool = False
+    points: Sequence[Point], name: str, color: str, *, width: float = 2.0, markers: bool = False
 ) -> dict:
     """Return a plotly trace of a line."""
-    trace = {"type": "scatter", "mode": "lines+markers" if markers or len(x) == 1 else "lines"}
-    return trace | {
-        "x": x,
-        "y": y,
+    return {
+        "type": "scatter",
+        "mode": "lines+markers" if markers or len(points) == 1 else "lines",
+        "x": [step for step, _ in points],
+        "y": [value for _, value in points],
         "name": name,
         "line": {"color": color, "width": width},
         "marker": {"color": color, "size": 7},
@@ -395,18 +388,12 @@ def build_line_trace(
     }
 
 
-def build_area_trace(x: list, y: list, name: str, color: str, unit: str) -> dict:
-    """Return a plotly trace of a stacked area."""
-    return {
-        "type": "scatter",
-        "mode": "lines" if len(x) > 1 else "markers",
-        "x": x,
-        "y": y,
-        "name": name,
+def build_area_trace(points: Sequence[Point], name: str, color: str, unit: str) -> dict:
+    """Return a plotly trace of a stacked area, of the curve's thinned points."""
+    return build_line_trace(thin_points(points), name, color, width=0.8) | {
+        "mode": "lines" if len(points) > 1 else "markers",
         "stackgroup": "all",
-        "line": {"color": color, "width": 0.8},
         "fillcolor": _make_translucent(color),
-        "marker": {"color": color, "size": 7},
         "hovertemplate": f"%{{y:.4g}}{unit}",
     }
 

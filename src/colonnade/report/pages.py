@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
+from colonnade.formats import flatten_to_dotted_names
 from colonnade.plan.comparison import PlanComparison
 from colonnade.report import figures, tiers, tower_map, traffic
 from colonnade.report.formatting import (
@@ -27,7 +28,6 @@ from colonnade.report.reading import (
     collect_table_figures,
     find_best,
     find_block_values,
-    flatten_settings,
     is_constant,
     is_judged,
     is_number,
@@ -122,7 +122,9 @@ def _build_speed_lines(runs: Sequence[RunRecord]) -> list[ComparisonLine]:
 
 def find_different_settings(runs: Sequence[RunRecord]) -> list[ComparisonLine]:
     """Return the settings that differ between runs, and of machines the processor, threads and versions."""
-    settings = [flatten_settings(run.config) | _collect_machine_settings(run) for run in runs]
+    settings = [
+        flatten_to_dotted_names(run.config) | _collect_machine_settings(run) for run in runs
+    ]
     names = dict.fromkeys(name for run_settings in settings for name in run_settings)
     missing = object()
     lines = []
@@ -270,9 +272,8 @@ def build_headline(run: RunRecord) -> list[tuple[str, str, str]]:
                 selection.description,
             )
         )
-    rates = [v for line in run.lines_of_kind("train") if (v := line.get("samples_per_second"))]
-    if rates:
-        tiles.append(("throughput", format_count(statistics.median(rates)), "samples/s"))
+    if rate := _median_rate(run):
+        tiles.append(("throughput", format_count(rate), "samples/s"))
     tiles.append(("trained", format_count(run.step), "steps"))
     if run.seconds:
         tiles.append(("time", format_seconds(run.seconds), ""))
@@ -375,16 +376,27 @@ def _build_tier_table(run: RunRecord) -> NumberTable | None:
 
 def _build_missed_updates_table(run: RunRecord) -> NumberTable | None:
     """Return a table of updates that reads missed; None if reads missed none."""
-    counts = {int(n): count for n, count in sum_metrics_lines(run, "missed").items() if n.isdigit()}
-    total = sum(counts.values())
-    if not total:
-        return None
-    return NumberTable(
+    return _build_share_table(
+        {f"{n:,}": count for n, count in _sum_by_number(run, "missed").items()},
         columns=["updates missed", "reads", "share"],
-        rows=[[f"{n:,}", f"{counts[n]:,.0f}", f"{counts[n] / total:.1%}"] for n in sorted(counts)],
         title="Staleness of row reads",
         note="One read for each step and staleness bound; reads restored from a checkpoint are not counted.",
     )
+
+
+def _sum_by_number(run: RunRecord, line_kind: str) -> dict[int, float]:
+    """Return the sums of counts that are named by numbers, in the order of these."""
+    sums = sum_metrics_lines(run, line_kind)
+    return dict(sorted((int(name), count) for name, count in sums.items() if name.isdigit()))
+
+
+def _build_share_table(counts: Mapping[str, float], **words: Any) -> NumberTable | None:
+    """Return a table of counts and their shares; None if there are none. words: columns, title and note."""
+    total = sum(counts.values())
+    if not total:
+        return None
+    rows = [[name, f"{count:,.0f}", f"{count / total:.1%}"] for name, count in counts.items()]
+    return NumberTable(rows=rows, **words)
 
 
 def _build_cache_table(run: RunRecord) -> NumberTable | None:
@@ -416,18 +428,9 @@ def _build_cache_table(run: RunRecord) -> NumberTable | None:
 
 def _build_cache_age_table(run: RunRecord) -> NumberTable | None:
     """Return a table of the ages of cached rows at their reads; None without a cache."""
-    counts = {
-        int(n): count for n, count in sum_metrics_lines(run, "copy_ages").items() if n.isdigit()
-    }
-    total = sum(counts.values())
-    if not total:
-        return None
-    return NumberTable(
+    return _build_share_table(
+        {_format_ages(age): count for age, count in _sum_by_number(run, "copy_ages").items()},
         columns=["batches since the last check", "rows", "share"],
-        rows=[
-            [_format_ages(age), f"{counts[age]:,.0f}", f"{counts[age] / total:.1%}"]
-            for age in sorted(counts)
-        ],
         title="Age of cached rows when rank 0 read them",
         note="Age: batches since the row was last checked with its owner. A read misses at most that many batches of "
         "each other rank, plus those pending there at the check (write_bound at most).",

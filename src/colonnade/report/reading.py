@@ -58,22 +58,13 @@ def clean_metrics_line(line: Mapping[str, Any]) -> dict[str, Any] | None:
     elif kind == "sent":
         valid |= clean_sent(line)
     elif kind == "tables":
-        valid["tables"] = clean_sizes(line.get("tables"))
+        valid["tables"] = clean_parts(line.get("tables"))
     elif kind == "tiers":
-        valid["tiers"] = clean_tier_counts(line)
+        valid["tiers"] = clean_parts(line)
     elif kind == "test_blocks":
         valid["digest"] = str(line.get("digest"))
         valid["metrics"] = clean_lists(line.get("metrics"))
     return valid
-
-
-def clean_tier_counts(values: Any) -> dict[str, dict[str, Any]]:
-    """Return the counts of each tier, without entries that are no mappings and values that are no numbers."""
-    if not isinstance(values, Mapping):
-        return {}
-    return {
-        str(name): keep_numbers(part) for name, part in values.items() if isinstance(part, Mapping)
-    }
 
 
 def clean_lists(values: Any) -> dict[str, list[float]]:
@@ -90,28 +81,29 @@ def clean_lists(values: Any) -> dict[str, list[float]]:
 def clean_sent(line: Mapping[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
     """Return bytes and messages by channel and link. Older records have only bytes by channel."""
     if "bytes" in line:
-        return {what: clean_sizes(line.get(what)) for what in ("bytes", "messages")}
+        return {what: clean_parts(line.get(what)) for what in ("bytes", "messages")}
     by_channel = {n: v for n, v in keep_numbers(line).items() if n not in ("step", "time")}
     return {"bytes": {name: {"": size} for name, size in by_channel.items()}, "messages": {}}
 
 
-def clean_sizes(tables: Any) -> dict[str, dict[str, Any]]:
-    """Return the numbers of each table (or other named part), by table."""
-    if not isinstance(tables, Mapping):
+def clean_parts(values: Any) -> dict[str, dict[str, Any]]:
+    """Return the numbers of each table, tier or other named part, without entries that are no mappings."""
+    if not isinstance(values, Mapping):
         return {}
-    return {str(name): keep_numbers(size) for name, size in tables.items()}
+    return {
+        str(name): keep_numbers(part) for name, part in values.items() if isinstance(part, Mapping)
+    }
 
 
 def clean_summary(summary: Mapping[str, Any]) -> dict[str, Any]:
     """Return a summary's numbers, tables and tiers, without unexpected values."""
     if not summary:
         return {}
-    stopped = summary.get("stopped") is True
     return {
         **keep_numbers(summary),
-        "stopped": stopped,
-        "tables": clean_sizes(summary.get("tables")),
-        "tiers": clean_tier_counts(summary.get("tiers")),
+        "stopped": summary.get("stopped") is True,
+        "tables": clean_parts(summary.get("tables")),
+        "tiers": clean_parts(summary.get("tiers")),
     }
 
 
@@ -366,15 +358,6 @@ def collect_table_figures(run: RunRecord) -> list[TableFigures]:
     return sorted(
         tables, key=lambda t: (-t.bytes_in_memory - t.bytes_in_files, -(t.unique or 0), t.name)
     )
-
-
-def flatten_settings(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested mappings to dotted names: {"train": {"epochs": 3}} -> {"train.epochs": 3}."""
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        path = f"{prefix}{name}"
-        flat |= flatten_settings(value, f"{path}.") if isinstance(value, Mapping) else {path: value}
-    return flat
 
 
 def _median(values: list[Any]) -> float | None:

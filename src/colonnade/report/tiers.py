@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
-from colonnade.report.figures import COLORS, Figure, build_chart, build_line_trace, thin_points
+from colonnade.report.figures import (
+    COLORS,
+    Figure,
+    Point,
+    build_chart,
+    build_line_trace,
+    thin_points,
+)
 from colonnade.report.formatting import format_bytes, format_count, format_seconds
 from colonnade.report.reading import RunRecord
 from colonnade.store.tier_counts import LEVELS, TierCounts
@@ -69,83 +77,90 @@ def sum_tier_counts(run: RunRecord) -> dict[str, TierCounts]:
     return sums
 
 
+TierPoint = tuple[int, float, TierCounts]
+"""Step, seconds and counts of a line that has the tier."""
+
+
 def draw_tier_charts(run: RunRecord) -> list[Figure | None]:
     """Draw the charts of the run's tiers; None for each without data."""
     lines = [line for line in run.lines_of_kind("tiers") if line["tiers"]]
+    tiers: dict[str, list[TierPoint]] = defaultdict(list)
+    for line in lines:
+        for name, values in line["tiers"].items():
+            tiers[name].append((line["step"], line.get("seconds") or 0.0, TierCounts.of(values)))
     return [
-        _draw_hit_rate_chart(lines),
-        _draw_request_rate_chart(lines, "reads", "Reads from below", "reads/s", 1.0),
-        _draw_byte_rate_chart(lines),
+        _draw_hit_rate_chart(tiers),
+        _draw_curves(
+            {name: _compute_rates(points, "reads") for name, points in tiers.items()},
+            "Reads from below",
+            "Requests to the device.",
+            y="reads/s",
+        ),
+        _draw_byte_rate_chart(tiers),
         _draw_waiting_chart(lines),
-        _draw_write_amplification_chart(lines),
-        _draw_lifetime_chart(lines),
+        _draw_curves(
+            {name: _compute_write_amplification(points) for name, points in tiers.items()},
+            "Write amplification",
+            "Bytes written so far, per byte of evicted or saved rows: includes frames, compaction, checkpoints.",
+            y="times",
+        ),
+        _draw_curves(
+            {
+                name: _drop_zero_curve([(step, c.lifetime_bytes / MIB) for step, _, c in points])
+                for name, points in tiers.items()
+            },
+            "Lifetime bytes written",
+            "Since the run began, restarts included. These bytes wear a device out.",
+            y="MiB",
+        ),
     ]
 
 
-def _tier_names(lines: list[dict]) -> list[str]:
-    return list(dict.fromkeys(name for line in lines for name in line["tiers"]))
-
-
-def _list_tier_points(lines: list[dict], name: str) -> list[tuple[int, float, TierCounts]]:
-    """Return (step, seconds, counts) of each line that has the tier."""
-    return [
-        (line["step"], line.get("seconds") or 0.0, TierCounts.of(line["tiers"][name]))
-        for line in lines
-        if name in line["tiers"]
-    ]
-
-
-def _draw_hit_rate_chart(lines: list[dict]) -> Figure | None:
-    data = []
-    for number, name in enumerate(_tier_names(lines)):
-        points = [
-            (step, 100 * counts.hit_rate)
-            for step, _, counts in _list_tier_points(lines, name)
-            if counts.hit_rate is not None
-        ]
-        if points:
-            data.append(build_line_trace(*thin_points(points), name, COLORS[number % len(COLORS)]))
-    if not data:
-        return None
-    note = "Share of the rows looked up in a tier that it had. Rows that no tier has are new."
-    figure = build_chart("Hit rates", note, data, y="percent of rows", from_zero=True)
-    figure["layout"]["yaxis"]["range"] = [0, 101]
-    return figure
-
-
-def _draw_request_rate_chart(
-    lines: list[dict], field: str, title: str, y: str, unit: float
+def _draw_curves(
+    curves: Mapping[str, Sequence[Point]], title: str, note: str, y: str
 ) -> Figure | None:
-    data = []
-    for number, name in enumerate(_tier_names(lines)):
-        points = [
-            (step, getattr(counts, field) / unit / seconds)
-            for step, seconds, counts in _list_tier_points(lines, name)
-            if seconds > 0
-        ]
-        if any(value for _, value in points):
-            data.append(build_line_trace(*thin_points(points), name, COLORS[number % len(COLORS)]))
-    return (
-        build_chart(title, "Requests to the device.", data, y=y, from_zero=True) if data else None
+    """Draw a line for each curve that has points, in the colour of its place; None without any."""
+    data = [
+        build_line_trace(thin_points(points), name, COLORS[number % len(COLORS)])
+        for number, (name, points) in enumerate(curves.items())
+        if points
+    ]
+    return build_chart(title, note, data, y=y, from_zero=True) if data else None
+
+
+def _drop_zero_curve(points: list[Point]) -> list[Point]:
+    """Return no point if all values are zero."""
+    return points if any(value for _, value in points) else []
+
+
+def _compute_rates(points: Sequence[TierPoint], field: str, unit: float = 1.0) -> list[Point]:
+    """Compute a count's increments per second; () if all are zero."""
+    return _drop_zero_curve(
+        [(step, getattr(counts, field) / unit / s) for step, s, counts in points if s > 0]
     )
 
 
-def _draw_byte_rate_chart(lines: list[dict]) -> Figure | None:
-    data: list[dict] = []
-    for name in _tier_names(lines)[1:]:
-        for field, words in (("read_bytes", "read"), ("written_bytes", "written")):
-            points = [
-                (step, getattr(counts, field) / MIB / seconds)
-                for step, seconds, counts in _list_tier_points(lines, name)
-                if seconds > 0
-            ]
-            if any(value for _, value in points):
-                color = COLORS[len(data) % len(COLORS)]
-                data.append(build_line_trace(*thin_points(points), f"{name} {words}", color))
-    if not data:
-        return None
+def _draw_hit_rate_chart(tiers: Mapping[str, Sequence[TierPoint]]) -> Figure | None:
+    curves = {
+        name: [(step, 100 * c.hit_rate) for step, _, c in points if c.hit_rate is not None]
+        for name, points in tiers.items()
+    }
+    note = "Share of the rows looked up in a tier that it had. Rows that no tier has are new."
+    figure = _draw_curves(curves, "Hit rates", note, y="percent of rows")
+    if figure is not None:
+        figure["layout"]["yaxis"]["range"] = [0, 101]
+    return figure
+
+
+def _draw_byte_rate_chart(tiers: Mapping[str, Sequence[TierPoint]]) -> Figure | None:
+    curves = {
+        f"{name} {words}": _compute_rates(points, field, MIB)
+        for name, points in list(tiers.items())[1:]
+        for field, words in (("read_bytes", "read"), ("written_bytes", "written"))
+    }
     note = "Whole pages read; frames, moved rows and checkpoints written."
-    return build_chart("Bytes to and from below", note, data, y="MiB/s", from_zero=True)
+    drawn = {name: points for name, points in curves.items() if points}
+    return _draw_curves(drawn, "Bytes to and from below", note, y="MiB/s")
 
 
 def _draw_waiting_chart(lines: list[dict]) -> Figure | None:
@@ -160,43 +175,17 @@ def _draw_waiting_chart(lines: list[dict]) -> Figure | None:
     waited = sum(line.get("waited") or 0.0 for line in lines)
     share = waited / max(total, 1e-9)
     note = f"Share of the training thread's time, evaluation and checkpoints included: {share:.1%} in all."
-    data = [build_line_trace(*thin_points(points), "waited", COLORS[1])]
+    data = [build_line_trace(thin_points(points), "waited", COLORS[1])]
     return build_chart(
         "Time spent waiting for rows", note, data, y="percent of time", from_zero=True
     )
 
 
-def _draw_write_amplification_chart(lines: list[dict]) -> Figure | None:
-    """Draw the write amplification so far. That of a single line means little: it writes rows of earlier lines."""
-    data = []
-    for number, name in enumerate(_tier_names(lines)):
-        points = _list_tier_points(lines, name)
-        written = accumulate(counts.written_bytes for _, _, counts in points)
-        payload = accumulate(counts.payload_bytes for _, _, counts in points)
-        ratios = [
-            (step, w / p) for (step, _, _), w, p in zip(points, written, payload, strict=True) if p
-        ]
-        if ratios:
-            data.append(build_line_trace(*thin_points(ratios), name, COLORS[number % len(COLORS)]))
-    if not data:
-        return None
-    note = "Bytes written so far, per byte of evicted or saved rows: includes frames, compaction, checkpoints."
-    return build_chart("Write amplification", note, data, y="times", from_zero=True)
-
-
-def _draw_lifetime_chart(lines: list[dict]) -> Figure | None:
-    data = []
-    for number, name in enumerate(_tier_names(lines)):
-        points = [
-            (step, counts.lifetime_bytes / MIB)
-            for step, _, counts in _list_tier_points(lines, name)
-        ]
-        if any(value for _, value in points):
-            data.append(build_line_trace(*thin_points(points), name, COLORS[number % len(COLORS)]))
-    if not data:
-        return None
-    note = "Since the run began, restarts included. These bytes wear a device out."
-    return build_chart("Lifetime bytes written", note, data, y="MiB", from_zero=True)
+def _compute_write_amplification(points: Sequence[TierPoint]) -> list[Point]:
+    """Compute the write amplification so far. That of a single line means little: it writes rows of earlier lines."""
+    written = accumulate(counts.written_bytes for _, _, counts in points)
+    payload = accumulate(counts.payload_bytes for _, _, counts in points)
+    return [(step, w / p) for (step, _, _), w, p in zip(points, written, payload, strict=True) if p]
 
 
 def _format_ratio(value: float | None) -> str:

@@ -11,7 +11,6 @@ from colonnade.report.figures import (
     build_area_trace,
     build_chart,
     steps_between,
-    thin_points,
 )
 from colonnade.report.formatting import format_bytes, format_count
 from colonnade.report.reading import RunRecord
@@ -83,9 +82,7 @@ def draw_sent_bytes_chart(run: RunRecord) -> Figure | None:
             if span
         ]
         name = f"{channel}, {LINK_WORDS.get(link, link)}"
-        data.append(
-            build_area_trace(*thin_points(points), name, COLORS[number % len(COLORS)], unit=" MiB")
-        )
+        data.append(build_area_trace(points, name, COLORS[number % len(COLORS)], unit=" MiB"))
     by_link: dict[str, float] = {}
     for (_, link), size in sum_run_traffic(run).items():
         by_link[link] = by_link.get(link, 0.0) + size

@@ -22,6 +22,7 @@ from colonnade.config.run import RunConfig
 from colonnade.data.contract import Splits
 from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import WorldError
+from colonnade.formats import flatten_to_dotted_names
 from colonnade.plan.plan import Plan
 
 Facts = Mapping[str, Any]
@@ -43,19 +44,6 @@ def check_equal_on_all_ranks(mesh: Mesh, facts: Facts, advice: str) -> None:
     ]
     if differences := find_disagreements(facts_by_rank):
         raise WorldError(f"{format_differences(differences)}; {advice}")
-
-
-def flatten_to_dotted_names(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested mappings to dotted names: {"train": {"lr": 0.1}} -> {"train.lr": 0.1}."""
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        path = f"{prefix}{name}"
-        flat |= (
-            flatten_to_dotted_names(value, f"{path}.")
-            if isinstance(value, Mapping)
-            else {path: value}
-        )
-    return flat
 
 
 def check_config_on_all_ranks(config: RunConfig, mesh: Mesh) -> None:

@@ -47,6 +47,7 @@ from colonnade.config.run import (
     override_settings,
 )
 from colonnade.data import Splits
+from colonnade.data.contract import has_samples
 from colonnade.data.processes import read_in_processes
 from colonnade.data.tabular.tables import build_portable_options
 from colonnade.embedding import find_collection
@@ -154,7 +155,8 @@ class TrainingRun:
         trainer = self.trainer
         started = time.perf_counter()
         is_tested = any(name.startswith("test_") for name in outcome.metrics)
-        if outcome.stopped or is_tested or not outcome.metrics or trainer.data.test is None:
+        has_test = has_samples(trainer.data.test)
+        if outcome.stopped or is_tested or not outcome.metrics or not has_test:
             return  # without metrics nothing was trained
         last_step = trainer.collection.step
         step = last_step if trainer.best.step is None else trainer.best.step

@@ -485,22 +485,25 @@ class DenseGradients:
             )
             stream = torch.Stream(first_parameter.device)
         world = mesh.world
-        if mesh is not self.mesh:
-            algorithm = choose_sum_algorithm(world, padded_size * send_buffer.itemsize)
-            return GradientBucket(
-                indices, gradients, send_buffer, algorithm, stream, is_late=True, tower_mesh=mesh
-            )
-        is_late = any(id(self.parameters[index]) in self.late for index in indices)
-        if indices and self.codec != "exact" and send_buffer.dtype in CODED_DTYPES:
+        is_in_tower = mesh is not self.mesh
+        algorithm = choose_sum_algorithm(world, padded_size * send_buffer.itemsize)
+        coded = None
+        is_coded = self.codec != "exact" and send_buffer.dtype in CODED_DTYPES
+        if is_coded and indices and not is_in_tower:
             algorithm = sum_algorithm_of_layout(world)
             coded = CodedAllReduce(
                 CODECS[self.codec], world, algorithm, padded_size, send_buffer.dtype
             )
-            return GradientBucket(
-                indices, gradients, send_buffer, algorithm, stream, is_late, coded=coded
-            )
-        algorithm = choose_sum_algorithm(world, padded_size * send_buffer.itemsize)
-        return GradientBucket(indices, gradients, send_buffer, algorithm, stream, is_late)
+        return GradientBucket(
+            indices,
+            gradients,
+            send_buffer,
+            algorithm,
+            stream,
+            is_late=is_in_tower or any(id(self.parameters[n]) in self.late for n in indices),
+            tower_mesh=mesh if is_in_tower else None,
+            coded=coded,
+        )
 
     def _map_parameters_to_towers(self) -> dict[int, int]:
         """Map the index of each parameter that one tower alone uses to this tower."""

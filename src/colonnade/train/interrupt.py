@@ -5,9 +5,9 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from colonnade.train.trainer import Trainer
@@ -34,11 +34,17 @@ def stop_on_signals(trainer: Trainer) -> Iterator[None]:
         first_signal_at = first_signal_at or now
         trainer.stop_requested = True
 
-    previous_handlers = {
-        number: signal.signal(number, request_stop) for number in (signal.SIGINT, signal.SIGTERM)
-    }
+    with handle_stop_signals(request_stop):
+        yield
+
+
+@contextmanager
+def handle_stop_signals(handler: Callable[[int, Any], object]) -> Iterator[None]:
+    """Handle SIGINT and SIGTERM by `handler` inside the block."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    previous_handlers = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:
-        for number, handler in previous_handlers.items():
-            signal.signal(number, handler)
+        for number, previous in previous_handlers.items():
+            signal.signal(number, previous)

@@ -163,12 +163,8 @@ class Progress:
             self._record.write_line(step, "train", values)
             return
         counters = self._counters
-        values = {
-            **values,
-            "lr": counters.collect_learning_rates(),
-            **counters.collect_loss_scale(),
-        }
-        self._record.write_line(step, "train", values)
+        rates = {"lr": counters.collect_learning_rates(), **counters.collect_loss_scale()}
+        self._record.write_line(step, "train", {**values, **rates})
         self._write_counters(step)
         if self._num_lines % TRAFFIC_LINES == 0:
             self._record.write_line(step, "traffic", self._counters.collect_traffic(batch))
@@ -176,16 +172,8 @@ class Progress:
 
     def _write_counters(self, step: int) -> None:
         assert self._record is not None and self._counters is not None
-        self._record.write_line(step, "phases", self._counters.collect_phases())
-        self._record.write_line(step, "rows", self._counters.collect_rows())
-        if sent := self._counters.collect_sent():
-            self._record.write_line(step, "sent", sent)
-        if missed := self._counters.collect_missed_updates():
-            self._record.write_line(step, "missed", missed)
-        if copies := self._counters.collect_cache_counts():
-            self._record.write_line(step, "cache", copies)
-        if ages := self._counters.collect_copy_ages():
-            self._record.write_line(step, "copy_ages", ages)
+        for kind, values in self._counters.collect_increments().items():
+            self._record.write_line(step, kind, values)
 
     def _format_time_left(self, now: float, step: int) -> str:
         done = step - self._first_step

@@ -228,28 +228,39 @@ class Counters:
 
     def __init__(self, trainer: RecordedTrainer) -> None:
         self._trainer = trainer
-        self._seconds: dict[str, float] = dict(trainer.phases.seconds)
+        self._before: dict[str, Mapping[str, float]] = {}
+        """Counts at the previous call, by kind of line."""
         self._since = time.perf_counter()
-        self._rows: dict[str, float] = {}
         self._sent: dict[str, dict[str, dict[str, int]]] = {}
         self._tiers: dict[str, TierCounts] = {}
         self._tiers_since = self._since
         self._waited = 0.0
-        self._missed: dict[str, float] = {}
-        self._cache: dict[str, float] = {}
-        self._ages: dict[str, float] = {}
         # Counting starts now: drop the counts so far.
-        self.collect_rows()
-        self.collect_sent()
+        self.collect_increments()
         self.collect_tiers()
-        self.collect_missed_updates()
-        self.collect_cache_counts()
-        self.collect_copy_ages()
+
+    def collect_increments(self) -> dict[str, Mapping[str, Any]]:
+        """Return the values of every kind of line that has increments, except `tiers`."""
+        lines: dict[str, Mapping[str, Any]] = {
+            "phases": self.collect_phases(),
+            "rows": self.collect_rows(),
+            "sent": self.collect_sent(),
+            "missed": self.collect_missed_updates(),
+            "cache": self.collect_cache_counts(),
+            "copy_ages": self.collect_copy_ages(),
+        }
+        return {kind: values for kind, values in lines.items() if values}
+
+    def _count_since(self, kind: str, now: Mapping[str, float]) -> dict[str, float]:
+        """Return the increments of the counts of one kind of line since the previous call."""
+        before = self._before.get(kind, {})
+        self._before[kind] = now
+        return _subtract(now, before)
 
     def collect_phases(self) -> dict[str, float]:
         """Return seconds by phase, and in total."""
         now = time.perf_counter()
-        gained, self._seconds = _subtract(dict(self._trainer.phases.seconds), self._seconds)
+        gained = self._count_since("phases", dict(self._trainer.phases.seconds))
         total = now - self._since
         self._since = now
         return {**gained, "total": total}
@@ -257,15 +268,14 @@ class Counters:
     def collect_rows(self) -> dict[str, float]:
         """Count rows by source: resident, mapped, read, born (initialised); and evicted rows."""
         sources = self._trainer.collection.store.sources
-        now: dict[str, float] = {
+        now = {
             "resident": sources.resident,
             "mapped": sources.mapped,
             "read": sources.read + sources.copied,
             "born": sources.born,
             "evicted": sources.evicted_clean + sources.evicted_dirty,
         }
-        gained, self._rows = _subtract(now, self._rows)
-        return gained
+        return self._count_since("rows", now)
 
     def collect_tiers(self) -> TierActivity | None:
         """Return the activity of tiers; None if all rows are in memory."""
@@ -292,7 +302,7 @@ class Counters:
         self._sent = self._trainer.collection.mesh.traffic.to_dict()
         gained: dict[str, dict[str, dict[str, float]]] = {
             unit: {
-                channel: _subtract(by_link, before.get(unit, {}).get(channel, {}))[0]
+                channel: _subtract(by_link, before.get(unit, {}).get(channel, {}))
                 for channel, by_link in by_channel.items()
             }
             for unit, by_channel in self._sent.items()
@@ -307,7 +317,7 @@ class Counters:
         now = {
             str(steps): float(count) for steps, count in sorted(collection.pipeline.missed.items())
         }
-        gained, self._missed = _subtract(now, self._missed)
+        gained = self._count_since("missed", now)
         return {steps: count for steps, count in gained.items() if count}
 
     def collect_cache_counts(self) -> dict[str, float]:
@@ -315,8 +325,7 @@ class Counters:
         cached = self._trainer.collection.cached
         if cached is None:
             return {}
-        gained, self._cache = _subtract(dict(vars(cached.counts)), self._cache)
-        return gained
+        return self._count_since("cache", dict(vars(cached.counts)))
 
     def collect_copy_ages(self) -> dict[str, float]:
         """Count rows of batches by the age of the cached row that was read, in bins named by their smallest age.
@@ -327,7 +336,7 @@ class Counters:
         if cached is None:
             return {}
         now = {str((1 << kind) >> 1): float(rows) for kind, rows in enumerate(cached.ages)}
-        gained, self._ages = _subtract(now, self._ages)
+        gained = self._count_since("copy_ages", now)
         return {age: rows for age, rows in gained.items() if rows}
 
     def collect_learning_rates(self) -> dict[str, float]:
@@ -404,11 +413,9 @@ def _format_short_number(value: float, min_unit: float = 1.0) -> str:
     return "0"
 
 
-def _subtract(
-    now: dict[str, Any], before: dict[str, Any]
-) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the increments `now - before`, and `now`."""
-    return {name: value - before.get(name, 0) for name, value in now.items()}, now
+def _subtract(now: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:
+    """Return the increments `now - before`."""
+    return {name: value - before.get(name, 0) for name, value in now.items()}
 
 
 def _replace_non_finite(value: Any) -> Any:

@@ -21,7 +21,7 @@ from colonnade.comm.collectives import notify_servers
 from colonnade.comm.mesh import Mesh
 from colonnade.comm.peer_status import report_errors_to_peers
 from colonnade.data.batches import build_empty_batch, read_rank_batches
-from colonnade.data.contract import LastBatch, Position, Source, Splits
+from colonnade.data.contract import LastBatch, Position, Source, Splits, has_samples
 from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import CheckpointError, ConfigError, DataError, NonFiniteError
 from colonnade.exchange.cached_state import apply_planned_bounds
@@ -321,7 +321,8 @@ class Trainer:
             global_loss = global_loss / max(weight, 1e-12)
             gradient_scale *= max(weight, 1e-12)
         if gradient_scale != 1:
-            self._scale_gradients(1 / gradient_scale)
+            self.dense.scale(1 / gradient_scale)
+            self.rows.scale_grad_(1 / gradient_scale)
         if finite and self._clip_gradients(outcome):
             with self.phases("update rows"):
                 self.rows.step(agreed=True)
@@ -417,7 +418,7 @@ class Trainer:
 
     def test(self) -> dict[str, float]:
         """Compute the metrics of the test part, such as {"test_auc": 0.8}; {} if there is none. Collective."""
-        if self.data.test is None:
+        if not has_samples(self.data.test):
             return {}
         metrics = self.evaluate(self.data.test)
         if isinstance(metrics, BlockedMetrics):
@@ -496,7 +497,7 @@ class Trainer:
             day_metrics = self.evaluate(self.data.days[self.position.epoch])
             self.days.append({"day": self.position.epoch, **day_metrics})
             metrics |= add_prefix("day", day_metrics) | average_daily_metrics(self.days)
-        if self.data.validation is not None:
+        if has_samples(self.data.validation):
             validated = self.evaluate(self.data.validation)
             if self.schedule.monitor not in (None, self.objective.monitor):
                 check_monitor_metric(self.schedule.monitor, validated)
@@ -514,11 +515,6 @@ class Trainer:
         shown = {name: value for name, value in metrics.items() if name != "epoch"}
         self.progress.report_evaluation(step, self.position.epoch, shown)
         return is_best
-
-    def _scale_gradients(self, factor: float) -> None:
-        """Multiply dense and row gradients by `factor`."""
-        self.dense.scale(factor)
-        self.rows.scale_grad_(factor)
 
     def _clip_gradients(self, outcome: Outcome) -> bool:
         """Clip gradients by norm; return whether the step may be applied. Collective.

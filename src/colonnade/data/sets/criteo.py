@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -46,6 +47,9 @@ COUNT = " *-?[0-9]{1,18} *"
 MISSING_ID = 1 << 32
 RUN_LINES = 1 << 13
 """Number of lines parsed at a time, for any batch size: fewer cost many calls, more do not fit in the cache."""
+
+Columns = tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.int64]]
+"""Label (B, 1), dense (B, 13) and ids (26, B)."""
 
 _TYPES = {name: pa.int64() for name in NAMES[:14]} | {name: pa.binary() for name in CATEGORIES}
 
@@ -126,6 +130,7 @@ class CriteoSource(BlockSource):
     start: int
     stop: int
     hash_rows: int | None = None
+    has_label: bool = True  # False: lines begin with I1, and batches have no label
 
     @property
     def schema(self) -> Schema:
@@ -141,56 +146,63 @@ class CriteoSource(BlockSource):
 
     def read(self, begin: int, end: int) -> Batch:
         """Read samples begin .. end-1 of this source."""
-        parts = [
-            self._parse_range(at, min(at + RUN_LINES, end)) for at in range(begin, end, RUN_LINES)
-        ] or [self._parse_range(begin, end)]
-        if len(parts) == 1:
-            return parts[0]
-        return Batch(
-            size=end - begin,
-            dense=torch.cat([part.dense for part in parts]),
-            ids={
-                name: Ids(torch.cat([part.ids[name].values for part in parts]))
-                for name in CATEGORIES
-            },
-            label=torch.cat([part.label for part in parts if part.label is not None]),
-        )
+        return self._build_batch(*self._parse_samples(begin, end))
 
-    def _read_run(self, blocks: list[tuple[int, int]]) -> Iterator[Batch]:
+    def _read_run(self, blocks: list[Block]) -> Iterator[Batch]:
         """Yield one batch per block; the blocks are adjacent and are parsed in one call."""
         first = blocks[0][0]
-        end = blocks[-1][1]
-        try:
-            run = self.read(first, end)
-        except DataError:
-            # Read block by block, so that the batches before the faulty line are still yielded.
-            run = None
-        for begin, stop in blocks:
-            if run is None or len(blocks) == 1:
-                yield self.read(begin, stop) if run is None else run
+        run = None
+        # Faulty lines are read again block by block, so that the batches before them are still yielded.
+        with suppress(DataError):
+            run = self._parse_samples(first, blocks[-1][1])
+        for begin, end in blocks:
+            if run is None:
+                yield self.read(begin, end)
             else:
-                yield _slice_batch(run, begin - first, stop - first)
+                part = slice(begin - first, end - first)
+                yield self._build_batch(run[0][part], run[1][part], run[2][:, part])
 
-    def _parse_range(self, begin: int, end: int) -> Batch:
+    def _parse_samples(self, begin: int, end: int) -> Columns:
+        starts = range(begin, end, RUN_LINES) or [begin]
+        runs = [self._parse_run(start, min(start + RUN_LINES, end)) for start in starts]
+        if len(runs) == 1:
+            return runs[0]
+        label, dense, ids = zip(*runs, strict=True)
+        return np.concatenate(label), np.concatenate(dense), np.concatenate(ids, axis=1)
+
+    def _parse_run(self, begin: int, end: int) -> Columns:
         first = self.start + begin
         lines = self.file.read_lines(first, self.start + end)
         label, dense, ids = parse_lines(
-            lines, end - begin, path=self.file.path, first_line=first + 1
+            lines if self.has_label else add_zero_labels(lines),
+            end - begin,
+            path=self.file.path,
+            first_line=first + 1,
         )
         if self.hash_rows is not None:
             ids = (mix64(ids.astype(np.uint64)) % np.uint64(self.hash_rows)).astype(np.int64)
-        ids_FB = torch.from_numpy(ids)
+        return label, dense, ids
+
+    def _build_batch(
+        self, label: NDArray[np.float32], dense: NDArray[np.float32], ids: NDArray[np.int64]
+    ) -> Batch:
         return Batch(
-            size=end - begin,
+            size=len(dense),
             dense=torch.from_numpy(dense),
-            ids={name: Ids(ids_FB[i]) for i, name in enumerate(CATEGORIES)},
-            label=torch.from_numpy(label),
+            ids={name: Ids(torch.from_numpy(ids[i])) for i, name in enumerate(CATEGORIES)},
+            label=torch.from_numpy(label) if self.has_label else None,
         )
 
 
-def _group_adjacent(blocks: Iterable[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
+def add_zero_labels(lines: bytes) -> bytes:
+    """Put a label 0 in front of each of some lines, which have none."""
+    body = b"0\t" + lines.removesuffix(b"\n").replace(b"\n", b"\n0\t")
+    return body + b"\n" * lines.endswith(b"\n")
+
+
+def _group_adjacent(blocks: Iterable[Block]) -> Iterator[list[Block]]:
     """Group adjacent blocks into runs of at most RUN_LINES lines."""
-    run: list[tuple[int, int]] = []
+    run: list[Block] = []
     for block in blocks:
         if run and (block[0] != run[-1][1] or block[1] - run[0][0] > RUN_LINES):
             yield run
@@ -200,25 +212,13 @@ def _group_adjacent(blocks: Iterable[tuple[int, int]]) -> Iterator[list[tuple[in
         yield run
 
 
-def _slice_batch(batch: Batch, begin: int, end: int) -> Batch:
-    assert batch.label is not None
-    return Batch(
-        size=end - begin,
-        dense=batch.dense[begin:end],
-        ids={name: Ids(ids.values[begin:end]) for name, ids in batch.ids.items()},
-        label=batch.label[begin:end],
-    )
-
-
 def _load_in_memory(source: CriteoSource, *, shuffle_key: int) -> TensorSource:
     batch = source.read(0, source.num_samples)
     columns = TensorColumns(dense=batch.dense, ids=batch.ids, label=batch.label)
     return TensorSource(source.schema, columns, shuffle_key=shuffle_key)
 
 
-def parse_lines(
-    lines: bytes, num_lines: int, *, path: Path, first_line: int
-) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.int64]]:
+def parse_lines(lines: bytes, num_lines: int, *, path: Path, first_line: int) -> Columns:
     """Parse `num_lines` complete lines into label (B, 1), dense (B, 13), ids (26, B).
 
     `path` and `first_line` (from 1) are for messages. Raises DataError for the first faulty field.

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from colonnade.data.contract import Splits
-from colonnade.data.lines import build_field_error, format_excerpt, locate_data_file, open_line_file
+from colonnade.data.lines import build_field_error, format_excerpt, locate_data_file, read_all_lines
 from colonnade.data.triples import open_triples
 from colonnade.errors import DataError
 
@@ -89,8 +89,7 @@ def open_fb15k237(
 
 def read_count_line(path: Path) -> int:
     """Read the number on the first line of a file."""
-    file = open_line_file(path)
-    first = file.read_lines(0, min(1, file.num_lines)).strip()
+    first = read_all_lines(path)[0].strip()
     if not first.isdigit():
         raise build_field_error(
             path,
@@ -106,8 +105,7 @@ def read_count_line(path: Path) -> int:
 def read_triples(path: Path, num_entities: int, num_relations: int) -> torch.Tensor:
     """Read triples (n, 3) int64: head, relation, tail, in the order of the file."""
     count = read_count_line(path)
-    file = open_line_file(path)
-    lines = file.read_lines(1, file.num_lines).split(b"\n")[: file.num_lines - 1]
+    lines = read_all_lines(path)[1:]
     if len(lines) != count:
         raise DataError(
             f"{path}: got {len(lines)} triples, wanted {count} as in its first line. The file is cut off, or "

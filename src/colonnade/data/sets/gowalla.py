@@ -27,7 +27,7 @@ from colonnade.data.interactions import (
     hold_out,
     open_interaction_splits,
 )
-from colonnade.data.lines import build_field_error, format_excerpt, locate_data_file, open_line_file
+from colonnade.data.lines import build_field_error, format_excerpt, locate_data_file, read_all_lines
 from colonnade.errors import DataError
 
 FOLDER = "gowalla"
@@ -107,12 +107,9 @@ def open_gowalla(
 
 def read_user_items(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
     """Read users (n,) and items (n,) of `user item item ...` lines, in order; users without items are skipped."""
-    file = open_line_file(path)
     users = []
     items = []
-    for number, line in enumerate(
-        file.read_lines(0, file.num_lines).removesuffix(b"\n").split(b"\n"), 1
-    ):
+    for number, line in enumerate(read_all_lines(path), 1):
         fields = line.split()
         for field in fields:
             if not field.isdigit() or len(field) > MAX_DIGITS or int(field) >= LIMIT:

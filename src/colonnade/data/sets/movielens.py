@@ -20,7 +20,7 @@ from torch import Tensor
 
 from colonnade.batch import Ids
 from colonnade.data.contract import Column, Schema, Splits
-from colonnade.data.lines import build_field_error, format_excerpt, locate_data_file, open_line_file
+from colonnade.data.lines import build_field_error, format_excerpt, locate_data_file, read_all_lines
 from colonnade.data.tensors import TensorColumns, TensorSource, gather_ids
 from colonnade.errors import DataError
 
@@ -98,10 +98,8 @@ def _read_dat_rows(path: Path, names: tuple[str, ...]) -> list[list[str]]:
     """
     if not path.is_file():
         raise DataError(f"{path}: no such file. The folder must hold users.dat and movies.dat too")
-    file = open_line_file(path)
-    lines = file.read_lines(0, file.num_lines).removesuffix(b"\n").split(b"\n")
     rows: dict[int, list[str]] = {}
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(read_all_lines(path), 1):
         fields = line.rstrip(b"\r").split(b"::")
         if len(fields) != len(names):
             raise build_field_error(

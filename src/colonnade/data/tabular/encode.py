@@ -5,7 +5,7 @@ Legend: S samples of a block, E elements of its lists.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import numpy as np
 import pyarrow as pa
@@ -67,6 +67,19 @@ class InvalidValue(Exception):
         self.got = got
         self.wanted = wanted
         self.fix = fix
+
+
+def refuse_values(
+    is_invalid: NDArray[np.bool_],
+    column: str,
+    describe: Callable[[int], str],
+    wanted: str,
+    fix: str = FIX,
+) -> None:
+    """Raise InvalidValue for the first invalid value. describe: function from its row to its words."""
+    if is_invalid.any():
+        row = int(is_invalid.argmax())
+        raise InvalidValue(row, column, describe(row), wanted, fix)
 
 
 def encode_number(field: Number, array: pa.Array, out: NDArray[np.float32]) -> None:
@@ -156,10 +169,8 @@ def encode_bucket(field: Bucket, array: pa.Array) -> Longs:
     x = convert_to_numbers(field, array)
     ids = np.searchsorted(np.array(field.boundaries), x, side="right").astype(np.int64)
     missing = np.isnan(x)
-    if missing.any():
-        if field.missing == "error":
-            raise build_missing_error(field, int(missing.argmax()))
-        ids[missing] = len(field.boundaries) + 1
+    refuse_missing(field, missing)
+    ids[missing] = len(field.boundaries) + 1
     return ids
 
 
@@ -169,10 +180,8 @@ def encode_time(field: Time, array: pa.Array) -> Longs:
     hours = times // (3600 * MICROS)
     # 1970 began on a Thursday.
     ids = hours % 24 if field.part == "hour" else (hours // 24 + 3) % 7
-    if missing.any():
-        if field.missing == "error":
-            raise build_missing_error(field, int(missing.argmax()))
-        ids[missing] = field.num_values
+    refuse_missing(field, missing)
+    ids[missing] = field.num_values
     return ids
 
 
@@ -198,11 +207,13 @@ def parse_times(
         raise
 
 
-def build_missing_error(field: DeclaredField, row: int) -> InvalidValue:
-    """Build the error for a missing value in a field with `missing: error`."""
-    return InvalidValue(
-        row, field.column, "nothing", "a value, because the schema says missing: error"
-    )
+def refuse_missing(
+    field: Category | Bag | Sequence | Bucket | Time, missing: NDArray[np.bool_]
+) -> None:
+    """Raise InvalidValue for the first missing value of a field with `missing: error`."""
+    if field.missing == "error":
+        wanted = "a value, because the schema says missing: error"
+        refuse_values(missing, field.column, lambda _: "nothing", wanted)
 
 
 def encode_label(field: Label, array: pa.Array, version: int = ENCODING_VERSION) -> Floats:
@@ -212,30 +223,21 @@ def encode_label(field: Label, array: pa.Array, version: int = ENCODING_VERSION)
     else:
         x = convert_to_numbers(field, array)
     missing = np.isnan(x)
-    if missing.any() and field.missing == "error":
-        raise InvalidValue(
-            int(missing.argmax()),
-            field.column,
-            "nothing",
-            "a label",
-            "Remove the row, or declare `missing: unknown`",
-        )
+    if field.missing == "error":
+        fix = "Remove the row, or declare `missing: unknown`"
+        refuse_values(missing, field.column, lambda _: "nothing", "a label", fix)
     if field.at_least is not None:
         x = np.where(missing, np.nan, x >= field.at_least)
     elif field.kind == "binary":
-        bad = (x != 0) & (x != 1) & ~missing
-        if bad.any():
-            row = int(bad.argmax())
-            raise InvalidValue(
-                row,
-                field.column,
-                f"{x[row]:g}",
-                "a label that is 0 or 1",
-                "Declare at_least= to make one of a number, or `kind: number` for your own loss",
-            )
-    elif np.isinf(x).any():
-        row = int(np.isinf(x).argmax())
-        raise InvalidValue(row, field.column, f"{x[row]:g}", "a finite number")
+        refuse_values(
+            (x != 0) & (x != 1) & ~missing,
+            field.column,
+            lambda row: f"{x[row]:g}",
+            "a label that is 0 or 1",
+            "Declare at_least= to make one of a number, or `kind: number` for your own loss",
+        )
+    else:
+        refuse_values(np.isinf(x), field.column, lambda row: f"{x[row]:g}", "a finite number")
     return x.astype(np.float32)
 
 
@@ -253,11 +255,12 @@ def _mark_positive_labels(field: Label, array: pa.Array, version: int) -> NDArra
 def encode_weight(field: Weight, array: pa.Array) -> Floats:
     """Encode sample weights (S,) float32, each finite and 0 or more."""
     x = convert_to_numbers(field, array)
-    bad = ~((x >= 0) & (x < np.finfo(np.float32).max))
-    if bad.any():
-        row = int(bad.argmax())
-        got = "nothing" if np.isnan(x[row]) else f"{x[row]:g}"
-        raise InvalidValue(row, field.column, got, "a finite weight of 0 or more")
+    refuse_values(
+        ~((x >= 0) & (x < np.finfo(np.float32).max)),
+        field.column,
+        lambda row: "nothing" if np.isnan(x[row]) else f"{x[row]:g}",
+        "a finite weight of 0 or more",
+    )
     return x.astype(np.float32)
 
 
@@ -273,8 +276,8 @@ def encode_ids(
     array = _convert_to_integers(field, array)
     _check_id_text_lengths(field, array)
     missing = _mark_missing_values(array, _get_null_values(field, version))
-    if missing is not None and field.missing == "error":
-        raise build_missing_error(field, int(missing.argmax()))
+    if missing is not None:
+        refuse_missing(field, missing)
     if field.vocabulary is not None:
         ids = _look_up_vocabulary(field, array, missing)
         missing_id = len(field.vocabulary) + field.unknown_rows
@@ -283,25 +286,21 @@ def encode_ids(
         missing_id = field.cardinality
         if missing is not None:
             ids[missing] = 0
-        is_outside = (ids < 0) | (ids >= field.cardinality)
-        if is_outside.any():
-            row = int(is_outside.argmax())
-            raise InvalidValue(
-                row,
-                field.column,
-                str(array[row].as_py()),
-                f"an id 0 .. {field.cardinality - 1}",
-                "Raise the cardinality, or declare rows= to hash",
-            )
+        refuse_values(
+            (ids < 0) | (ids >= field.cardinality),
+            field.column,
+            lambda row: str(array[row].as_py()),
+            f"an id 0 .. {field.cardinality - 1}",
+            "Raise the cardinality, or declare rows= to hash",
+        )
     else:
         ids = to_open_ids(array)
         missing_id = MISSING_ID
-        if version > 1 and is_integer(array.type) and (reserved := ids == MISSING_ID).any():
-            row = int(reserved.argmax())
-            raise InvalidValue(
-                row,
+        if version > 1 and is_integer(array.type):
+            refuse_values(
+                ids == MISSING_ID,
                 field.column,
-                str(array[row].as_py()),
+                lambda row: str(array[row].as_py()),
                 "another id, because -2^63 (2^63 unsigned) stands for missing values",
                 "Write nothing if the value is missing, else another id",
             )
@@ -316,11 +315,9 @@ def _convert_to_integers(
     field: Category | Bag | Sequence | Group | Key, array: pa.Array
 ) -> pa.Array:
     """Convert texts and whole floats (which pandas writes) to integers where the schema declares integers."""
-    if field.dtype == "integer" and is_text_type(array.type):
-        return _parse_integer_texts(field, array)
-    if field.dtype == "integer" and pa.types.is_decimal(array.type):
-        array = array.cast(pa.string())
-        return _parse_integer_texts(field, array)
+    is_written = is_text_type(array.type) or pa.types.is_decimal(array.type)
+    if field.dtype == "integer" and is_written:
+        return _parse_integer_texts(field, array.cast(pa.string()))
     if pa.types.is_floating(array.type):
         array = pc.if_else(pc.is_nan(array), None, array)
         try:
@@ -424,16 +421,15 @@ def _look_up_vocabulary(
     unknown = ids < 0
     if missing is not None:
         unknown &= ~missing
+    if field.unknown_rows == 0:
+        refuse_values(
+            unknown,
+            field.column,
+            lambda row: repr(array[row].as_py())[:60],
+            f"one of the {len(known)} values of the vocabulary",
+            "Add it, or give unknown values rows with unknown_rows: 1",
+        )
     if unknown.any():
-        if field.unknown_rows == 0:
-            row = int(unknown.argmax())
-            raise InvalidValue(
-                row,
-                field.column,
-                repr(array[row].as_py())[:60],
-                f"one of the {len(known)} values of the vocabulary",
-                "Add it, or give unknown values rows with unknown_rows: 1",
-            )
         ids[unknown] = len(known)
         if field.unknown_rows > 1:
             unknown_values = array.filter(pa.array(unknown))
@@ -541,14 +537,19 @@ def _split_text_lists(field: Bag | Sequence, array: pa.Array) -> pa.Array:
 
 def encode_required_ids(field: Group | Key, array: pa.Array) -> Longs:
     """Encode groups, keys or split keys as open ids (S,). Raises InvalidValue for a missing value."""
+    array = _read_required_values(field, array)
+    _check_id_text_lengths(field, array)
+    return to_open_ids(array)
+
+
+def _read_required_values(field: Group | Key, array: pa.Array) -> pa.Array:
     if pa.types.is_dictionary(array.type):
         array = array.dictionary_decode()
     array = _convert_to_integers(field, array)
     missing = _mark_missing_values(array)
     if missing is not None:
-        raise InvalidValue(int(missing.argmax()), field.column, "nothing", "a value")
-    _check_id_text_lengths(field, array)
-    return to_open_ids(array)
+        refuse_values(missing, field.column, lambda _: "nothing", "a value")
+    return array
 
 
 def _parse_integer_texts(
@@ -579,12 +580,7 @@ def _parse_integer_texts(
 
 def read_join_keys(field: Key, array: pa.Array) -> NDArray:
     """Return the values on which predictions are joined (S,), unchanged: integers, or texts as objects."""
-    if pa.types.is_dictionary(array.type):
-        array = array.dictionary_decode()
-    array = _convert_to_integers(field, array)
-    missing = _mark_missing_values(array)
-    if missing is not None:
-        raise InvalidValue(int(missing.argmax()), field.column, "nothing", "a value")
+    array = _read_required_values(field, array)
     if is_text_type(array.type):
         return array.to_numpy(zero_copy_only=False)
     if pa.types.is_integer(array.type):

@@ -64,7 +64,9 @@ class DeclaredField:
                 f"field {self.name!r}: got this name, wanted one without a dot; "
                 "give the file's column with column="
             )
-        object.__setattr__(self, "column", self.column or self.name)
+        for default_to_name in ("column", "table"):
+            if getattr(self, default_to_name, None) == "":
+                object.__setattr__(self, default_to_name, self.name)
         self._check_settings()
 
     def _check_settings(self) -> None:
@@ -84,7 +86,6 @@ class DeclaredField:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _IdField(DeclaredField):
-    name: str = dataclasses.field(kw_only=False)
     dtype: Dtype | None = None
     """Type of the values. Default: the type in the file; in CSV text, unless other settings need integers."""
     rows: Count | None = None
@@ -105,7 +106,6 @@ class _IdField(DeclaredField):
     """Hash ids with the field's name, the missing one too, so that fields of one table share no id."""
 
     def _check_settings(self) -> None:
-        object.__setattr__(self, "table", self.table or self.name)
         if self.namespace and (self.cardinality is not None or self.vocabulary is not None):
             raise self._build_setting_error(
                 "namespace",
@@ -182,7 +182,6 @@ class _IdField(DeclaredField):
 class Number(DeclaredField):
     """Dense value: clipped, transformed, then (x - mean) / std, as float32."""
 
-    name: str = dataclasses.field(kw_only=False)
     missing: Real | None = None
     """Input of the model for a missing value; default: a missing value is an error."""
     clip: tuple[Real, Real] | None = None
@@ -264,14 +263,12 @@ class Sequence(_ListField):
 class Bucket(DeclaredField):
     """Number encoded by n boundaries as an id 0 .. n: the count of boundaries <= the number."""
 
-    name: str = dataclasses.field(kw_only=False)
     boundaries: tuple[Real, ...]
     missing: Missing = "row"
     """Treatment of missing values: a separate row (id n + 1), or an error."""
     table: Name = ""
 
     def _check_settings(self) -> None:
-        object.__setattr__(self, "table", self.table or self.name)
         is_rising = all(a < b for a, b in zip(self.boundaries, self.boundaries[1:], strict=False))
         if not self.boundaries or not is_rising:
             raise self._build_setting_error(
@@ -290,16 +287,12 @@ class Time(DeclaredField):
     The column holds timestamps, dates, ISO texts or numbers of `unit`. A time without a zone is UTC.
     """
 
-    name: str = dataclasses.field(kw_only=False)
     part: Literal["hour", "weekday"]
     unit: Unit | None = None
     """Unit of the column's numbers. Default: the unit of the first ones, when the files are opened for training."""
     missing: Missing = "row"
     """Treatment of missing values: a separate row (the last id), or an error."""
     table: Name = ""
-
-    def _check_settings(self) -> None:
-        object.__setattr__(self, "table", self.table or self.name)
 
     @property
     def num_values(self) -> int:
@@ -314,7 +307,6 @@ class Time(DeclaredField):
 class Cross(DeclaredField):
     """Combination of the ids of other fields (categories, buckets, times) of a sample, as one id."""
 
-    name: str = dataclasses.field(kw_only=False)
     of: tuple[Name, ...]
     """Names of fields, two or more."""
     rows: Count | None = None
@@ -322,7 +314,6 @@ class Cross(DeclaredField):
     table: Name = ""
 
     def _check_settings(self) -> None:
-        object.__setattr__(self, "table", self.table or self.name)
         if len(self.of) < 2 or len(set(self.of)) != len(self.of):
             raise self._build_setting_error(
                 "of", "Wanted the names of two or more different fields"
@@ -341,7 +332,6 @@ class Cross(DeclaredField):
 class Label(DeclaredField):
     """Training target; several fields of this type are several tasks."""
 
-    name: str = dataclasses.field(kw_only=False)
     at_least: Real | None = None
     """Threshold: the label is 1 where the number is at least this, else 0."""
     positive: Value | None = None
@@ -360,14 +350,11 @@ class Label(DeclaredField):
 class Weight(DeclaredField):
     """Weight of a sample in the loss: 0 or more."""
 
-    name: str = dataclasses.field(kw_only=False)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group(DeclaredField):
     """Value by which metrics group samples, such as the user: an integer, or a text's hash."""
 
-    name: str = dataclasses.field(kw_only=False)
     dtype: Dtype | None = None
 
 
@@ -375,7 +362,6 @@ class Group(DeclaredField):
 class Key(DeclaredField):
     """Value on which predictions are joined, unchanged: an integer or a text. The model does not read it."""
 
-    name: str = dataclasses.field(kw_only=False)
     dtype: Dtype | None = None
 
 

@@ -235,10 +235,6 @@ class ReaderOptions:
         stop = total - round(total * self.test_fraction)
         return stop - round(total * self.validation_fraction)
 
-    def open_held_out(self, files: TableFiles) -> TableSource:
-        """Return a source over all samples of held-out files, in their order."""
-        return TableSource(files, _list_block_pieces(files.lengths, 0, None), threads=self.threads)
-
     def split_files(
         self,
         files: TableFiles,
@@ -248,29 +244,30 @@ class ReaderOptions:
     ) -> Splits:
         """Split files into sources. `days`: the files grouped by day. `validation`, `test`: separate files, preferred
         over the fractions."""
-        splitter = _Splitter(files, self)
-        total = splitter.total
-        validation_source = None if validation is None else self.open_held_out(validation)
-        test_source = None if test is None else self.open_held_out(test)
+        total = int(files.lengths.sum())
+        held_out = [
+            None if part is None else self._select_range(part) for part in (validation, test)
+        ]
+        validation_source, test_source = held_out
         by_day: tuple[TableSource, ...] = ()
         if self.days:
             ends = np.concatenate([[0], np.cumsum(files.lengths)])[files.bounds]
             ends = ends[np.cumsum([0, *map(len, days)])]
             by_day = tuple(
-                splitter.select_range(int(begin), int(end), shuffled=True)
+                self._select_range(files, int(begin), int(end), shuffled=True)
                 for begin, end in itertools.pairwise(ends)
             )
         if self.split_by is not None:
             middle = 1 - self.test_fraction
             low = middle - self.validation_fraction
             ranges = HashRange(0.0, low), HashRange(low, middle), HashRange(middle, 1.0)
-            train, validation_part, test_part = splitter.split_by_hash(ranges)
+            train, validation_part, test_part = self._split_by_hash(files, ranges)
         else:
             stop = total - round(total * self.test_fraction)
             num_train = self.count_train_samples(total)
-            train = splitter.select_range(0, num_train, shuffled=True)
-            validation_part = splitter.select_range(num_train, stop)
-            test_part = splitter.select_range(stop, total)
+            train = self._select_range(files, 0, num_train, shuffled=True)
+            validation_part = self._select_range(files, num_train, stop)
+            test_part = self._select_range(files, stop)
         if train.num_samples == 0:
             raise ConfigError(
                 f"{days[0][0]}: the fractions leave no sample to train on, of {total}; hold out less"
@@ -281,6 +278,42 @@ class ReaderOptions:
             test_source or (test_part if test_part.num_samples else None),
             by_day,
         )
+
+    def _select_range(
+        self, files: TableFiles, begin: int = 0, end: int | None = None, *, shuffled: bool = False
+    ) -> TableSource:
+        """Return a source over samples begin .. end-1 in the order of the files; `end` None: all after `begin`."""
+        pieces = _list_block_pieces(files.lengths, begin, end)
+        return self._build_source(files, pieces, None, shuffled)
+
+    def _split_by_hash(
+        self, files: TableFiles, hash_ranges: tuple[HashRange, ...]
+    ) -> list[TableSource]:
+        """Return a source for each range of hashed split keys; only the first is shuffled.
+
+        Reads every key once, to count the samples.
+        """
+        pieces: list[list[tuple[int, int, int]]] = [[] for _ in hash_ranges]
+        for block in range(len(files.lengths)):
+            keys = files.read_split_keys(block)
+            for hash_range, range_pieces in zip(hash_ranges, pieces, strict=True):
+                if count := len(hash_range.select_rows(keys)):
+                    range_pieces.append((block, 0, count))
+        arrays = [np.array(range_pieces, np.int64).reshape(-1, 3) for range_pieces in pieces]
+        return [
+            self._build_source(files, array, hash_range, shuffled=i == 0)
+            for i, (hash_range, array) in enumerate(zip(hash_ranges, arrays, strict=True))
+        ]
+
+    def _build_source(
+        self,
+        files: TableFiles,
+        pieces: NDArray[np.int64],
+        hash_range: HashRange | None,
+        shuffled: bool,
+    ) -> TableSource:
+        window = self.shuffle_window if shuffled else 0
+        return TableSource(files, pieces, hash_range, window, self.seed, self.threads)
 
 
 def with_reader_options(opener: Opener) -> Opener:
@@ -293,44 +326,6 @@ def with_reader_options(opener: Opener) -> Opener:
     ]
     opener.__signature__ = own.replace(parameters=[path, *shared, *others[:-1]])  # type: ignore[attr-defined]
     return opener
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Splitter:
-    files: TableFiles
-    options: ReaderOptions
-
-    @property
-    def total(self) -> int:
-        return int(self.files.lengths.sum())
-
-    def select_range(self, begin: int, end: int, *, shuffled: bool = False) -> TableSource:
-        """Return a source over samples begin .. end-1 in the order of the files."""
-        pieces = _list_block_pieces(self.files.lengths, begin, end)
-        return self._build_source(pieces, None, shuffled)
-
-    def split_by_hash(self, hash_ranges: tuple[HashRange, ...]) -> list[TableSource]:
-        """Return a source for each range of hashed split keys; only the first is shuffled.
-
-        Reads every key once, to count the samples.
-        """
-        pieces: list[list[tuple[int, int, int]]] = [[] for _ in hash_ranges]
-        for block in range(len(self.files.lengths)):
-            keys = self.files.read_split_keys(block)
-            for hash_range, range_pieces in zip(hash_ranges, pieces, strict=True):
-                if count := len(hash_range.select_rows(keys)):
-                    range_pieces.append((block, 0, count))
-        return [
-            self._build_source(np.array(range_pieces, np.int64).reshape(-1, 3), hash_range, i == 0)
-            for i, (hash_range, range_pieces) in enumerate(zip(hash_ranges, pieces, strict=True))
-        ]
-
-    def _build_source(
-        self, pieces: NDArray[np.int64], hash_range: HashRange | None, shuffled: bool
-    ) -> TableSource:
-        options = self.options
-        window = options.shuffle_window if shuffled else 0
-        return TableSource(self.files, pieces, hash_range, window, options.seed, options.threads)
 
 
 def _list_block_pieces(

@@ -5,14 +5,13 @@ A row ends at a newline outside quotes, i.e. one after an even number of quotes.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from colonnade.data.lines import GZIP_MAGIC, NEWLINE, check_regular_file
+from colonnade.data.lines import GZIP_MAGIC, NEWLINE, check_regular_file, read_range
 from colonnade.errors import DataError
 
 BLOCK_BYTES = 4 << 20
@@ -37,19 +36,8 @@ class TextRows:
 
     def read_block(self, block: int) -> bytes:
         """Read the text of a block. Raises DataError if the file changed."""
-        begin = int(self.offsets[block])
-        end = int(self.offsets[block + 1])
-        try:
-            with self.path.open("rb") as file:
-                if os.fstat(file.fileno()).st_size != self.num_bytes:
-                    raise DataError(
-                        f"{self.path}: its size was {self.num_bytes} bytes when it was opened and has changed "
-                        "since. Leave the file alone while it is read, and open it again"
-                    )
-                file.seek(begin)
-                return file.read(end - begin)
-        except OSError as error:
-            raise DataError(f"{self.path}: cannot be read ({error.strerror})") from None
+        begin, end = self.offsets[block : block + 2].tolist()
+        return read_range(self.path, begin, end, self.num_bytes)
 
 
 def find_row_ends(text: bytes, quote: int | None, in_quotes: bool = False) -> NDArray[np.int64]:

@@ -1,9 +1,5 @@
 """TFRecord files of tf.train.Example as columns: one per feature, a list if a record has several values.
 
-Example  { Features features = 1; }
-Features { map<string, Feature> feature = 1; }     an entry is { string key = 1; Feature value = 2; }
-Feature  { BytesList = 1 | FloatList = 2 | Int64List = 3; }     each { repeated value = 1; }, numbers packed or not
-
 A record has its length (u64), a checksum of the length, its bytes and their checksum, all little-endian; the checksums
 are masked CRC-32C. The columns and their types are those of the records in the first block.
 """
@@ -13,11 +9,14 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
+from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
 from colonnade.data.contract import Splits
@@ -33,104 +32,49 @@ from colonnade.data.tabular.source import ReaderOptions, with_reader_options
 from colonnade.data.tabular.text_rows import BLOCK_BYTES
 from colonnade.errors import DataError
 
-FORMS = {1: "bytes", 2: "floats", 3: "integers"}
-VARINT = 0
-FIXED64 = 1
-BYTES = 2
-FIXED32 = 5
+DESCRIPTION = """
+name: "colonnade/example.proto" package: "colonnade" syntax: "proto3"
+message_type { name: "Example"
+  field { name: "features" number: 1 label: LABEL_OPTIONAL type: TYPE_MESSAGE type_name: ".colonnade.Features" } }
+message_type { name: "Features"
+  field { name: "feature" number: 1 label: LABEL_REPEATED type: TYPE_MESSAGE
+          type_name: ".colonnade.Features.FeatureEntry" }
+  nested_type { name: "FeatureEntry" options { map_entry: true }
+    field { name: "key" number: 1 label: LABEL_OPTIONAL type: TYPE_STRING }
+    field { name: "value" number: 2 label: LABEL_OPTIONAL type: TYPE_MESSAGE type_name: ".colonnade.Feature" } } }
+message_type { name: "Feature" oneof_decl { name: "form" }
+  field { name: "bytes" number: 1 oneof_index: 0 label: LABEL_OPTIONAL type: TYPE_MESSAGE
+          type_name: ".colonnade.Bytes" }
+  field { name: "floats" number: 2 oneof_index: 0 label: LABEL_OPTIONAL type: TYPE_MESSAGE
+          type_name: ".colonnade.Floats" }
+  field { name: "integers" number: 3 oneof_index: 0 label: LABEL_OPTIONAL type: TYPE_MESSAGE
+          type_name: ".colonnade.Integers" } }
+message_type { name: "Bytes" field { name: "value" number: 1 label: LABEL_REPEATED type: TYPE_BYTES } }
+message_type { name: "Floats" field { name: "value" number: 1 label: LABEL_REPEATED type: TYPE_FLOAT } }
+message_type { name: "Integers" field { name: "value" number: 1 label: LABEL_REPEATED type: TYPE_INT64 } }
+"""
+"""Messages of a record, as TensorFlow's example.proto and feature.proto declare them."""
+
+
+@cache
+def _build_example_class() -> Any:
+    file = text_format.Parse(DESCRIPTION, descriptor_pb2.FileDescriptorProto())
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    return message_factory.GetMessageClass(pool.FindMessageTypeByName("colonnade.Example"))
 
 
 def parse_example(data: bytes) -> dict[str, tuple[str, list[Any]]]:
     """Parse a tf.train.Example: form ("bytes", "floats", "integers") and values by feature. Raises ValueError."""
-    features: dict[str, tuple[str, list[Any]]] = {}
-    for entry in _parse_nested_messages(data, 1):
-        for pair in _parse_nested_messages(entry, 1):
-            keys = list(_parse_nested_messages(pair, 1))
-            name = keys[-1].decode() if keys else ""
-            form = ""
-            values = []
-            for feature in _parse_nested_messages(pair, 2):
-                for number, wire, value in _parse_protobuf_fields(feature):
-                    if number in FORMS and wire == BYTES:
-                        form = FORMS[number]
-                        values = _parse_feature_values(FORMS[number], value)
-            features[name] = form, values
-    return features
-
-
-def _parse_feature_values(form: str, data: bytes) -> list[Any]:
-    values: list[Any] = []
-    for number, wire, value in _parse_protobuf_fields(data):
-        if number != 1:
-            continue
-        if form == "bytes" and wire == BYTES:
-            values.append(value)
-        elif form == "floats" and wire in (BYTES, FIXED32):
-            if len(value) % 4:
-                raise ValueError("floats of no whole length")
-            values += struct.unpack(f"<{len(value) // 4}f", value)
-        elif form == "integers" and wire == VARINT:
-            values.append(_to_signed(value))
-        elif form == "integers" and wire == BYTES:
-            at = 0
-            while at < len(value):
-                integer, at = _parse_varint(value, at)
-                values.append(_to_signed(integer))
-        else:
-            raise ValueError(f"wire type {wire} in a list of {form}")
-    return values
-
-
-def _parse_nested_messages(data: bytes, wanted: int) -> Iterator[bytes]:
-    """Yield the messages and texts of the field with number `wanted`."""
-    for number, wire, value in _parse_protobuf_fields(data):
-        if number == wanted:
-            if wire != BYTES:
-                raise ValueError(f"wire type {wire} in field {number}")
-            yield value
-
-
-def _parse_protobuf_fields(data: bytes) -> Iterator[tuple[int, int, Any]]:
-    """Yield (number, wire type, value) of every field: an integer for a varint, else bytes."""
-    at = 0
-    while at < len(data):
-        tag, at = _parse_varint(data, at)
-        number = tag >> 3
-        wire = tag & 7
-        if wire == VARINT:
-            value: Any
-            value, at = _parse_varint(data, at)
-        else:
-            if wire == BYTES:
-                size, at = _parse_varint(data, at)
-            elif wire in (FIXED64, FIXED32):
-                size = 8 if wire == FIXED64 else 4
-            else:
-                raise ValueError(f"wire type {wire}")
-            value = data[at : at + size]
-            at += size
-            if at > len(data):
-                raise ValueError("a field that goes beyond the end")
-        yield number, wire, value
-
-
-def _parse_varint(data: bytes, position: int) -> tuple[int, int]:
-    """Parse an integer of up to 64 bits; return it and the position after it."""
-    value = shift = 0
-    while shift < 70:
-        if position >= len(data):
-            raise ValueError("an integer that goes beyond the end")
-        byte = data[position]
-        position += 1
-        value |= (byte & 127) << shift
-        if byte < 128:
-            return value & (1 << 64) - 1, position
-        shift += 7
-    raise ValueError("an integer of more than 64 bits")
-
-
-def _to_signed(value: int) -> int:
-    return value - (1 << 64) if value >> 63 else value
+    try:
+        features = _build_example_class().FromString(data).features.feature
+    except DecodeError as error:
+        raise ValueError(str(error).splitlines()[0]) from None
+    forms = {name: feature.WhichOneof("form") for name, feature in features.items()}
+    return {
+        name: (form, list(getattr(features[name], form).value)) if form else ("", [])
+        for name, form in forms.items()
+    }
 
 
 HEADER_BYTES = 12
