@@ -272,7 +272,7 @@ def _requested_pooling(f: int, pooling: str, evaluated: EvaluatedFields, num_ran
     """Return the pooling that the owner of feature f's lookups applies, as `_native.Lookups` numbers it. In a world of
     one the lookups are the owner's, too."""
     is_whole = f in evaluated.averaged_by_owner or (pooling == "sequence" and num_ranks == 1)
-    return POOLINGS.index(pooling if is_whole else "sum")  # type: ignore[arg-type]
+    return POOLINGS.index(pooling if is_whole else "sum")
 
 
 def collect_weighed_lookups(batch: Batch, layout: BagLayout) -> Lookups:

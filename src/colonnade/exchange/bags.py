@@ -47,20 +47,19 @@ from colonnade.exchange.bag_layout import (
     collect_weighed_lookups,
 )
 from colonnade.exchange.operators import Operators, RemoteAttention
+from colonnade.exchange.part import ExchangePart, LookupRequest
 from colonnade.exchange.row_owner import RowOwner, gather_int32, owned_rows, reduce_next_use_codes
 from colonnade.exchange.rows import RowsExchange
 from colonnade.hops.message_bytes import NUM_SAMPLES
 from colonnade.lookup.contract import (
+    NO_TENSORS,
     REASSOCIATED,
     BatchInfo,
     Caller,
-    ExchangePart,
-    LookupRequest,
     PinnedRows,
     RowGradients,
     RowSource,
 )
-from colonnade.lookup.kernels import NO_TENSORS
 from colonnade.lookup.layout import (
     build_lookup_columns,
     collect_next_use,
@@ -141,7 +140,8 @@ class BagsExchange(ExchangePart[BagsLookup]):
         try:
             if self.num_ranks == 1:
                 plan = _native.make_plan(lookups.native, owner.table_rows, owner.one_owner)
-                return LookupRequest([], lookups, plan, codes)
+                next_use = None if codes is None else reduce_next_use_codes(codes, plan)
+                return LookupRequest([], lookups, plan, next_use)
             messages = pack_bag_lookups(lookups, owner.table_rows, self.owner_map, codes)
         except IndexError as error:
             raise explain_range_error(error, self.declaration, layout.requested.features) from None
@@ -150,7 +150,7 @@ class BagsExchange(ExchangePart[BagsLookup]):
             messages = [
                 message if rank in self.peers else size for rank, message in enumerate(messages)
             ]
-        return LookupRequest(messages, lookups, None, codes)
+        return LookupRequest(messages, lookups, None)
 
     def serve_requests(
         self, request: LookupRequest, received: Sequence[np.ndarray], batch: BatchInfo
@@ -159,25 +159,19 @@ class BagsExchange(ExchangePart[BagsLookup]):
         if self.tower is not None:
             return self._request_rows_for_peers(self.tower, request, received, batch)
         plan = request.plan
-        received_bags = ReceivedBags(request.lookups, [batch.size], request.codes)
+        next_use = request.codes
+        lookups = request.lookups
+        sizes = [batch.size]
         if self.num_ranks > 1:
             received_bags = self._unpack_lookups(received)
-            plan = self.owner.plan_lookups(received_bags.lookups, self.owner.one_owner)
+            lookups = received_bags.lookups
+            sizes = received_bags.sizes
+            plan = self.owner.plan_lookups(lookups, self.owner.one_owner)
+            codes = received_bags.codes
+            next_use = None if codes is None else reduce_next_use_codes(codes, plan)
         assert plan is not None
-        codes = (
-            None
-            if received_bags.codes is None
-            else reduce_next_use_codes(received_bags.codes, plan)
-        )
-        return BagsLookup(
-            batch,
-            received_bags.lookups,
-            plan,
-            owned_rows(plan, codes),
-            plan,
-            sizes=received_bags.sizes,
-            requested=request.lookups,
-        )
+        owned = owned_rows(plan, next_use)
+        return BagsLookup(batch, lookups, plan, owned, plan, sizes=sizes, requested=request.lookups)
 
     def _request_rows_for_peers(
         self,

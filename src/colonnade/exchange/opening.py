@@ -31,6 +31,7 @@ from colonnade.exchange.operator_cut import (
     restrict_declaration_to_tables,
 )
 from colonnade.exchange.operators import Operators, RemoteAttention
+from colonnade.exchange.part import ExchangePart
 from colonnade.exchange.replicated import ReplicatedExchange
 from colonnade.exchange.rows import RowsExchange
 from colonnade.hops.kinds import (
@@ -46,7 +47,7 @@ from colonnade.hops.kinds import (
 )
 from colonnade.hops.links import Links
 from colonnade.interaction import TargetAttention
-from colonnade.lookup.contract import ExchangePart, TowerConsumers
+from colonnade.lookup.contract import TowerConsumers
 from colonnade.lookup.layout import EmbeddingDeclaration
 from colonnade.plan.plan import EXACT, Codecs
 from colonnade.staleness import TableCache

@@ -8,7 +8,7 @@ are, or not under this exchange. Pure functions."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
 
@@ -160,7 +160,9 @@ def map_fields_to_owner_ranks(
     }
 
 
-def propose_consumer_sets(names: Sequence[str], cost) -> Iterable[tuple[str, ...]]:
+def propose_consumer_sets(
+    names: Sequence[str], cost: Callable[[tuple[str, ...]], float]
+) -> Iterable[tuple[str, ...]]:
     """Yield sets of names to try, all or greedily grown ones of least cost, smaller before larger."""
     if len(names) <= MOST_CONSUMERS:
         for size in range(1, len(names) + 1):

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from colonnade.batch import Batch
 from colonnade.comm.mesh import Mesh
+from colonnade.exchange.part import LookupRequest
 from colonnade.exchange.row_owner import (
     build_request_lookups,
     gather_int32,
@@ -26,7 +27,6 @@ from colonnade.exchange.rows import FetchedRows, FetchedRowsPart, RowsExchange, 
 from colonnade.lookup.contract import (
     BatchInfo,
     Caller,
-    LookupRequest,
     PartLookup,
     PinnedRows,
     RowGradients,

@@ -22,6 +22,7 @@ from torch import Tensor
 from colonnade import _native
 from colonnade.batch import Batch
 from colonnade.comm.mesh import Mesh, PendingCall
+from colonnade.exchange.part import ExchangePart, LookupRequest
 from colonnade.exchange.prefetched import collect_prefetched_rows, gather_prefetched_rows
 from colonnade.exchange.row_owner import (
     RowOwner,
@@ -31,18 +32,16 @@ from colonnade.exchange.row_owner import (
 )
 from colonnade.lookup.contract import (
     BITWISE,
+    NO_TENSORS,
     BatchInfo,
     ByPage,
     Caller,
-    ExchangePart,
     Kernels,
-    LookupRequest,
     PartLookup,
     PinnedRows,
     RowGradients,
     RowSource,
 )
-from colonnade.lookup.kernels import NO_TENSORS
 from colonnade.lookup.layout import (
     EmbeddingDeclaration,
     Lookups,

@@ -19,8 +19,9 @@ from colonnade.batch import Batch
 from colonnade.errors import BudgetExceeded, ConfigError
 from colonnade.lookup.contract import Caller, LookupContext, PinnedRows, Pushed, RowSource
 from colonnade.pipeline.gradients import StepGradients, Update, Updates
-from colonnade.pipeline.lookahead import LATE, Lookahead, PipelineSignals
+from colonnade.pipeline.lookahead import LATE, Lookahead
 from colonnade.pipeline.open_rows import OpenRows
+from colonnade.pipeline.prepared_batches import PipelineSignals
 from colonnade.store.contract import RowView
 
 

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from colonnade import _native
 from colonnade.errors import ConfigError
-from colonnade.topology.world import ShardingKind as Kind
-from colonnade.topology.world import World
+from colonnade.topology.world import ShardingKind, World
 
 Side = Literal["both", "hot", "cold"]
+Kind = ShardingKind
 
 
 @dataclass(frozen=True, slots=True)
