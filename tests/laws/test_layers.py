@@ -61,7 +61,6 @@ FAMILIES = {
     "cli",
     "data/sets",
     "data/tabular",
-    "exchange",
     "export",
     "interaction",
     "models",

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -37,7 +37,6 @@ from colonnade import _native
 from colonnade.batch import Batch
 from colonnade.comm.mesh import Mesh
 from colonnade.errors import WorldError
-from colonnade.exchange import prefetched_bags
 from colonnade.exchange.bag_layout import (
     BagLayout,
     BagReads,
@@ -46,8 +45,16 @@ from colonnade.exchange.bag_layout import (
     LastHop,
     collect_weighed_lookups,
 )
-from colonnade.exchange.operators import Operators, RemoteAttention
+from colonnade.exchange.operators import RemoteEvaluation
 from colonnade.exchange.part import ExchangePart, LookupRequest
+from colonnade.exchange.prefetched import (
+    export_gathered_sums,
+    export_operator_inputs,
+    export_sums,
+    restore_gathered_sums,
+    restore_operator_inputs,
+    restore_prefetched_sums,
+)
 from colonnade.exchange.row_owner import RowOwner, gather_int32, owned_rows, reduce_next_use_codes
 from colonnade.exchange.rows import RowsExchange
 from colonnade.hops.message_bytes import NUM_SAMPLES
@@ -77,6 +84,19 @@ from colonnade.wire.tower_transport import PeerTransport, TowerTransport
 from colonnade.wire.transport import PendingTransfer
 
 
+@dataclass(frozen=True, slots=True)
+class BagHops:
+    """Hops of values from the ranks that pool rows to the samples' ranks."""
+
+    last: LastHop
+    """Hop before which operators are evaluated."""
+    inner: Sequence[TowerTransport] = ()
+    """Earlier hops, in this order."""
+    rows_in_tower: RowsExchange | None = None
+    """Exchange inside the tower, for rows that this rank pools for `peers`."""
+    peers: Sequence[int] = ()
+
+
 class BagsExchange(ExchangePart[BagsLookup]):
     """Exchange of bags, on one rank."""
 
@@ -85,43 +105,31 @@ class BagsExchange(ExchangePart[BagsLookup]):
         layout: BagLayout,
         owner_map: OwnerMap,
         mesh: Mesh,
-        inner_hops: Sequence[TowerTransport],
-        last_hop: LastHop,
+        hops: BagHops,
         coding: Coding,
-        *,
-        operators: Operators | None = None,
-        attention: Mapping[str, RemoteAttention] | None = None,
-        keeps_pooled: bool = False,
-        waits_in_tower: bool = False,
-        tower: RowsExchange | None = None,
-        peers: Sequence[int] = (),
+        evaluation: RemoteEvaluation,
     ) -> None:
-        """Take the hops that values are sent over: the inner ones in this order, then the last, before which
-        `operators` are evaluated.
-
-        owner_map: ranks that pool each table's lookups. attention: by consumer of a sequence. keeps_pooled: checkpoints
-        hold the operators' inputs; waits_in_tower: values are stored before the last hop until they are used. tower:
-        exchange inside the tower, for rows that this rank pools for `peers`."""
+        """owner_map: ranks that pool each table's lookups."""
         self.layout = layout
         self.owner_map = owner_map
         self.mesh = mesh
         self.declaration = layout.declaration
         self.outputs = layout.outputs
-        self.inner_hops = tuple(inner_hops)
-        self.last_hop = last_hop
-        self.operators = operators
-        self.attention = attention or {}
-        self.keeps_pooled = keeps_pooled
-        self.waits_in_tower = waits_in_tower
-        self.tower = tower
-        self.peers = tuple(peers)
+        self.inner_hops = hops.inner
+        self.last_hop = hops.last
+        self.operators = evaluation.operators
+        self.attention = evaluation.attention
+        self.keeps_pooled = evaluation.keeps_pooled
+        self.waits_in_tower = evaluation.waits_in_tower
+        self.tower = hops.rows_in_tower
+        self.peers = hops.peers
         self.num_ranks = mesh.num_ranks
         self.share = layout.shares[mesh.rank]
         sums = layout.pooled_declaration(mesh.rank)
         self.owner = RowOwner(sums, build_lookup_columns(sums), list_lookup_outputs(sums), mesh)
         self.dtype = self.declaration.compute_dtype
         exact = coding.describe_exactness(REASSOCIATED, self.declaration.dtype, self.num_ranks)
-        num_roundings = last_hop.transport.num_roundings
+        num_roundings = self.last_hop.transport.num_roundings
         self.exactness = replace(exact, max_error=num_roundings * exact.max_error)
         used = {key for output in self.outputs for key, _ in output.column_starts}
         self._only_queries = [
@@ -463,35 +471,23 @@ class BagsExchange(ExchangePart[BagsLookup]):
         layout = self.layout
         rank = self.mesh.rank
         if self.keeps_pooled:
-            return prefetched_bags.export_operator_inputs(lookup, layout, rank)
+            return export_operator_inputs(lookup, layout, rank)
         if self.waits_in_tower:
-            return prefetched_bags.export_gathered_sums(
-                lookup, layout, self.last_hop.columns, self.peers
-            )
-        return prefetched_bags.export_sums(self.receive_pooled_sums(lookup), layout)
+            return export_gathered_sums(lookup, layout, self.last_hop.columns, self.peers)
+        return export_sums(self.receive_pooled_sums(lookup), layout)
 
     def restore(self, lookup: BagsLookup, prefetched: Sequence[Mapping[str, Tensor]]) -> None:
         layout = self.layout
         rank = self.mesh.rank
         if self.keeps_pooled:
             assert self.operators is not None
-            prefetched_bags.restore_operator_inputs(
-                lookup, layout, rank, self.operators, self.last_hop, prefetched
-            )
+            restore_operator_inputs(lookup, layout, rank, self.operators, self.last_hop, prefetched)
         elif self.waits_in_tower:
-            columns = self.last_hop.columns
-            transport = self.last_hop.transport
-            samples = prefetched_bags.restore_gathered_sums(
-                lookup, layout, columns, self.peers, prefetched
-            )
-            assert isinstance(transport, PeerTransport)
-            lookup.evaluation.gathered = list(transport.split_by_chunk(samples, lookup.sizes))
+            restore_gathered_sums(lookup, layout, self.last_hop, self.peers, prefetched)
         else:
             widths = self.owner.widths
             lookup.reads = BagReads(
-                total=prefetched_bags.restore_prefetched_sums(
-                    lookup, layout, rank, widths, prefetched
-                )
+                total=restore_prefetched_sums(lookup, layout, rank, widths, prefetched)
             )
 
 

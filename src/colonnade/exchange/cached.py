@@ -50,18 +50,18 @@ from colonnade.cache.messages import (
 from colonnade.cache.next_use import PreviewedBatch, sort_plan_rows_by_id, yield_batch_previews
 from colonnade.comm.mesh import Mesh
 from colonnade.errors import ConfigError
-from colonnade.exchange.part import ExchangePart, LookupRequest
+from colonnade.exchange.part import (
+    ExchangePart,
+    FetchedRows,
+    FetchedRowsLookup,
+    LookupRequest,
+    RowsLookup,
+)
 from colonnade.exchange.row_owner import (
     build_request_lookups,
     gather_int32,
 )
-from colonnade.exchange.rows import (
-    FetchedRows,
-    FetchedRowsLookup,
-    FetchedRowsPart,
-    RowsExchange,
-    RowsLookup,
-)
+from colonnade.exchange.rows import FetchedRowsPart, RowsExchange
 from colonnade.lookup.contract import (
     BatchInfo,
     Caller,

@@ -1,4 +1,6 @@
-"""Contract of one exchange of a plan, on one rank. `lookup/contract.py` has the order of its calls and their values.
+"""Contract of one exchange of a plan, on one rank, and lookups whose rows are fetched.
+
+`lookup/contract.py` has the order of the calls, and their values.
 
 Legend: T tables, U unique rows of this rank, B samples.
 """
@@ -8,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -21,11 +23,13 @@ from colonnade.lookup.contract import (
     BatchInfo,
     Caller,
     Exactness,
+    Kernels,
     PartLookup,
     RowGradients,
     RowSource,
 )
 from colonnade.lookup.layout import EmbeddingDeclaration, Lookups, Output
+from colonnade.lookup.row_layout import RowLayout
 from colonnade.store.contract import RowView
 
 
@@ -113,3 +117,48 @@ class ExchangePart(ABC, Generic[Lookup]):
 
     def after_update(self, optimizers: Tensor, settings: Tensor) -> None:
         """Do what follows the update of owned rows; by default nothing. Local. Arguments as of `_native.update`."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowMessages:
+    """Layouts of a batch's messages of rows."""
+
+    wanted: RowLayout  # this rank's unique rows, by owner
+    served: RowLayout  # rows requested from this rank, by requester
+    wanted_index: Tensor  # (U,) int32 element of each unique row
+    served_index: Tensor  # (P,) int32 element of each row requested from this rank
+    requests: (
+        _native.Lookups
+    )  # all ranks' requests to this one: a one-hot feature per (rank, table)
+
+
+@dataclass(slots=True)
+class FetchedRows:
+    """Addresses that `pooled` reads the row of each lookup from."""
+
+    kernels: Kernels
+    locations: Any  # the kernels' own
+    keep: Any  # objects that must live as long
+    arrival: Callable[[], None] | None = None  # to wait for first
+    index: Tensor | None = None
+    """Element of `keep` that each unique row begins with, (U,) int32, where rows were copied."""
+
+    def wait(self) -> None:
+        """Wait until the rows have arrived."""
+        if self.arrival is not None:
+            self.arrival()
+            self.arrival = None
+
+
+@dataclass(slots=True)
+class FetchedRowsLookup(PartLookup):
+    """Lookup of one batch that this rank pools from fetched rows."""
+
+    reads: FetchedRows | None = None
+
+
+@dataclass(slots=True)
+class RowsLookup(FetchedRowsLookup):
+    """Lookup of one batch whose rows are sent to the ranks that look them up."""
+
+    messages: RowMessages | None = None  # None in a world of one, until something is copied
