@@ -13,9 +13,9 @@ import pytest
 import colonnade.exchange
 from colonnade import Batch
 from colonnade.errors import ConfigError
+from colonnade.exchange import OPENERS, open_exchange_part
 from colonnade.exchange.bag_layout import BagsLookup
 from colonnade.exchange.cached import CachedLookup
-from colonnade.exchange.opening import OPENERS, open_exchange_part
 from colonnade.exchange.rows import RowsLookup
 from colonnade.hops.kinds import (
     BY_TOWERS,

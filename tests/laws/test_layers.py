@@ -59,7 +59,6 @@ FAMILIES = {
     "cli",
     "data/sets",
     "data/tabular",
-    "exchange",
     "export",
     "interaction",
     "models",

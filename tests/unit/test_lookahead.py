@@ -24,7 +24,7 @@ from colonnade import (
     build_plan,
 )
 from colonnade.errors import BudgetExceeded
-from colonnade.pipeline.lookahead import Lookahead
+from colonnade.pipeline.lookahead import BatchStages, Lookahead, LookaheadSettings
 from colonnade.pipeline.prepared_batches import (
     DEEPEST,
     LOOKED_AT,
@@ -65,14 +65,10 @@ class Slow:
         self.window = PipelineSignals(lambda: self.stall, lambda: 0.001 * self.prepared, *events)
         self.lookahead = Lookahead(
             batches or (Batch(1, torch.zeros(1, 0), {}) for _ in range(400)),
-            prepare=self.prepare,
-            fetch=self.fetch,
-            drop=lambda context: None,
-            window=self.window,
-            depth=depth,
-            staleness_bounds=(0,),
+            BatchStages(self.prepare, self.fetch, drop=lambda context: None),
+            LookaheadSettings(depth=depth, is_alone=is_alone),
+            self.window,
             updates=None,  # unused: no table is read early
-            is_alone=is_alone,
         )
 
     def prepare(self, batch, stored):

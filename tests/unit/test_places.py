@@ -18,7 +18,12 @@ from colonnade.checkpoint.checkpoints import (
     describe_lost_checkpoints,
     open_checkpoints,
 )
-from colonnade.checkpoint.stores import choose_segment_size, open_stores, order_stripe_directories
+from colonnade.checkpoint.stores import (
+    RowFiles,
+    choose_segment_size,
+    open_stores,
+    order_stripe_directories,
+)
 from colonnade.comm.mesh import Mesh
 from colonnade.config.run import build_config, override_settings
 from colonnade.data import open_tensors
@@ -182,7 +187,7 @@ def test_one_directory_under_two_names_is_refused(tmp_path):
 def open_two(folder, step, place, tables):
     """A rank's stores of two tables, and what they may keep."""
     stores = open_stores(
-        folder, tables, [row_wise(1)] * len(tables), 0, UnsyncedDisk(), step, directories=[place]
+        RowFiles(folder, UnsyncedDisk(), [place]), tables, [row_wise(1)] * len(tables), 0, step
     )
     return stores, stores[0].files.stripes.spaces[1]
 
@@ -285,7 +290,7 @@ def test_an_older_checkpoint_out_of_reach_is_said_once(tmp_path):
     tables = Net().collection.tables
     # By hand what collection does in time: the newest checkpoint has no segment in the old directory.
     checkpoints, step = open_checkpoints(
-        tmp_path / "run", tables, Mesh(), directories=[StorageLocation(new["ssd"][0])]
+        RowFiles(tmp_path / "run", directories=[StorageLocation(new["ssd"][0])]), tables, Mesh()
     )
     for store in checkpoints.backings:
         for rows in list(store.scan()):
@@ -295,10 +300,9 @@ def test_an_older_checkpoint_out_of_reach_is_said_once(tmp_path):
     assert describe_lost_checkpoints(checkpoints) == []
     checkpoints.close()
     (tmp_path / "old").rename(tmp_path / "gone")
-    stores = open_stores(
-        tmp_path / "run", tables, [row_wise(1)] * len(tables), 0, UnsyncedDisk(), step + 1,
-        directories=[StorageLocation(checkpoints.outside_folders[0].as_posix())],
-    )  # fmt: skip
+    directories = [StorageLocation(checkpoints.outside_folders[0].as_posix())]
+    files = RowFiles(tmp_path / "run", UnsyncedDisk(), directories)
+    stores = open_stores(files, tables, [row_wise(1)] * len(tables), 0, step + 1)
     checkpoints = Checkpoints(tmp_path / "run", Mesh(), stores, keep=2, disk=UnsyncedDisk())
     (message,) = describe_lost_checkpoints(checkpoints)
     assert f"checkpoint of step {step} can no longer be opened: {tmp_path / 'old'}" in message

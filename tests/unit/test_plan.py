@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from colonnade import EmbeddingCollection, Feature, Mesh, Plan, PlanConfig, Table, build_plan
 from colonnade.errors import ConfigError, CorruptionError
-from colonnade.exchange import open_exchange
+from colonnade.exchange import TableExchange, open_exchange
 from colonnade.lookup.layout import declare
 from colonnade.plan.build import describe_planned_tables, find_row_files
 from colonnade.plan.cost.memory import Budgets, demand_even_share, divide
@@ -218,7 +218,7 @@ def test_shardings_that_this_world_cannot_use():
         (row_wise(2), "replicated", "exchange=replicated for rows that are sharded row_wise"),
     ):
         with pytest.raises(ConfigError, match=message):
-            open_exchange(declaration, mesh, exchanges=[exchange], shardings=[sharding])
+            open_exchange(declaration, mesh, [TableExchange(exchange=exchange, sharding=sharding)])
 
 
 def test_a_plan_of_other_tables_is_refused():

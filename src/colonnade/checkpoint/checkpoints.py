@@ -37,6 +37,8 @@ from colonnade.checkpoint.snapshot import (
 )
 from colonnade.checkpoint.states import load_state, serialize_rank_state
 from colonnade.checkpoint.stores import (
+    RowFiles,
+    SavedShards,
     copy_rows_to_new_shards,
     find_new_shards,
     list_store_folders,
@@ -51,7 +53,6 @@ from colonnade.errors import CheckpointError, ColonnadeError, StorageError
 from colonnade.exchange.cached import CachedExchange
 from colonnade.exchange.cached_state import can_load_cache, restore_cache_state
 from colonnade.exchange.prefetched import prefetched_tables
-from colonnade.sizes import StorageLocation
 from colonnade.store.disk import Disk
 from colonnade.store.durable import write_durably
 from colonnade.store.log import LogBacking
@@ -327,17 +328,14 @@ def steps_to_keep(folder: Path, keep: int) -> list[int]:
 
 
 def open_checkpoints(
-    folder: Path,
+    files: RowFiles,
     tables: Sequence[Table],
     mesh: Mesh,
     *,
     keep: int = 2,
     shardings: Sequence[Sharding] | None = None,
-    disk: Disk | None = None,
     read_only: bool = False,
     at: int | None = None,
-    directories: Sequence[StorageLocation] = (),
-    write_budget: int | None = None,
 ) -> tuple[Checkpoints, int | None]:
     """Open this rank's stores at the newest saved step. Collective. Returns the step; None for a new run.
 
@@ -345,11 +343,11 @@ def open_checkpoints(
     shardings: by table; default row_wise over all ranks. A checkpoint with other shardings or another number of ranks
     is resharded: every rank reads the old stores of the tables it has rows of, and copies the rows that it owns now;
     of a replicated table from the first copy.
-    directories: outside the run folder, for new rows, each in a subfolder named by the run. Directories that already
-    have rows of the run are opened without being listed here.
-    write_budget: in bytes per second.
+    files: new rows are written to a subfolder of each directory that is named by the run. Directories that already have
+    rows of the run are opened without being listed here.
     """
-    disk = disk or Disk()
+    folder = files.folder
+    disk = files.disk
     steps = list_checkpoints(folder)
     if at is not None and at not in steps:
         raise CheckpointError(f"{folder} has no checkpoint of step {at}; it has {steps or 'none'}")
@@ -375,30 +373,20 @@ def open_checkpoints(
     shards = shard_tables(tables, wanted_shardings)
     new_shards = find_new_shards(saved_shards, shards, mesh.rank)
     if read_only and new_shards and step is not None:
-        readers = open_saved_shards(folder, tables, saved_shards, shards, mesh.rank, disk, step)
+        saved = SavedShards(files, step, tables, saved_shards)
+        readers = open_saved_shards(saved, shards, mesh.rank)
         return Checkpoints(folder, mesh, readers, keep=keep, disk=disk, run=run_name), step
     stripe_folders = [
         replace(directory, path=str(Path(directory.path) / f"colonnade-{run_name}"))
-        for directory in directories
+        for directory in files.directories
     ]
     if step is not None and not read_only:
         _delete_overwritten_checkpoints(folder, mesh, disk, steps[:-1], shards, new_shards)
-    backings = open_stores(
-        folder,
-        tables,
-        wanted_shardings,
-        mesh.rank,
-        disk,
-        step,
-        read_only,
-        stripe_folders,
-        write_budget,
-        new_shards,
-    )
+    files = replace(files, directories=stripe_folders)
+    backings = open_stores(files, tables, wanted_shardings, mesh.rank, step, read_only, new_shards)
     if step is not None:
-        copy_rows_to_new_shards(
-            folder, tables, saved_shards, shards, mesh.rank, disk, step, backings, new_shards
-        )
+        saved = SavedShards(files, step, tables, saved_shards)
+        copy_rows_to_new_shards(saved, shards, mesh.rank, backings, new_shards)
     checkpoints = Checkpoints(folder, mesh, backings, keep=keep, disk=disk, run=run_name)
     checkpoints.outside_folders = [Path(directory.path) for directory in stripe_folders]
     return checkpoints, step

@@ -32,6 +32,7 @@ from colonnade.checkpoint.snapshot import (
     settings_without_parameters,
 )
 from colonnade.checkpoint.states import load_state
+from colonnade.checkpoint.stores import RowFiles
 from colonnade.comm.mesh import Mesh
 from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import CheckpointError, ConfigError
@@ -161,7 +162,12 @@ def load_collection(
         collection.checkpoint = Checkpoint(folder.resolve(), checkpoints.run, step, checkpoints)
     else:
         checkpoints, _ = open_checkpoints(
-            folder, collection.tables, mesh, read_only=True, at=step, shardings=plan.shardings
+            RowFiles(folder),
+            collection.tables,
+            mesh,
+            read_only=True,
+            at=step,
+            shardings=plan.shardings,
         )
         collection.open(plan, mesh)
         try:
@@ -223,14 +229,12 @@ def _open_row_stores(
     collection: EmbeddingCollection, folder: Path, plan: Plan, mesh: Mesh, step: int | None
 ) -> Checkpoints:
     checkpoints, _ = open_checkpoints(
-        folder,
+        RowFiles(folder, directories=plan.ssd, write_budget=plan.write_budget),
         collection.tables,
         mesh,
         keep=NUM_KEPT_SAVES,
         shardings=plan.shardings,
         at=step,
-        directories=plan.ssd,
-        write_budget=plan.write_budget,
     )
     return checkpoints
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import shutil
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -51,6 +51,29 @@ READ_DEPTH = 32
 """Reads in flight. An SSD is near its best rate from about six on; a deeper queue merges more reads."""
 
 RankStores = list[LogBacking | AbsentRows]
+
+
+@dataclass(frozen=True, slots=True)
+class RowFiles:
+    """Files of a run's rows: where they are, and how they are written."""
+
+    folder: Path
+    """Run folder."""
+    disk: Disk = field(default_factory=Disk)
+    directories: Sequence[StorageLocation] = ()
+    """Directories outside the run folder, for new rows."""
+    write_budget: int | None = None
+    """Bytes per second."""
+
+
+@dataclass(frozen=True, slots=True)
+class SavedShards:
+    """Rows of one checkpoint, by table or slice as it was saved."""
+
+    files: RowFiles
+    step: int
+    tables: Sequence[Table]
+    shards: Sequence[TableShard]
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,26 +248,24 @@ def _open_recorded_slice(
 
 
 def open_stores(
-    folder: Path,
+    files: RowFiles,
     tables: Sequence[Table],
     shardings: Sequence[Sharding],
     rank: int,
-    disk: Disk,
     step: int | None,
     read_only: bool = False,
-    directories: Sequence[StorageLocation] = (),
-    write_budget: int | None = None,
     new_shards: Collection[int] = (),
 ) -> RankStores:
     """Open one rank's stores, by table or slice (`shard_tables`), as saved at `step`; empty if None.
 
     They share reader, writer and collector.
+    files: with directories of this run, for segments, instead of the run folder.
     shardings: by table; a rank without rows has no files.
-    directories: of this run, for segments, instead of the run folder.
     new_shards: tables or slices that start empty, even if files exist.
     """
     reader = _native.PageReader("auto", READ_DEPTH)
-    writer = LogWriter(bytes_per_second=write_budget)
+    writer = LogWriter(bytes_per_second=files.write_budget)
+    directories = files.directories
     collector = Collector()
     sizes = [directory.bytes or _disk_bytes(Path(directory.path)) for directory in directories]
     # The limits apply to the configured directory, which is the parent of this run's.
@@ -263,14 +284,14 @@ def open_stores(
                 continue
             opened.append(
                 open_log(
-                    folder / "rows" / path,
+                    files.folder / "rows" / path,
                     table_name=table.name,
                     record_bytes=table.record_bytes,
                     identity=get_record_identity(table),
                     rows=table.rows,
                     num_owners=shard.num_owners,
                     owner_index=shard.owner_index,
-                    disk=disk,
+                    disk=files.disk,
                     reader=reader,
                     writer=writer,
                     collector=collector,
@@ -298,7 +319,7 @@ def open_stores(
     return opened
 
 
-def _open_saved_shard(folder: Path, table_shard: TableShard, disk: Disk, step: int) -> ShardReader:
+def _open_saved_shard(files: RowFiles, table_shard: TableShard, step: int) -> ShardReader:
     """Open the stores that together have all rows of a saved table or slice, in shard order, read-only."""
     opened: list[LogBacking] = []
     reader = _native.PageReader("auto", READ_DEPTH)
@@ -308,7 +329,7 @@ def _open_saved_shard(folder: Path, table_shard: TableShard, disk: Disk, step: i
         shard = sharding.shard_of(rank)
         path = store_folder(sharding, rank, table_shard.label)
         assert shard.owner_index is not None and path is not None
-        open_one = partial(open_log, folder / "rows" / path, table_name=table.name)
+        open_one = partial(open_log, files.folder / "rows" / path, table_name=table.name)
         opened.append(
             open_one(
                 record_bytes=table.record_bytes,
@@ -316,7 +337,7 @@ def _open_saved_shard(folder: Path, table_shard: TableShard, disk: Disk, step: i
                 rows=table.rows,
                 num_owners=shard.num_owners,
                 owner_index=shard.owner_index,
-                disk=disk,
+                disk=files.disk,
                 reader=reader,
                 step=step,
                 read_only=True,
@@ -326,25 +347,22 @@ def _open_saved_shard(folder: Path, table_shard: TableShard, disk: Disk, step: i
 
 
 def _open_rows_of_shard(
-    folder: Path,
-    tables: Sequence[Table],
-    saved_shards: Sequence[TableShard],
-    table_shard: TableShard,
-    disk: Disk,
-    step: int,
+    saved: SavedShards, table_shard: TableShard
 ) -> ShardReader | ColumnShardReader | HotColdReader | ColumnSliceReader:
     """Open a reader of all rows of a table or slice, from a checkpoint that may have other slices.
 
     It may also read other rows of the table.
     """
     saved_of_table = [
-        saved_shard for saved_shard in saved_shards if saved_shard.number == table_shard.number
+        saved_shard for saved_shard in saved.shards if saved_shard.number == table_shard.number
     ]
     for saved_shard in saved_of_table:
         if saved_shard.label == table_shard.label:
-            return _open_saved_shard(folder, saved_shard, disk, step)
-    record_shape = RecordShape.of(tables[table_shard.number])
-    readers = [_open_saved_shard(folder, saved_shard, disk, step) for saved_shard in saved_of_table]
+            return _open_saved_shard(saved.files, saved_shard, saved.step)
+    record_shape = RecordShape.of(saved.tables[table_shard.number])
+    readers = [
+        _open_saved_shard(saved.files, saved_shard, saved.step) for saved_shard in saved_of_table
+    ]
     all_rows: ShardReader | ColumnShardReader | HotColdReader = readers[0]
     if (hot_ids := saved_of_table[0].sharding.hot) is not None:
         all_rows = HotColdReader(readers[0], readers[1], hot_ids.tensor)
@@ -357,47 +375,37 @@ def _open_rows_of_shard(
 
 
 def open_saved_shards(
-    folder: Path,
-    tables: Sequence[Table],
-    saved_shards: Sequence[TableShard],
-    shards: Sequence[TableShard],
-    rank: int,
-    disk: Disk,
-    step: int,
+    saved: SavedShards, shards: Sequence[TableShard], rank: int
 ) -> list[ShardReader | ColumnShardReader | HotColdReader | ColumnSliceReader | AbsentRows]:
     """Open readers of a checkpoint with other shardings, for each table or slice that this rank has rows of."""
     return [
         AbsentRows(table_shard.table.name, table_shard.table.record_bytes)
         if table_shard.sharding.shard_of(rank).owner_index is None
-        else _open_rows_of_shard(folder, tables, saved_shards, table_shard, disk, step)
+        else _open_rows_of_shard(saved, table_shard)
         for table_shard in shards
     ]
 
 
 def copy_rows_to_new_shards(
-    folder: Path,
-    tables: Sequence[Table],
-    saved_shards: Sequence[TableShard],
+    saved: SavedShards,
     shards: Sequence[TableShard],
     rank: int,
-    disk: Disk,
-    step: int,
     stores: RankStores,
     new_shards: Collection[int],
 ) -> None:
-    """Copy the rows that this rank owns now from the stores of earlier owners, and commit them as of `step`.
+    """Copy the rows that this rank owns now from the stores of earlier owners, and commit them as of the saved step.
 
     new_shards: indices into `shards` of tables or slices with rows still to copy.
     """
     for shard_index in new_shards:
         own_shard = shards[shard_index].sharding.shard_of(rank)
         target = stores[shard_index]
-        source = _open_rows_of_shard(folder, tables, saved_shards, shards[shard_index], disk, step)
+        source = _open_rows_of_shard(saved, shards[shard_index])
         for rows in source.scan():
             is_owned = own_shard.owns(rows.ids, shards[shard_index].table.rows)
             target.write(rows.ids[is_owned], rows.records[is_owned].contiguous()).wait()
         source.close()
-        target.commit(step)
+        target.commit(saved.step)
 
 
 def find_new_shards(

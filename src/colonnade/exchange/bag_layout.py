@@ -16,7 +16,7 @@ from colonnade.batch import Batch
 from colonnade.errors import ConfigError, DataError
 from colonnade.exchange.operator_cut import get_result_width, list_whole_fields
 from colonnade.exchange.operators import Attended, Partials
-from colonnade.exchange.rows import RowsLookup
+from colonnade.exchange.part import RowsLookup
 from colonnade.lookup.contract import PartLookup
 from colonnade.lookup.fields import ColumnKey, ColumnRun, FieldColumns, FieldLayout, find_runs
 from colonnade.lookup.layout import (
@@ -272,7 +272,7 @@ def _requested_pooling(f: int, pooling: str, evaluated: EvaluatedFields, num_ran
     """Return the pooling that the owner of feature f's lookups applies, as `_native.Lookups` numbers it. In a world of
     one the lookups are the owner's, too."""
     is_whole = f in evaluated.averaged_by_owner or (pooling == "sequence" and num_ranks == 1)
-    return POOLINGS.index(pooling if is_whole else "sum")  # type: ignore[arg-type]
+    return POOLINGS.index(pooling if is_whole else "sum")
 
 
 def collect_weighed_lookups(batch: Batch, layout: BagLayout) -> Lookups:

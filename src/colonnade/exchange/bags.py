@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -37,7 +37,6 @@ from colonnade import _native
 from colonnade.batch import Batch
 from colonnade.comm.mesh import Mesh
 from colonnade.errors import WorldError
-from colonnade.exchange import prefetched_bags
 from colonnade.exchange.bag_layout import (
     BagLayout,
     BagReads,
@@ -46,21 +45,28 @@ from colonnade.exchange.bag_layout import (
     LastHop,
     collect_weighed_lookups,
 )
-from colonnade.exchange.operators import Operators, RemoteAttention
+from colonnade.exchange.operators import RemoteEvaluation
+from colonnade.exchange.part import ExchangePart, LookupRequest
+from colonnade.exchange.prefetched import (
+    export_gathered_sums,
+    export_operator_inputs,
+    export_sums,
+    restore_gathered_sums,
+    restore_operator_inputs,
+    restore_prefetched_sums,
+)
 from colonnade.exchange.row_owner import RowOwner, gather_int32, owned_rows, reduce_next_use_codes
 from colonnade.exchange.rows import RowsExchange
 from colonnade.hops.message_bytes import NUM_SAMPLES
 from colonnade.lookup.contract import (
+    NO_TENSORS,
     REASSOCIATED,
     BatchInfo,
     Caller,
-    ExchangePart,
-    LookupRequest,
     PinnedRows,
     RowGradients,
     RowSource,
 )
-from colonnade.lookup.kernels import NO_TENSORS
 from colonnade.lookup.layout import (
     build_lookup_columns,
     collect_next_use,
@@ -78,6 +84,19 @@ from colonnade.wire.tower_transport import PeerTransport, TowerTransport
 from colonnade.wire.transport import PendingTransfer
 
 
+@dataclass(frozen=True, slots=True)
+class BagHops:
+    """Hops of values from the ranks that pool rows to the samples' ranks."""
+
+    last: LastHop
+    """Hop before which operators are evaluated."""
+    inner: Sequence[TowerTransport] = ()
+    """Earlier hops, in this order."""
+    rows_in_tower: RowsExchange | None = None
+    """Exchange inside the tower, for rows that this rank pools for `peers`."""
+    peers: Sequence[int] = ()
+
+
 class BagsExchange(ExchangePart[BagsLookup]):
     """Exchange of bags, on one rank."""
 
@@ -86,43 +105,31 @@ class BagsExchange(ExchangePart[BagsLookup]):
         layout: BagLayout,
         owner_map: OwnerMap,
         mesh: Mesh,
-        inner_hops: Sequence[TowerTransport],
-        last_hop: LastHop,
+        hops: BagHops,
         coding: Coding,
-        *,
-        operators: Operators | None = None,
-        attention: Mapping[str, RemoteAttention] | None = None,
-        keeps_pooled: bool = False,
-        waits_in_tower: bool = False,
-        tower: RowsExchange | None = None,
-        peers: Sequence[int] = (),
+        evaluation: RemoteEvaluation,
     ) -> None:
-        """Take the hops that values are sent over: the inner ones in this order, then the last, before which
-        `operators` are evaluated.
-
-        owner_map: ranks that pool each table's lookups. attention: by consumer of a sequence. keeps_pooled: checkpoints
-        hold the operators' inputs; waits_in_tower: values are stored before the last hop until they are used. tower:
-        exchange inside the tower, for rows that this rank pools for `peers`."""
+        """owner_map: ranks that pool each table's lookups."""
         self.layout = layout
         self.owner_map = owner_map
         self.mesh = mesh
         self.declaration = layout.declaration
         self.outputs = layout.outputs
-        self.inner_hops = tuple(inner_hops)
-        self.last_hop = last_hop
-        self.operators = operators
-        self.attention = attention or {}
-        self.keeps_pooled = keeps_pooled
-        self.waits_in_tower = waits_in_tower
-        self.tower = tower
-        self.peers = tuple(peers)
+        self.inner_hops = hops.inner
+        self.last_hop = hops.last
+        self.operators = evaluation.operators
+        self.attention = evaluation.attention
+        self.keeps_pooled = evaluation.keeps_pooled
+        self.waits_in_tower = evaluation.waits_in_tower
+        self.tower = hops.rows_in_tower
+        self.peers = hops.peers
         self.num_ranks = mesh.num_ranks
         self.share = layout.shares[mesh.rank]
         sums = layout.pooled_declaration(mesh.rank)
         self.owner = RowOwner(sums, build_lookup_columns(sums), list_lookup_outputs(sums), mesh)
         self.dtype = self.declaration.compute_dtype
         exact = coding.describe_exactness(REASSOCIATED, self.declaration.dtype, self.num_ranks)
-        num_roundings = last_hop.transport.num_roundings
+        num_roundings = self.last_hop.transport.num_roundings
         self.exactness = replace(exact, max_error=num_roundings * exact.max_error)
         used = {key for output in self.outputs for key, _ in output.column_starts}
         self._only_queries = [
@@ -141,7 +148,8 @@ class BagsExchange(ExchangePart[BagsLookup]):
         try:
             if self.num_ranks == 1:
                 plan = _native.make_plan(lookups.native, owner.table_rows, owner.one_owner)
-                return LookupRequest([], lookups, plan, codes)
+                next_use = None if codes is None else reduce_next_use_codes(codes, plan)
+                return LookupRequest([], lookups, plan, next_use)
             messages = pack_bag_lookups(lookups, owner.table_rows, self.owner_map, codes)
         except IndexError as error:
             raise explain_range_error(error, self.declaration, layout.requested.features) from None
@@ -150,7 +158,7 @@ class BagsExchange(ExchangePart[BagsLookup]):
             messages = [
                 message if rank in self.peers else size for rank, message in enumerate(messages)
             ]
-        return LookupRequest(messages, lookups, None, codes)
+        return LookupRequest(messages, lookups, None)
 
     def serve_requests(
         self, request: LookupRequest, received: Sequence[np.ndarray], batch: BatchInfo
@@ -159,25 +167,19 @@ class BagsExchange(ExchangePart[BagsLookup]):
         if self.tower is not None:
             return self._request_rows_for_peers(self.tower, request, received, batch)
         plan = request.plan
-        received_bags = ReceivedBags(request.lookups, [batch.size], request.codes)
+        next_use = request.codes
+        lookups = request.lookups
+        sizes = [batch.size]
         if self.num_ranks > 1:
             received_bags = self._unpack_lookups(received)
-            plan = self.owner.plan_lookups(received_bags.lookups, self.owner.one_owner)
+            lookups = received_bags.lookups
+            sizes = received_bags.sizes
+            plan = self.owner.plan_lookups(lookups, self.owner.one_owner)
+            codes = received_bags.codes
+            next_use = None if codes is None else reduce_next_use_codes(codes, plan)
         assert plan is not None
-        codes = (
-            None
-            if received_bags.codes is None
-            else reduce_next_use_codes(received_bags.codes, plan)
-        )
-        return BagsLookup(
-            batch,
-            received_bags.lookups,
-            plan,
-            owned_rows(plan, codes),
-            plan,
-            sizes=received_bags.sizes,
-            requested=request.lookups,
-        )
+        owned = owned_rows(plan, next_use)
+        return BagsLookup(batch, lookups, plan, owned, plan, sizes=sizes, requested=request.lookups)
 
     def _request_rows_for_peers(
         self,
@@ -469,35 +471,23 @@ class BagsExchange(ExchangePart[BagsLookup]):
         layout = self.layout
         rank = self.mesh.rank
         if self.keeps_pooled:
-            return prefetched_bags.export_operator_inputs(lookup, layout, rank)
+            return export_operator_inputs(lookup, layout, rank)
         if self.waits_in_tower:
-            return prefetched_bags.export_gathered_sums(
-                lookup, layout, self.last_hop.columns, self.peers
-            )
-        return prefetched_bags.export_sums(self.receive_pooled_sums(lookup), layout)
+            return export_gathered_sums(lookup, layout, self.last_hop.columns, self.peers)
+        return export_sums(self.receive_pooled_sums(lookup), layout)
 
     def restore(self, lookup: BagsLookup, prefetched: Sequence[Mapping[str, Tensor]]) -> None:
         layout = self.layout
         rank = self.mesh.rank
         if self.keeps_pooled:
             assert self.operators is not None
-            prefetched_bags.restore_operator_inputs(
-                lookup, layout, rank, self.operators, self.last_hop, prefetched
-            )
+            restore_operator_inputs(lookup, layout, rank, self.operators, self.last_hop, prefetched)
         elif self.waits_in_tower:
-            columns = self.last_hop.columns
-            transport = self.last_hop.transport
-            samples = prefetched_bags.restore_gathered_sums(
-                lookup, layout, columns, self.peers, prefetched
-            )
-            assert isinstance(transport, PeerTransport)
-            lookup.evaluation.gathered = list(transport.split_by_chunk(samples, lookup.sizes))
+            restore_gathered_sums(lookup, layout, self.last_hop, self.peers, prefetched)
         else:
             widths = self.owner.widths
             lookup.reads = BagReads(
-                total=prefetched_bags.restore_prefetched_sums(
-                    lookup, layout, rank, widths, prefetched
-                )
+                total=restore_prefetched_sums(lookup, layout, rank, widths, prefetched)
             )
 
 

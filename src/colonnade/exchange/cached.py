@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -50,23 +50,22 @@ from colonnade.cache.messages import (
 from colonnade.cache.next_use import PreviewedBatch, sort_plan_rows_by_id, yield_batch_previews
 from colonnade.comm.mesh import Mesh
 from colonnade.errors import ConfigError
+from colonnade.exchange.part import (
+    ExchangePart,
+    FetchedRows,
+    FetchedRowsLookup,
+    LookupRequest,
+    RowsLookup,
+)
 from colonnade.exchange.row_owner import (
     build_request_lookups,
     gather_int32,
 )
-from colonnade.exchange.rows import (
-    FetchedRows,
-    FetchedRowsLookup,
-    FetchedRowsPart,
-    RowsExchange,
-    RowsLookup,
-)
+from colonnade.exchange.rows import FetchedRowsPart, RowsExchange
 from colonnade.lookup.contract import (
     BatchInfo,
     Caller,
-    ExchangePart,
     Kernels,
-    LookupRequest,
     PartLookup,
     PinnedRows,
     RowGradients,
@@ -146,6 +145,13 @@ class CacheTransfer:
         None  # of U rows, table by table (`CachedRows`), until they are applied to the copies
     )
     is_dropped: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CachedRequest(LookupRequest):
+    """Request of one training batch whose rows are read from copies."""
+
+    transfer: CacheTransfer = field(kw_only=True)
 
 
 @dataclass(slots=True)
@@ -253,7 +259,7 @@ class CachedExchange(FetchedRowsPart[FetchedRowsLookup]):
             is_used = torch.from_numpy(origin >= 0)
             request_codes[is_used] = codes[torch.from_numpy(origin)[is_used]]
         requests = self.rows.pack_plan_requests(request_plan, request_codes)
-        return LookupRequest(
+        return CachedRequest(
             prepend_row_flags(transfer.row_requests, requests), lookups, plan, transfer=transfer
         )
 
@@ -358,8 +364,8 @@ class CachedExchange(FetchedRowsPart[FetchedRowsLookup]):
         if batch.is_evaluated:
             return self.rows.serve_requests(request, received, batch)
         plan = request.plan
+        assert isinstance(request, CachedRequest) and plan is not None
         transfer = request.transfer
-        assert plan is not None
         headers, id_messages = split_row_flags(received)
         requests = self.rows.unpack_plan_requests(id_messages)
         served = parse_row_flags(headers, requests.counts)
@@ -621,7 +627,7 @@ class CachedExchange(FetchedRowsPart[FetchedRowsLookup]):
         self._undo_decision(lookup.transfer)
 
     def cancel(self, request: LookupRequest) -> None:
-        if request.transfer is not None:
+        if isinstance(request, CachedRequest):
             self._undo_decision(request.transfer)
 
     def _undo_decision(self, transfer: CacheTransfer) -> None:

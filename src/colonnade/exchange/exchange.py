@@ -21,13 +21,13 @@ from torch import Tensor, nn
 
 from colonnade.batch import Batch
 from colonnade.comm.mesh import Mesh
+from colonnade.exchange.part import ExchangePart
 from colonnade.exchange.prefetched import TABLES, prefetched_tables
 from colonnade.lookup.contract import (
     ID_CHANNELS,
     BatchInfo,
     Caller,
     Exactness,
-    ExchangePart,
     LookupContext,
     OwnedRows,
     PartLookup,

@@ -16,7 +16,7 @@ have rows of the sequence; W columns of fields, P columns that are sent; D dim, 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 import torch
@@ -356,3 +356,16 @@ class RemoteAttention:
             group, values.reshape(-1), send, receive, traffic_tag=traffic_tag
         )
         return received.view(len(self.ranks), size, width)
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteEvaluation:
+    """Evaluation of consumers before values reach the samples' ranks."""
+
+    operators: Operators | None = None
+    attention: Mapping[str, RemoteAttention] = field(default_factory=dict)
+    """Attention by consumer of a sequence."""
+    keeps_pooled: bool = False
+    """True if checkpoints store the operators' inputs."""
+    waits_in_tower: bool = False
+    """True if values that were read ahead are stored before the last hop until they are used."""

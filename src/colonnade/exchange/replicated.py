@@ -17,16 +17,16 @@ from torch import Tensor
 
 from colonnade.batch import Batch
 from colonnade.comm.mesh import Mesh
+from colonnade.exchange.part import FetchedRows, LookupRequest, RowsLookup
 from colonnade.exchange.row_owner import (
     build_request_lookups,
     gather_int32,
     owned_rows,
 )
-from colonnade.exchange.rows import FetchedRows, FetchedRowsPart, RowsExchange, RowsLookup
+from colonnade.exchange.rows import FetchedRowsPart, RowsExchange
 from colonnade.lookup.contract import (
     BatchInfo,
     Caller,
-    LookupRequest,
     PartLookup,
     PinnedRows,
     RowGradients,

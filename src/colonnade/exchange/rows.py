@@ -11,9 +11,8 @@ P rows that other ranks (and this one) requested from it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -22,6 +21,14 @@ from torch import Tensor
 from colonnade import _native
 from colonnade.batch import Batch
 from colonnade.comm.mesh import Mesh, PendingCall
+from colonnade.exchange.part import (
+    ExchangePart,
+    FetchedRows,
+    FetchedRowsLookup,
+    LookupRequest,
+    RowMessages,
+    RowsLookup,
+)
 from colonnade.exchange.prefetched import collect_prefetched_rows, gather_prefetched_rows
 from colonnade.exchange.row_owner import (
     RowOwner,
@@ -31,18 +38,15 @@ from colonnade.exchange.row_owner import (
 )
 from colonnade.lookup.contract import (
     BITWISE,
+    NO_TENSORS,
     BatchInfo,
     ByPage,
     Caller,
-    ExchangePart,
-    Kernels,
-    LookupRequest,
     PartLookup,
     PinnedRows,
     RowGradients,
     RowSource,
 )
-from colonnade.lookup.kernels import NO_TENSORS
 from colonnade.lookup.layout import (
     EmbeddingDeclaration,
     Lookups,
@@ -50,7 +54,7 @@ from colonnade.lookup.layout import (
     collect_lookups,
     list_lookup_outputs,
 )
-from colonnade.lookup.row_layout import RowLayout, build_row_layout
+from colonnade.lookup.row_layout import build_row_layout
 from colonnade.ops.memory import empty
 from colonnade.store.contract import RowView
 from colonnade.topology.sharding import Sharding, row_wise_over_owners
@@ -58,52 +62,6 @@ from colonnade.wire.coding import NO_CODING, Coding, RowCodec
 from colonnade.wire.id_distribution import traffic_tag_of
 from colonnade.wire.owner_map import build_owner_map
 from colonnade.wire.packing import ReceivedRequests, pack_id_requests, unpack_id_requests
-
-
-@dataclass(frozen=True, slots=True)
-class RowMessages:
-    """Layouts of a batch's messages of rows."""
-
-    wanted: RowLayout  # this rank's unique rows, by owner
-    served: RowLayout  # rows requested from this rank, by requester
-    wanted_index: Tensor  # (U,) int32 element of each unique row
-    served_index: Tensor  # (P,) int32 element of each row requested from this rank
-    requests: (
-        _native.Lookups
-    )  # all ranks' requests to this one: a one-hot feature per (rank, table)
-
-
-@dataclass(slots=True)
-class FetchedRows:
-    """Addresses that `pooled` reads the row of each lookup from."""
-
-    kernels: Kernels
-    locations: Any  # the kernels' own
-    keep: Any  # objects that must live as long
-    arrival: Callable[[], None] | None = None  # to wait for first
-    index: Tensor | None = None
-    """Element of `keep` that each unique row begins with, (U,) int32, where rows were copied."""
-
-    def wait(self) -> None:
-        """Wait until the rows have arrived."""
-        if self.arrival is not None:
-            self.arrival()
-            self.arrival = None
-
-
-@dataclass(slots=True)
-class FetchedRowsLookup(PartLookup):
-    """Lookup of one batch that this rank pools from fetched rows."""
-
-    reads: FetchedRows | None = None
-
-
-@dataclass(slots=True)
-class RowsLookup(FetchedRowsLookup):
-    """Lookup of one batch whose rows are sent to the ranks that look them up."""
-
-    messages: RowMessages | None = None  # None in a world of one, until something is copied
-
 
 RowsReader = TypeVar("RowsReader", bound=FetchedRowsLookup)
 

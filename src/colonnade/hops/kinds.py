@@ -2,7 +2,7 @@
 
 A hop is the way between the ranks of the samples and those of the rows. Ids go forward over an exchange's hops, values
 come back in reverse order, gradients go forward again. A hop says what it sends (`flows`), what it computes (`work`)
-and which tables it cannot serve (`refuses`); `exchange/opening.py` has the function that opens each kind. Bytes of a
+and which tables it cannot serve (`refuses`); `exchange/__init__.py` has the function that opens each kind. Bytes of a
 flow are those of one block of its pattern (`links.py`), so that the bytes on any link follow from both.
 
 Legend: n owners of each of k slices of a table; N ranks.

@@ -16,19 +16,17 @@ O unique rows that this rank owns and some rank requested, N ranks.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from colonnade import _native
-from colonnade.batch import Batch
 from colonnade.lookup.hot import SplitBatch
-from colonnade.lookup.layout import EmbeddingDeclaration, Lookups, Output
+from colonnade.lookup.layout import Lookups
 from colonnade.lookup.row_layout import RowLayout
 from colonnade.store.contract import RowView
 
@@ -85,17 +83,6 @@ class BatchInfo:
     def is_evaluated(self) -> bool:
         """True if the batch is evaluated, not trained on."""
         return self.caller == "evaluation"
-
-
-@dataclass(frozen=True, slots=True)
-class LookupRequest:
-    """Request of one batch on this rank, checked, before anything is sent."""
-
-    messages: Sequence[np.ndarray]  # by rank, uint8: the request to it (world of one: [])
-    lookups: Lookups
-    plan: _native.Plan | None  # of `lookups`, where this rank needs one
-    codes: Any = None  # `Batch.next_use` by lookup or unique row
-    transfer: Any = None  # exchange.cached.CacheTransfer of a cached table
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,83 +271,6 @@ class TowerConsumers:
     """Number of ranks of a tower, which are neighbours."""
     tower_of: Mapping[str, int]
     """Index of the tower that evaluates a consumer, by its name."""
-
-
-Lookup = TypeVar("Lookup", bound=PartLookup)
-
-
-class ExchangePart(ABC, Generic[Lookup]):
-    """Part of a plan's exchange, on one rank, for the tables that use it. Methods are collective in a world of several
-    unless they are called local; `Exchange` calls them on every rank in one order."""
-
-    declaration: EmbeddingDeclaration
-    """Declaration of these tables and their features."""
-    outputs: tuple[Output, ...]
-    exactness: Exactness
-    owner: Any  # exchange.row_owner.RowOwner
-    operators: Any = (
-        None  # exchange.operators.Operators, where some consumers are evaluated on the way
-    )
-    counts_norm: bool = True
-    """True if this rank's sums count towards the gradient norm; where all ranks have the same sums, on one rank
-    only."""
-
-    @abstractmethod
-    def build_requests(self, batch: Batch, caller: Caller) -> LookupRequest:
-        """Check a batch, and build its requests. Local. Every error of a batch is raised by this method: IdRangeError,
-        DataError, NonFiniteError."""
-
-    @abstractmethod
-    def serve_requests(
-        self, request: LookupRequest, received: Sequence[np.ndarray], batch: BatchInfo
-    ) -> Lookup:
-        """Serve all ranks' requests: plan the owned rows that they need. Local, but collective inside a tower where
-        rows are requested once a tower. received: by rank, the message of its `build_requests` to this one (world of
-        one: []). Raises WorldError for any other message."""
-
-    @abstractmethod
-    def resolve_slots(self, lookup: Lookup, views: Sequence[RowView]) -> None:
-        """Find the slots that `fetch` and the update use, once `lookup.pinned` is set. Local, any thread."""
-
-    @abstractmethod
-    def fetch(self, lookup: Lookup, source: RowSource) -> None:
-        """Begin to send values to the samples' ranks. Rows are read before it returns."""
-
-    @abstractmethod
-    def pooled(self, lookup: Lookup, into: Mapping[int, Tensor] = ...) -> list[Tensor]:
-        """Return one tensor per output from the fetched values. into: tensors to write this part's fields into, by
-        output that other parts have fields of, too. Collective where a tower sends its values when they are used."""
-
-    @abstractmethod
-    def begin_push(
-        self, lookup: Lookup, gradients: list[Tensor] | None, step: int, number: int
-    ) -> Callable[[], RowGradients]:
-        """Begin to send gradients (by output; None: zeros) to the rows' owners. Call the result, which is collective
-        too, to wait for the gradients of owned rows, even after the next push has begun. step: updates made before;
-        number: index of the batch in its step; both seed the codecs' random bits."""
-
-    @abstractmethod
-    def drop(self, lookup: Lookup) -> None:
-        """Drop a batch: wait for its pending transfers, and forget them."""
-
-    def prefetched(self, lookup: Lookup) -> dict[str, Tensor]:
-        """Return the fetched values for a checkpoint; `restore` accepts them in any world. By default there are none:
-        such a part is never read ahead."""
-        return {}
-
-    def restore(self, lookup: Lookup, prefetched: Sequence[Mapping[str, Tensor]]) -> None:
-        """Restore, instead of a `fetch`, the values that all ranks of some world had prefetched for this step's global
-        batch. Raises CheckpointError."""
-
-    @abstractmethod
-    def has_values(self, lookup: Lookup) -> bool:
-        """Return whether the batch was fetched or restored. Local."""
-
-    def cancel(self, request: LookupRequest) -> None:
-        """Undo the decisions of the newest request, which will not be used; by default there are none. Local."""
-
-    def after_update(self, optimizers: Tensor, settings: Tensor) -> None:
-        """Do what follows the update of owned rows; by default nothing. Local. Arguments as of `_native.update`."""
 
 
 NO_TENSORS: Mapping[int, Tensor] = {}

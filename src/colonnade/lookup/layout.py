@@ -66,17 +66,17 @@ class EmbeddingDeclaration:
     @cached_property
     def dtype(self) -> torch.dtype:
         """Type of the elements of rows."""
-        return getattr(torch, self.tables[0].dtype)
+        return _find_dtype(self.tables[0].dtype)
 
     @cached_property
     def compute_dtype(self) -> torch.dtype:
         """Type of lookup weights, sums of gradients and optimizer state."""
-        return getattr(torch, self.tables[0].compute_dtype)
+        return _find_dtype(self.tables[0].compute_dtype)
 
     @cached_property
     def output_dtype(self) -> torch.dtype:
         """Type of the outputs that the collection returns."""
-        return getattr(torch, self.output)
+        return _find_dtype(self.output)
 
     @cached_property
     def parts(self) -> tuple[tuple[int, Part], ...]:
@@ -167,10 +167,15 @@ class LookupColumns:
     squared: tuple[bool, ...] = ()  # (R,) whether a read is of squares
 
 
+def _find_dtype(name: str) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
 def declare(
     tables: Sequence[Table],
     features: Sequence[Feature],
-    consumers: Mapping[str, tuple],
+    consumers: Mapping[str, tuple[Interaction, Sequence[str]]],
     output_dtype: torch.dtype | None = None,
 ) -> EmbeddingDeclaration:
     """Check a model's declaration and return it. Raises ConfigError that names what does not fit."""

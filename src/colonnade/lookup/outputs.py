@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 from colonnade import _native
 from colonnade.errors import DataError
@@ -24,16 +25,24 @@ class OutputPooler(Protocol):
         ...
 
 
+class _PoolNode(FunctionCtx):
+    """Node of the graph between a batch's forward and its backward."""
+
+    context: LookupContext
+
+
 class _Pool(torch.autograd.Function):
     """Autograd function that pools; its backward only records gradients: rows change in RowOptimizer.step."""
 
     @staticmethod
-    def forward(ctx, exchange: OutputPooler, context: LookupContext, handle: Tensor):
+    def forward(
+        ctx: _PoolNode, exchange: OutputPooler, context: LookupContext, handle: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.context = context
         return tuple(exchange.pooled(context))
 
     @staticmethod
-    def backward(ctx, *gradients: Tensor):
+    def backward(ctx: _PoolNode, *gradients: Tensor) -> tuple[None, None, None]:
         if ctx.context.is_done:
             raise RuntimeError(
                 "backward reached a batch that RowOptimizer.step() has applied or dropped already; "
@@ -47,7 +56,8 @@ def record_backward(
     exchange: OutputPooler, context: LookupContext, handle: Tensor
 ) -> tuple[Tensor, ...]:
     """Return one tensor per output, in a graph whose backward records their gradients on the context."""
-    return _Pool.apply(exchange, context, handle)
+    outputs: tuple[Tensor, ...] = _Pool.apply(exchange, context, handle)
+    return outputs
 
 
 def build_outputs(
@@ -86,11 +96,9 @@ def evaluate(name: str, consumer: Consumer, pooled: Tensor, dense: Tensor | None
     dim = pooled.shape[1] // max(1, num_fields)
     if interaction.width(dim) is None:
         return interaction.combine(pooled)
-    if not interaction.needs_equal_dims:
-        return interaction(pooled, *_dense_columns(name, consumer, dense, pooled))
-    return interaction(
-        pooled.unflatten(1, (num_fields, dim)), *_dense_columns(name, consumer, dense, pooled)
-    )
+    fields = pooled.unflatten(1, (num_fields, dim)) if interaction.needs_equal_dims else pooled
+    output: Tensor = interaction(fields, *_dense_columns(name, consumer, dense, pooled))
+    return output
 
 
 def _dense_columns(

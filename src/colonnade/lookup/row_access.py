@@ -126,7 +126,8 @@ def admit_loaded_rows(
         indices = torch.arange(len(ids), dtype=torch.int32)
         view = RowView(records.data_ptr(), table.record_bytes, table.width, table.dtype)
         norms = squared_norms(view, indices)
-    return policy.adopt(ids, step, norms).unique()
+    unique_ids: Tensor = policy.adopt(ids, step, norms).unique()
+    return unique_ids
 
 
 class MappedLookup:

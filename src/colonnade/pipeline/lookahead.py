@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from colonnade.batch import Batch
@@ -27,6 +28,30 @@ from colonnade.pipeline.prepared_batches import (
 )
 
 LATE = 2  # steps: reads this early leave one step to send an update in, and another to send their own values in
+
+
+@dataclass(frozen=True, slots=True)
+class BatchStages:
+    """Functions that bring a batch from its ids to its use."""
+
+    prepare: Callable[[Batch, PrefetchedBatch | None], LookupContext]
+    fetch: Callable[[LookupContext, int], None]
+    """Function of a batch's context and the number of steps before its use."""
+    drop: Callable[[LookupContext], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LookaheadSettings:
+    """Number of batches ahead, and the order in which they are used."""
+
+    depth: int | Literal["auto"]
+    staleness_bounds: Sequence[int] = (0,)
+    """Bounds of the tables, in steps, ascending. A batch is first fetched as many steps before its use as the last one
+    says."""
+    is_alone: bool = True
+    """True if no other rank prepares batches of this lookahead's step."""
+    is_in_order: bool = False
+    """True if `BatchStages.fetch` refuses a batch after one that was not used."""
 
 
 class Lookahead(Iterator[Batch]):
@@ -43,33 +68,29 @@ class Lookahead(Iterator[Batch]):
     def __init__(
         self,
         batches: Iterable[Batch],
-        *,
-        prepare: Callable[[Batch, PrefetchedBatch | None], LookupContext],
-        fetch: Callable[[LookupContext, int], None],
-        drop: Callable[[LookupContext], None],
-        window: PipelineSignals,
-        depth: int | Literal["auto"],
-        staleness_bounds: Sequence[int],
+        stages: BatchStages,
+        settings: LookaheadSettings,
+        signals: PipelineSignals,
         updates: Updates,
         prefetched: Sequence[PrefetchedBatch] = (),
-        is_alone: bool = True,
-        is_in_order: bool = False,
     ) -> None:
-        """Prepare nothing yet: the thread starts at the first `next()`.
-
-        fetch(context, steps before its use). staleness_bounds: bounds of the tables, in steps, ascending; a batch
-        enters the line that many steps before its use as the last one says. is_in_order: `fetch` refuses a batch after
-        one that was not used. prefetched: values values of the first batches, from a
+        """Prepare nothing yet: the thread starts at the first `next()`. prefetched: values of the first batches, from a
         checkpoint."""
         self._prepared = PreparedBatches(
-            iter(batches), prepare, drop, window, depth, prefetched, is_alone
+            iter(batches),
+            stages.prepare,
+            stages.drop,
+            signals,
+            settings.depth,
+            prefetched,
+            settings.is_alone,
         )
-        self._fetch = fetch
-        self._signals = window
+        self._fetch = stages.fetch
+        self._signals = signals
         self._updates = updates
-        self._is_in_order = is_in_order
-        self._staleness_bounds = tuple(staleness_bounds)
-        self._max_staleness = staleness_bounds[-1]
+        self._is_in_order = settings.is_in_order
+        self._staleness_bounds = tuple(settings.staleness_bounds)
+        self._max_staleness = self._staleness_bounds[-1]
         self._line: deque[PreparedBatch] = deque()  # fetched, oldest first
         self._current: PreparedBatch | None = None
         self._postponed = (

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from colonnade.comm.mesh import Mesh
-from colonnade.exchange import open_exchange
+from colonnade.exchange import TableExchange, open_exchange
 from colonnade.exchange.cached import CachedExchange, find_cached_part
 from colonnade.exchange.exchange import Exchange
 from colonnade.lookup.layout import EmbeddingDeclaration
@@ -97,13 +97,18 @@ def open_rows(
     exchange = open_exchange(
         views.declaration,
         mesh,
-        exchanges=[names[table_shard.number] for table_shard in table_shards],
-        shardings=[table_shard.sharding for table_shard in table_shards],
+        [
+            TableExchange(
+                exchange=names[table_shard.number],
+                sharding=table_shard.sharding,
+                reads_ahead=steps_ahead[table_shard.number],
+                cache=plan.tables[table_shard.number].cache,
+            )
+            for table_shard in table_shards
+        ],
         codecs=plan.codecs,
         seed=seed,
-        reads_ahead=[steps_ahead[table_shard.number] for table_shard in table_shards],
         towers=plan.towers,
-        caches=[plan.tables[table_shard.number].cache for table_shard in table_shards],
         copies_on=device if plan.cache_tier == "hbm" else None,
     )
     memory, store = _open_row_store(views, plan, shards, seed, device, backings)

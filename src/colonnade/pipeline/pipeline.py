@@ -19,8 +19,9 @@ from colonnade.batch import Batch
 from colonnade.errors import BudgetExceeded, ConfigError
 from colonnade.lookup.contract import Caller, LookupContext, PinnedRows, Pushed, RowSource
 from colonnade.pipeline.gradients import StepGradients, Update, Updates
-from colonnade.pipeline.lookahead import LATE, Lookahead, PipelineSignals
+from colonnade.pipeline.lookahead import LATE, BatchStages, Lookahead, LookaheadSettings
 from colonnade.pipeline.open_rows import OpenRows
+from colonnade.pipeline.prepared_batches import PipelineSignals
 from colonnade.store.contract import RowView
 
 
@@ -74,16 +75,16 @@ class Pipeline:
             batches = rows.mesh.peer_monitor.watch_batches(batches)
         lookahead = Lookahead(
             batches if rows.cached is None else rows.cached.preview_batches(batches, self.views),
-            prepare=self.prepare_batch,
-            fetch=self.fetch_rows,
-            drop=self.drop_batch,
-            window=self._signals,
-            depth=rows.plan.lookahead,
-            staleness_bounds=rows.staleness_bounds,
-            prefetched=prefetched,
-            is_alone=rows.mesh.num_ranks == 1,
-            updates=self.updates,
-            is_in_order=rows.cached is not None,
+            BatchStages(self.prepare_batch, self.fetch_rows, self.drop_batch),
+            LookaheadSettings(
+                depth=rows.plan.lookahead,
+                staleness_bounds=rows.staleness_bounds,
+                is_alone=rows.mesh.num_ranks == 1,
+                is_in_order=rows.cached is not None,
+            ),
+            self._signals,
+            self.updates,
+            prefetched,
         )
         self.updates.set_reader(lookahead)
         return lookahead

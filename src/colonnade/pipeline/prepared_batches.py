@@ -92,6 +92,10 @@ class PipelineSignals:
     closing: threading.Event  # batches that are prepared from now on will be dropped
 
 
+ReadyBatches = queue.Queue[PreparedBatch | BaseException | None]
+"""Prepared batches in order; None after the last one, or the error that ended them."""
+
+
 class PreparedBatches:
     """Batches that a thread prepares while earlier ones compute, `depth` of them before they are taken.
 
@@ -123,7 +127,7 @@ class PreparedBatches:
         self._was_late = True
         self.is_exhausted = False
         """Whether no batch follows: the last one was taken, one failed, or the thread was stopped."""
-        self._ready: queue.Queue = queue.Queue()
+        self._ready: ReadyBatches = queue.Queue()
         # First in, first out: every rank's thread prepares exactly the batches it has a permit for before
         # it sees the stop, so no rank waits in `prepare` for one that has already stopped.
         self._permits: queue.Queue[bool] = queue.Queue()
@@ -244,7 +248,7 @@ class PreparedBatches:
 def _prepare_batches(
     prepare_next: Callable[[], PreparedBatch | None],
     permits: queue.Queue[bool],
-    ready: queue.Queue,
+    ready: ReadyBatches,
     window: PipelineSignals,
 ) -> None:
     """Prepare one batch per permit and put it in `ready`; None after the last one, or the error. Thread's target."""

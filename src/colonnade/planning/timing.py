@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from colonnade.batch import Batch
-from colonnade.checkpoint.stores import open_stores
+from colonnade.checkpoint.stores import RowFiles, open_stores
 from colonnade.comm.mesh import Mesh
 from colonnade.comm.peer_status import report_errors_to_peers
 from colonnade.comm.traffic import Traffic
@@ -36,7 +36,6 @@ from colonnade.planning.measure import list_missing_folders
 from colonnade.planning.placement import list_row_folders, read_sample_batches
 from colonnade.store.budget import slot_bytes
 from colonnade.store.contract import Backing
-from colonnade.store.disk import Disk
 from colonnade.train.setup import RunSetup, open_timed_trainer
 from colonnade.train.trainer import Outcome, Trainer
 
@@ -397,7 +396,7 @@ def _open_copy(
         parent = parent or Path(list_row_folders(plan, setup.folder or Path())[0])
         folder = stack.enter_context(create_temporary_folder(parent))
         tables = setup.collection.tables
-        stores = open_stores(folder, tables, plan.shardings, setup.mesh.rank, Disk(), None)
+        stores = open_stores(RowFiles(folder), tables, plan.shardings, setup.mesh.rank, None)
         for store in stores:
             stack.callback(store.close)
         backings = stores

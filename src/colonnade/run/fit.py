@@ -17,6 +17,7 @@ from colonnade.checkpoint.checkpoints import open_checkpoints
 from colonnade.checkpoint.fingerprint import check_model_matches_checkpoint, load_dense
 from colonnade.checkpoint.header import read_header, resolve_step
 from colonnade.checkpoint.states import load_state
+from colonnade.checkpoint.stores import RowFiles
 from colonnade.comm.mesh import Mesh
 from colonnade.comm.process_groups import open_mesh
 from colonnade.config.plan import PlanConfig
@@ -164,7 +165,9 @@ def load_checkpoint(
     step = resolve_step(folder, at)
     header = read_header(folder, step)
     check_model_matches_checkpoint(folder, header, collection.declaration, model)
-    checkpoints, _ = open_checkpoints(folder, collection.tables, mesh, read_only=True, at=step)
+    checkpoints, _ = open_checkpoints(
+        RowFiles(folder), collection.tables, mesh, read_only=True, at=step
+    )
     config = PlanConfig.model_validate({"memory": {"dram": dram}})
     plan = build_plan(collection.tables, mesh.world, config)
     collection.open(plan, mesh, backings=checkpoints.backings, step=step)

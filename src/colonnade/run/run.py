@@ -33,6 +33,7 @@ from colonnade.checkpoint.completeness import (
     print_missing_seal,
 )
 from colonnade.checkpoint.header import list_checkpoints, read_header, resolve_step
+from colonnade.checkpoint.stores import RowFiles
 from colonnade.comm.mesh import Mesh
 from colonnade.comm.peer_status import report_errors_to_peers
 from colonnade.comm.process_groups import assign_server_ranks
@@ -458,17 +459,17 @@ def _open_checkpoints_and_rows(
     checkpoints = None
     step = None
     if folder is not None:
+        files = RowFiles(folder, setup.disk)
+        if plan is not None:
+            files = replace(files, directories=plan.ssd, write_budget=plan.write_budget)
         checkpoints, step = open_checkpoints(
-            folder,
+            files,
             setup.collection.tables,
             setup.mesh,
             keep=setup.config.train.keep_checkpoints,
-            disk=setup.disk,
             read_only=setup.read_only,
             at=None if setup.at is None else resolve_step(folder, setup.at),
             shardings=None if plan is None else plan.shardings,
-            directories=() if plan is None else plan.ssd,
-            write_budget=None if plan is None else plan.write_budget,
         )
         checkpoints.sealed_settings = list_fixed_settings(setup.config)
         if step is not None and not setup.read_only:

@@ -17,13 +17,13 @@ import numpy as np
 
 from colonnade import _native
 from colonnade.errors import ConfigError
-from colonnade.topology.world import ShardingKind as Kind
-from colonnade.topology.world import World
+from colonnade.topology.world import ShardingKind, World
 
 if TYPE_CHECKING:  # who reads a plan needs no torch
     from torch import Tensor
 
 Side = Literal["both", "hot", "cold"]
+Kind = ShardingKind
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ from colonnade.train.objective import Objective
 from colonnade.train.progress import Progress
 from colonnade.train.record import select_record_part
 from colonnade.train.tower_weights import find_tower_weights
-from colonnade.train.trainer import Schedule, Trainer
+from colonnade.train.trainer import Optimizers, Schedule, Trainer
 
 OptimizerFactory = Callable[[Sequence[nn.Parameter]], Optimizer]
 ScheduleFactory = Callable[[Optimizer], LRScheduler | ReduceLROnPlateau | None]
@@ -111,33 +111,35 @@ def build_trainer(
     record_part = select_record_part(mesh)
     if config.data.next_use_hints and not setup.read_only:
         data = add_next_use_to_splits(data, config.train.num_epochs)
+    gradients = DenseGradients(
+        setup.parameters,
+        mesh,
+        collection.plan.codecs.dense,
+        late=exchange.pushed_parameters,
+        towers=find_tower_weights(
+            collection.declaration, exchange.inside, mesh.num_ranks, optimizer
+        ),
+    )
     trainer = Trainer(
         setup.model,
-        collection,
         data,
         build_training_schedule(setup),
-        objective=setup.objective,
-        dense_optimizer=optimizer,
-        rows=rows,
-        dense=DenseGradients(
-            setup.parameters,
-            mesh,
-            collection.plan.codecs.dense,
-            late=exchange.pushed_parameters,
-            towers=find_tower_weights(
-                collection.declaration, exchange.inside, mesh.num_ranks, optimizer
-            ),
+        setup.objective,
+        Optimizers(
+            rows=rows,
+            dense=optimizer,
+            dense_gradients=gradients,
+            lr_schedules=[schedule for schedule in schedules if schedule is not None],
+            loss_scale=build_loss_scale(config.train.loss_scale),
         ),
-        lr_schedules=[schedule for schedule in schedules if schedule is not None],
-        progress=Progress(
+        Progress(
             total_steps=run_steps,
             console=console or Terminal(quiet=True),
             folder=None if record_part is None else setup.trained_folder,
             part=record_part or "all",
             is_quiet=console is None or mesh.rank > 0,
         ),
-        checkpoints=checkpoints,
-        loss_scale=build_loss_scale(config.train.loss_scale),
+        checkpoints,
     )
     if console is not None and (tower_text := describe_tower_modules(setup.model, collection)):
         console.print(tower_text, highlight=False)

@@ -22,7 +22,6 @@ from colonnade.comm.mesh import Mesh
 from colonnade.comm.peer_status import report_errors_to_peers
 from colonnade.data.batches import build_empty_batch, read_rank_batches
 from colonnade.data.contract import LastBatch, Position, Source, Splits, has_samples
-from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import CheckpointError, ConfigError, DataError, NonFiniteError
 from colonnade.exchange.cached_state import apply_planned_bounds
 from colonnade.models.ranking import BlockedMetrics
@@ -133,6 +132,17 @@ class Outcome:
     days: list[dict[str, float]] = field(default_factory=list)  # progressive validation, by day
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Optimizers:
+    """Optimizers of rows and of the dense parameters, with what scales and sums their gradients."""
+
+    rows: RowOptimizer
+    dense: Optimizer
+    dense_gradients: DenseGradients
+    lr_schedules: Sequence[LRScheduler | ReduceLROnPlateau] = ()
+    loss_scale: LossScale = field(default_factory=LossScale)
+
+
 class Trainer:
     """Training loop of one rank.
 
@@ -143,32 +153,26 @@ class Trainer:
     def __init__(
         self,
         model: nn.Module,
-        collection: EmbeddingCollection,
         data: Splits,
         schedule: Schedule,
-        *,
         objective: Objective,
-        dense_optimizer: Optimizer,
-        rows: RowOptimizer,
-        dense: DenseGradients,
+        optimizers: Optimizers,
         progress: Progress,
-        lr_schedules: Sequence[LRScheduler | ReduceLROnPlateau] = (),
         checkpoints: Checkpoints | None = None,
-        loss_scale: LossScale | None = None,
     ) -> None:
         self.model = model
-        self.collection = collection
+        self.collection = optimizers.rows.collection
         self.data = data
         self.schedule = schedule
         self.objective = objective
-        self.dense_optimizer = dense_optimizer
-        self.rows = rows
-        self.dense = dense
-        self.lr_schedules = tuple(lr_schedules)
+        self.rows = optimizers.rows
+        self.dense_optimizer = optimizers.dense
+        self.dense = optimizers.dense_gradients
+        self.lr_schedules = tuple(optimizers.lr_schedules)
         self.progress = progress
         self.checkpoints = checkpoints
-        self.loss_scale = loss_scale or LossScale()
-        self.mesh = collection.mesh
+        self.loss_scale = optimizers.loss_scale
+        self.mesh = self.collection.mesh
         self.phases = Phases()
         self.position = Position()  # of the next batch to train on, in steps of `batch_size`
         self.restored_reads: list[

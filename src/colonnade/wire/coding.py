@@ -89,7 +89,8 @@ class RowCodec:
     def rank_bytes(self, codec: Codec, layout: RowLayout, dtype: torch.dtype) -> list[int]:
         """Return the number of bytes to or from each rank, for elements of `dtype`."""
         widths = [codec.row_bytes(dims, dtype) for dims in self.dims]
-        return (layout.counts @ np.array(widths)).tolist()
+        num_bytes: list[int] = (layout.counts @ np.array(widths)).tolist()
+        return num_bytes
 
     def build_rounding_keys(
         self, plan: _native.Plan, blocks: np.ndarray, step: int, batch_number: int

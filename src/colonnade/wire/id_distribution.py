@@ -57,7 +57,8 @@ def exchange_messages(
 
 def _message_bytes(sizes: NDArray[np.int32]) -> list[int]:
     """Return the number of bytes for each rank, header included, from the sizes (N, E) of its messages."""
-    return (BATCH_WEIGHT.size + sizes.sum(1, dtype=np.int64)).tolist()
+    num_bytes: list[int] = (BATCH_WEIGHT.size + sizes.sum(1, dtype=np.int64)).tolist()
+    return num_bytes
 
 
 def _check_message_sizes(message_sizes: NDArray[np.int32]) -> NDArray[np.int32]:

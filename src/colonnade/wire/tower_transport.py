@@ -241,7 +241,8 @@ class PeerTransport:
         """Split block (M, W), whose samples are in the order of `order_peers`, by chunk. A tower without fields may
         pass any number of rows without columns."""
         counts = [chunk.num_samples for chunk in self._chunks(sizes)]
-        return block[: sum(counts)].split(counts)
+        blocks: tuple[Tensor, ...] = block[: sum(counts)].split(counts)
+        return blocks
 
     def send_values(
         self, blocks: Iterable[Tensor], batch_sizes: Sequence[int], traffic_tag: str

@@ -12,6 +12,7 @@ A *use* of a row is a batch with at least one lookup of it. All functions are pu
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -102,7 +103,7 @@ def estimate_from_spectrum(values: Floats, rows: Floats, table_rows: int | None)
         def fit_error(exponent: float) -> float:
             tail = _power_law_tail(num_head, fit_num_tail(exponent), mass, exponent)
             return sum(
-                (
+                float(
                     np.log(
                         (_first_use_rate(tail, total * part) + _first_use_rate(head, total * part))
                         / rate
@@ -165,7 +166,7 @@ def predict_counting_cache_reads(
 
 def _poisson_at_least(thresholds: Floats, expected: torch.Tensor) -> Floats:
     """Return P(Poisson(m) >= k), (len(thresholds), K): the regularised lower incomplete gamma function of (k, m)."""
-    probability = torch.special.gammainc(
+    probability: Floats = torch.special.gammainc(
         torch.from_numpy(thresholds)[:, None].clamp_min(1e-300),
         expected.clamp_min(1e-300)[None, :],
     ).numpy()
@@ -207,7 +208,9 @@ def _fit_power_law_steepness(values: Floats, rows: Floats) -> float:
     return float(np.clip(-slope, 0.2, 2.0))
 
 
-def _solve_falling_function(function, value: float, low: float, high: float) -> float:
+def _solve_falling_function(
+    function: Callable[[float], float], value: float, low: float, high: float
+) -> float:
     """Find the argument at which a falling function takes a value, by bisection; the nearer end if there is none."""
     if function(low) <= value:
         return low

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -324,7 +325,9 @@ def measure_packed_id_bytes(
     return sizes_in_bytes
 
 
-def _compute_size_ratios(sizes: Sequence[int], packed: NDArray[np.float64]) -> tuple:
+def _compute_size_ratios(
+    sizes: Sequence[int], packed: NDArray[np.float64]
+) -> tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]:
     """Return `TableProfile.listing` from the sums of `measure_packed_id_bytes` over batches."""
     has_ids = packed[1] > 0
     distinct, distinct_spread, repeated, repeated_spread = packed[:, has_ids]
@@ -350,7 +353,7 @@ def _floats(values: NDArray[np.float64]) -> tuple[float, ...]:
     return tuple(np.asarray(values, dtype=np.float64).tolist())
 
 
-def _tuples(values: dict) -> dict:
+def _tuples(values: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: tuple(map(tuple, value)) if isinstance(value, list) else value
         for name, value in values.items()

@@ -344,7 +344,7 @@ class Search:
         reserve = float(state.links.sum()) / state.links.shape[1] + seconds.behind
         reserve += float(state.processor.sum()) / self.world.num_ranks
         imbalance = float(state.owned_bytes.max()) / max(self.even_bytes, 1.0)
-        return total + TIE_WEIGHT * (reserve + 0.01 * self.scale * imbalance)
+        return float(total + TIE_WEIGHT * (reserve + 0.01 * self.scale * imbalance))
 
     @property
     def min_step_bytes(self) -> float:
@@ -414,7 +414,7 @@ class Search:
         fetch = state.links[1]
         push = state.links[2]
         uplink = fetch[2 * n : 2 * n + world.num_hosts] + push[2 * n + world.num_hosts :]
-        seconds = fetch[:n] + push[n : 2 * n] + state.processor
+        seconds: Floats = fetch[:n] + push[n : 2 * n] + state.processor
         seconds = seconds + np.repeat(uplink, world.ranks_per_host)
         relative_bytes = state.owned_bytes / max(self.even_bytes, 1.0)
         budget = self.problem.memory.bytes

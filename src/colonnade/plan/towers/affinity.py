@@ -7,7 +7,7 @@ Legend: S samples, F features, D dim.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,7 +31,7 @@ class Affinity:
         self.counts = np.zeros_like(self.sums)
         self.num_samples = 0
 
-    def add_batch_vectors(self, vectors: Sequence[NDArray]) -> None:
+    def add_batch_vectors(self, vectors: Sequence[NDArray[np.floating[Any]]]) -> None:
         """Add the vectors of a batch, (S, D) of each feature in the order of the names; D may differ between features.
 
         Raises DataError for vectors that are not finite."""
@@ -80,7 +80,8 @@ class Affinity:
         unknown = (self.counts == 0) & off_diagonal & present[:, None] & present[None]
         affinity[unknown] = affinity[known].mean() if known.any() else 0.0
         np.fill_diagonal(affinity, 1.0)
-        return np.minimum((affinity + affinity.T) / 2, 1.0)
+        symmetric: Floats = np.minimum((affinity + affinity.T) / 2, 1.0)
+        return symmetric
 
 
 def affinity_distances(affinity: Floats, kind: Distance) -> Floats:

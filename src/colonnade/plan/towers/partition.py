@@ -17,6 +17,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -81,7 +82,8 @@ def classical_scaling(distances: Floats, dims: int) -> Floats:
 
 
 def _lengths(points: Floats) -> Floats:
-    return np.sqrt(((points[:, None] - points[None]) ** 2).sum(-1))
+    lengths: Floats = np.sqrt(((points[:, None] - points[None]) ** 2).sum(-1))
+    return lengths
 
 
 def _stress(points: Floats, distances: Floats) -> float:
@@ -152,12 +154,13 @@ def max_bin_fill(labels: Labels, weights: Floats, capacities: Floats) -> Floats:
     """Return the weight of the fullest bin over its capacity by measure, (M,); at most 1 if all items fit."""
     totals = np.zeros((int(labels.max()) + 1, weights.shape[1]))
     np.add.at(totals, labels, weights)
-    return totals.max(0) / capacities
+    fill: Floats = totals.max(0) / capacities
+    return fill
 
 
 def _bin_excess(fill: Floats, num_in_bin: Floats) -> Floats:
     """Return how far bins are above capacity, as a part of it; 1 for an empty bin."""
-    above = np.maximum(fill - (1 + SLACK), 0.0).sum(-1)
+    above: Floats = np.maximum(fill - (1 + SLACK), 0.0).sum(-1)
     return above + (num_in_bin < 1)
 
 
@@ -523,7 +526,7 @@ def _read_finite(value: float) -> float:
     return number
 
 
-def _read_partition_measures(fields: Mapping, partition: Partition) -> Measures:
+def _read_partition_measures(fields: Mapping[str, Any], partition: Partition) -> Measures:
     within, between = (
         None if fields[name] is None else _read_finite(fields[name])
         for name in ("within", "between")
