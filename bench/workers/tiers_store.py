@@ -12,9 +12,9 @@ import torch
 from numpy.typing import NDArray
 
 from colonnade import EmbeddingCollection, RowWiseAdagrad, Table, _native
-from colonnade.store.compaction import Collector
-from colonnade.store.log import DEFAULT_SEGMENT_BYTES, LogBacking, open_log
-from colonnade.store.writer import LogWriter
+from colonnade.store.log.backing import DEFAULT_SEGMENT_BYTES, LogBacking, open_log
+from colonnade.store.log.compaction import Collector
+from colonnade.store.log.writer import LogWriter
 from colonnade.table import CLOCK_BYTES
 from workers.tier_stream import Stream
 

@@ -11,8 +11,8 @@ from colonnade import Feature, Table, _native
 from colonnade.errors import StorageError
 from colonnade.lookup.layout import declare
 from colonnade.store.dram import open_dram_store
-from colonnade.store.log import open_log
-from colonnade.store.writer import LogWriter
+from colonnade.store.log.backing import open_log
+from colonnade.store.log.writer import LogWriter
 
 
 def open_logs(place, step=None):

@@ -15,17 +15,17 @@ from log_bytes import crc32c, durable, key_list, live_content, segment
 
 from colonnade import _native
 from colonnade.errors import CheckpointError, StoreLocked
-from colonnade.store.compaction import (
+from colonnade.files.disk import Disk
+from colonnade.store.log.backing import open_log
+from colonnade.store.log.compaction import (
     FAN_IN,
     SMALL_SHARE,
     Collector,
     SegmentUse,
     choose_victim_segments,
 )
-from colonnade.store.disk import Disk
-from colonnade.store.log import open_log
-from colonnade.store.stripes import Stripe, least_full
-from colonnade.store.writer import LogWriter
+from colonnade.store.log.stripes import Stripe, least_full
+from colonnade.store.log.writer import LogWriter
 
 
 class UnsyncedDisk(Disk):

@@ -10,11 +10,11 @@ import torch
 
 from colonnade import Table, _native
 from colonnade.errors import BudgetExceeded
-from colonnade.store.compaction import Collector
 from colonnade.store.dram import open_dram_store
-from colonnade.store.log import open_log
+from colonnade.store.log.backing import open_log
+from colonnade.store.log.compaction import Collector
+from colonnade.store.log.writer import LogWriter
 from colonnade.store.traffic import TrafficSample
-from colonnade.store.writer import LogWriter
 
 TABLES = [Table("a", 4), Table("b", 4, rows=1000), Table("small", 4, rows=10)]
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from colonnade.store.disk import Change, Disk
-from colonnade.store.log import LogBacking, open_log
-from colonnade.store.stripes import Stripe
+from colonnade.files.disk import Change, Disk
+from colonnade.store.log.backing import LogBacking, open_log
+from colonnade.store.log.stripes import Stripe
 
 RECORD_BYTES = 24
 Rows = dict[int, bytes]

@@ -15,11 +15,11 @@ from disks import RECORD_BYTES, content, make_records, open_store
 
 from colonnade import _native
 from colonnade.errors import CheckpointError, CorruptionError, StorageError
-from colonnade.store import durable
-from colonnade.store.disk import Disk
-from colonnade.store.key_list import encode_key_list, open_key_list, read_key_list
-from colonnade.store.manifest import file_name, read_manifest_fields
-from colonnade.store.segment import HEADER, SegmentShape
+from colonnade.files import durable
+from colonnade.files.disk import Disk
+from colonnade.store.log.key_list import encode_key_list, open_key_list, read_key_list
+from colonnade.store.log.manifest import file_name, read_manifest_fields
+from colonnade.store.log.segment import HEADER, SegmentShape
 
 STRIDE = SegmentShape(RECORD_BYTES, b"").stride
 IDS = list(range(12))

@@ -19,6 +19,8 @@ from safetensors.torch import load_file, save_file
 from served import TOKEN, bearer, serving, to_binary, to_tensors
 
 from colonnade.checkpoint.header import list_checkpoints
+from colonnade.files.disk import Disk
+from colonnade.files.durable import write_durably
 from colonnade.formats import make_format_stamp
 from colonnade.publish import deltas
 from colonnade.publish.deltas import (
@@ -29,8 +31,6 @@ from colonnade.publish.deltas import (
     read_current,
 )
 from colonnade.publish.exported import DENSE, MODEL
-from colonnade.store.disk import Disk
-from colonnade.store.durable import write_durably
 
 
 @pytest.fixture(scope="module")

@@ -41,7 +41,7 @@ from colonnade import (
 from colonnade.plan.names import CacheTier
 from colonnade.row_state import dense_state_dict
 from colonnade.store.dram import RowSources
-from colonnade.store.log import open_log
+from colonnade.store.log.backing import open_log
 from colonnade.store.shards import AbsentRows
 from colonnade.store.table_shards import shard_tables
 from colonnade.store.tier_counts import TierCounts, collect_tier_counts

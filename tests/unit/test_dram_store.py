@@ -11,9 +11,9 @@ from colonnade import PlanConfig, Table, Uniform, _native, build_plan
 from colonnade.errors import CorruptionError, StorageError
 from colonnade.store.budget import slot_bytes
 from colonnade.store.dram import open_dram_store
-from colonnade.store.log import open_log
+from colonnade.store.log.backing import open_log
+from colonnade.store.log.writer import LogWriter
 from colonnade.store.tier_counts import collect_tier_counts
-from colonnade.store.writer import LogWriter
 
 TABLES = [
     Table("open", 4, initializer=Uniform(scale=1.0)),

@@ -19,11 +19,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colonnade.errors import StorageError
-from colonnade.store import background_worker
-from colonnade.store.compaction import BUSY_SHARE, Collector
-from colonnade.store.disk import Disk
-from colonnade.store.log import LogBacking, open_log
-from colonnade.store.writer import LogWriter, WriteBudget
+from colonnade.files.disk import Disk
+from colonnade.store.log import background_worker
+from colonnade.store.log.backing import LogBacking, open_log
+from colonnade.store.log.compaction import BUSY_SHARE, Collector
+from colonnade.store.log.writer import LogWriter, WriteBudget
 
 
 class Source:
@@ -350,7 +350,7 @@ def test_a_process_that_ends_with_open_stores_ends_well(tmp_path):
     """Threads in native code while the interpreter goes would abort it."""
     program = f"""
 import torch
-from colonnade.store.log import open_log
+from colonnade.store.log.backing import open_log
 stores = [
     open_log({str(tmp_path)!r} + f"/{{n}}", table_name="t", record_bytes=64, identity="i", step=None,
              segment_bytes=1 << 16, chunk_bytes=4096)
@@ -373,7 +373,7 @@ def test_more_segments_than_files_are_allowed_by_default(tmp_path):
 import resource, torch
 hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
-from colonnade.store.log import open_log
+from colonnade.store.log.backing import open_log
 with open_log({str(store)!r}, table_name="t", record_bytes=64, identity="i", step=None,
               segment_bytes=4096, chunk_bytes=4096) as store:
     store.write(torch.arange(10000), torch.zeros(10000, 64, dtype=torch.uint8))

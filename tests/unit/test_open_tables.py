@@ -33,7 +33,7 @@ from colonnade import (
     trained_ids,
 )
 from colonnade.errors import CheckpointError, ConfigError
-from colonnade.store.log import open_log
+from colonnade.store.log.backing import open_log
 from colonnade.store.policies import (
     RowRetention,
     SketchLayout,

@@ -29,7 +29,7 @@ from colonnade.planning import planner, timing
 from colonnade.planning.timing import choose_resident_rows
 from colonnade.run.run import open_run, plan_run
 from colonnade.store.budget import slot_bytes
-from colonnade.store.log import LogBacking
+from colonnade.store.log.backing import LogBacking
 from colonnade.topology.world import World
 
 CONFIG = build_config(

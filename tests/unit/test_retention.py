@@ -19,7 +19,7 @@ from colonnade import (
     build_plan,
 )
 from colonnade.errors import ConfigError
-from colonnade.store.log import open_log
+from colonnade.store.log.backing import open_log
 
 TABLE = Table("item", 4, optimizer=SGD(lr=1.0, momentum=0.5))
 

@@ -35,7 +35,7 @@ from colonnade.errors import (
     StorageError,
 )
 from colonnade.plan.build import build_plan
-from colonnade.store.log import open_log
+from colonnade.store.log.backing import open_log
 
 FAST = {"batch_size": 50, "quiet": True, "threads": 1}
 

@@ -25,12 +25,12 @@ from colonnade import (
     build_plan,
 )
 from colonnade.comm.mesh import Mesh
+from colonnade.files.disk import Change, Disk
 from colonnade.store.budget import slot_bytes
-from colonnade.store.compaction import Collector
-from colonnade.store.disk import Change, Disk
 from colonnade.store.dram import DramStore
-from colonnade.store.log import LogBacking, open_log
-from colonnade.store.writer import LogWriter
+from colonnade.store.log.backing import LogBacking, open_log
+from colonnade.store.log.compaction import Collector
+from colonnade.store.log.writer import LogWriter
 
 ROWS = 20_000
 SLOTS = 4_000  # of each table

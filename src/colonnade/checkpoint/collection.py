@@ -41,7 +41,7 @@ from colonnade.row_optimizer import RowOptimizer
 from colonnade.row_state import CHUNK_BYTES
 from colonnade.store.dram import DramStore
 from colonnade.store.hbm import HbmStore
-from colonnade.store.log import LogBacking
+from colonnade.store.log.backing import LogBacking
 from colonnade.store.policies import RowPolicy
 
 NUM_KEPT_SAVES = 2

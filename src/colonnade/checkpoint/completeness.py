@@ -32,14 +32,15 @@ from colonnade.checkpoint.header import (
 from colonnade.comm.differences import MAX_SHOWN, format_ranks
 from colonnade.config.run import RunConfig, list_fixed_settings, load_config
 from colonnade.errors import CheckpointError, ColonnadeError, WorldError
-from colonnade.store.durable import read_checksum, read_verified
-from colonnade.store.manifest import file_name
-from colonnade.store.verification import (
+from colonnade.files.durable import (
     VerifiedFile,
+    read_checksum,
+    read_verified,
     verify_durable,
     verify_file,
-    verify_store,
 )
+from colonnade.store.log.commits import verify_store
+from colonnade.store.log.manifest import file_name
 from colonnade.terminal import print_text
 
 if TYPE_CHECKING:

@@ -20,18 +20,19 @@ from typing import Any
 
 from colonnade import _native
 from colonnade.checkpoint.fingerprint import build_record_identity, get_record_identity
+from colonnade.files.disk import Disk
 from colonnade.sizes import StorageLocation
-from colonnade.store.compaction import Collector
-from colonnade.store.disk import Disk
-from colonnade.store.log import (
-    DEFAULT_CHUNK_BYTES,
+from colonnade.store.log.backing import (
     DEFAULT_SEGMENT_BYTES,
     LogBacking,
     open_log,
 )
-from colonnade.store.manifest import read_manifest_fields
+from colonnade.store.log.compaction import Collector
+from colonnade.store.log.manifest import read_manifest_fields
+from colonnade.store.log.segment import DEFAULT_CHUNK_BYTES
+from colonnade.store.log.stripes import SpaceAccount, Stripe
+from colonnade.store.log.writer import LogWriter
 from colonnade.store.shards import AbsentRows, ShardReader
-from colonnade.store.stripes import SpaceAccount, Stripe
 from colonnade.store.table_shards import (
     ColumnShardReader,
     ColumnSliceReader,
@@ -41,7 +42,6 @@ from colonnade.store.table_shards import (
     label,
     shard_tables,
 )
-from colonnade.store.writer import LogWriter
 from colonnade.table import ITEM_BYTES, Table, TableSlice
 from colonnade.topology.sharding import Shard, Sharding, read_sharding, row_wise, slice_columns
 

@@ -13,7 +13,7 @@ from colonnade.errors import ConfigError, CorruptionError
 from colonnade.terminal import print_text
 
 if TYPE_CHECKING:
-    from colonnade.store.verification import VerifiedFile
+    from colonnade.files.durable import VerifiedFile
 
 EXAMPLES = (
     "[bold]Examples[/bold]\n\n  colonnade verify runs/mine\n\n  colonnade verify runs/mine --at 2000\n\n"

@@ -23,6 +23,7 @@ from colonnade.config.run import (
 from colonnade.data.contract import Column, Schema, multi_id_columns
 from colonnade.data.interactions import LOG_Q
 from colonnade.errors import ConfigError
+from colonnade.files.untrusted import read_regular
 from colonnade.models.dcn import DCN
 from colonnade.models.dcnv2 import DCNv2
 from colonnade.models.deepfm import DeepFM
@@ -45,7 +46,6 @@ from colonnade.retention import (
     MaxRowsEviction,
     RandomAdmission,
 )
-from colonnade.store.untrusted import read_regular
 from colonnade.table import Feature, Pooling, Table, Uniform
 from colonnade.topology.towers import Partition, build_round_robin_partition
 

@@ -28,6 +28,7 @@ from colonnade.comm.peer_status import report_errors_to_peers
 from colonnade.comm.traffic import Traffic
 from colonnade.config.plan import MemoryConfig, PlanConfig
 from colonnade.embedding import EmbeddingCollection
+from colonnade.files.disk import Disk
 from colonnade.lookup.stacking import hash_ids
 from colonnade.plan.build import build_plan
 from colonnade.plan.comparison import MAX_PREDICTED_GAP, ComparedPlan, PlanComparison
@@ -39,7 +40,6 @@ from colonnade.planning.measure import list_missing_folders
 from colonnade.planning.placement import list_row_folders, read_sample_batches
 from colonnade.store.budget import slot_bytes
 from colonnade.store.contract import Backing
-from colonnade.store.disk import Disk
 from colonnade.store.dram import RowSources
 from colonnade.train.setup import RunSetup, open_timed_trainer
 from colonnade.train.trainer import Outcome, Trainer

@@ -30,9 +30,10 @@ from colonnade.errors import (
     CorruptionError,
     StorageError,
 )
-from colonnade.store.disk import Disk
-from colonnade.store.durable import read_verified, write_durably
-from colonnade.store.manifest import (
+from colonnade.files.disk import Disk
+from colonnade.files.durable import read_verified, write_durably
+from colonnade.files.untrusted import check_file_name
+from colonnade.store.log.manifest import (
     FILE_NAME,
     CommitFile,
     file_name,
@@ -40,7 +41,6 @@ from colonnade.store.manifest import (
     live_bitmap_path,
     read_manifest_fields,
 )
-from colonnade.store.untrusted import check_file_name
 
 RUN_FILES = (
     "config.yaml",
@@ -275,7 +275,7 @@ def _relative_to_root(root: str, path: str) -> str:
 
 
 def _strip_checksum_line(data: bytes) -> bytes:
-    """Return a file's content without its checksum line (store/durable.py)."""
+    """Return a file's content without its checksum line (files/durable.py)."""
     return data[: data.rindex(b"\ncrc32c ")]
 
 

@@ -31,8 +31,8 @@ from colonnade import _native
 from colonnade.errors import BudgetExceeded, StorageError
 from colonnade.store.budget import slot_bytes
 from colonnade.store.contract import Backing, Manifest, RowView
-from colonnade.store.log import LogBacking
-from colonnade.store.log_rows import raise_read_fault
+from colonnade.store.log.backing import LogBacking
+from colonnade.store.log.rows import raise_read_fault
 from colonnade.store.traffic import TrafficSample
 from colonnade.table import Table
 from colonnade.topology.sharding import Shard

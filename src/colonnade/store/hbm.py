@@ -25,9 +25,15 @@ from torch import Tensor
 from colonnade.errors import BudgetExceeded, ConfigError, CorruptionError, StorageError
 from colonnade.ops.optimizers import Settings, count_updates
 from colonnade.store.contract import Manifest, RowView
-from colonnade.store.device_rows import DeviceRows, reserve_device_rows, update_device_rows
+from colonnade.store.device_rows import (
+    DIRTY,
+    VALID,
+    DeviceRows,
+    SlotDirectory,
+    reserve_device_rows,
+    update_device_rows,
+)
 from colonnade.store.dram import WRITTEN_TOGETHER, DramStore, RowSources, table_seed
-from colonnade.store.slot_directory import DIRTY, VALID, SlotDirectory
 from colonnade.table import CLOCK_BYTES
 
 

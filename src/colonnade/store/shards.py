@@ -10,7 +10,7 @@ from torch import Tensor
 from colonnade import _native
 from colonnade.errors import StorageError
 from colonnade.store.contract import Manifest, Pending, RowBatch
-from colonnade.store.log import LogBacking
+from colonnade.store.log.backing import LogBacking
 
 
 class AbsentRows:

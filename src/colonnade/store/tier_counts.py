@@ -10,7 +10,7 @@ if TYPE_CHECKING:  # reports read these values without torch
     from colonnade._native import Dram
     from colonnade.store.dram import DramStore
     from colonnade.store.hbm import HbmStore
-    from colonnade.store.log import LogBacking
+    from colonnade.store.log.backing import LogBacking
     from colonnade.table import Table
 
 LEVELS = ("held_bytes", "live_bytes")
@@ -96,7 +96,7 @@ def collect_tier_counts(store: DramStore | HbmStore) -> dict[str, TierCounts]:
     Costs microseconds a table.
     """
     from colonnade.store.hbm import HbmStore
-    from colonnade.store.log import LogBacking
+    from colonnade.store.log.backing import LogBacking
 
     if isinstance(store, HbmStore):
         others = collect_tier_counts(store.below)

@@ -53,8 +53,8 @@ from torch.optim import Optimizer
 from colonnade.batch import Batch
 from colonnade.comm.mesh import Mesh
 from colonnade.embedding import EmbeddingCollection
+from colonnade.files.disk import storage_error
 from colonnade.plan.plan import Plan
-from colonnade.store.disk import storage_error
 from colonnade.store.tier_counts import TierCounts, collect_tier_counts
 from colonnade.train.loss_scale import LossScale
 from colonnade.train.metrics_file import (

@@ -18,11 +18,11 @@ import numpy as np
 
 from colonnade import _native
 from colonnade.errors import CorruptionError, StorageError
-from colonnade.store.background_worker import RETRY_SECONDS, BackgroundWorker
-from colonnade.store.key_list import Keys
-from colonnade.store.live import unpack_flags
-from colonnade.store.log_files import LogFiles, SegmentFile
-from colonnade.store.segment import read_frames
+from colonnade.store.log.background_worker import RETRY_SECONDS, BackgroundWorker
+from colonnade.store.log.key_list import Keys
+from colonnade.store.log.live import unpack_flags
+from colonnade.store.log.segment import read_frames
+from colonnade.store.log.segment_files import LogFiles, SegmentFile
 
 
 class SegmentRewriter:

@@ -1,4 +1,6 @@
-"""Key lists: `segment-<number>.keys` has the ids of a segment's records, which no other file has. Format: format.md.
+"""Key lists: `segment-<number>.keys` has the ids of a segment's records, which no other file has.
+
+Format: store/format.md.
 
 Legend: N records of a segment.
 """
@@ -13,10 +15,10 @@ from pathlib import Path
 import numpy as np
 
 from colonnade.errors import CorruptionError
+from colonnade.files.disk import DiskFile, storage_error
+from colonnade.files.durable import append_checksum, checksum_line, verify_content
 from colonnade.formats import VERSIONS, check_version
-from colonnade.store.disk import DiskFile, storage_error
-from colonnade.store.durable import append_checksum, checksum_line, verify_content
-from colonnade.store.segment import open_listed_file
+from colonnade.store.log.segment import open_listed_file
 
 MAGIC = b"CLNDKEYS"
 FORMAT = "colonnade key list"

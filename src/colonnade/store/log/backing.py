@@ -1,4 +1,4 @@
-"""Append-only log of files that stores rows: one per (table, rank). Format: format.md.
+"""Append-only log of files that stores rows: one per (table, rank). Format: store/format.md.
 
     store = open_log(directory, table_name="item", record_bytes=72, identity="run/rank0", step=None)
     store.write(ids, records).wait()
@@ -28,32 +28,38 @@ from torch import Tensor
 
 from colonnade import _native
 from colonnade.errors import CheckpointError, CorruptionError, StorageError
-from colonnade.store import live as lives
-from colonnade.store import manifest as manifests
-from colonnade.store.compaction import Collector, SegmentRewriter
+from colonnade.files.disk import Disk, DiskFile
+from colonnade.files.durable import TEMPORARY_SUFFIX, write_durably
 from colonnade.store.contract import Manifest, RowBatch, SegmentEntry
-from colonnade.store.disk import Disk, DiskFile
-from colonnade.store.durable import TEMPORARY_SUFFIX, write_durably
-from colonnade.store.live import LiveRecords
-from colonnade.store.log_files import (
-    LogFiles,
-    SegmentFile,
-    allow_many_files,
-    list_segment_files,
-)
-from colonnade.store.log_rows import (
+from colonnade.store.log import live as lives
+from colonnade.store.log import manifest as manifests
+from colonnade.store.log.compaction import Collector, SegmentRewriter
+from colonnade.store.log.live import LiveRecords
+from colonnade.store.log.rows import (
     PendingRead,
     Written,
     check_id_array,
     check_record_arrays,
     scan_live_rows,
 )
-from colonnade.store.segment import HEADER, SegmentShape, crc32c, owner_digest, verify_records
-from colonnade.store.stripes import LOCK_NAME, Stripe, Stripes, open_stripes
-from colonnade.store.writer import LogWriter
+from colonnade.store.log.segment import (
+    DEFAULT_CHUNK_BYTES,
+    HEADER,
+    SegmentShape,
+    crc32c,
+    owner_digest,
+    verify_records,
+)
+from colonnade.store.log.segment_files import (
+    LogFiles,
+    SegmentFile,
+    allow_many_files,
+    list_segment_files,
+)
+from colonnade.store.log.stripes import LOCK_NAME, Stripe, Stripes, open_stripes
+from colonnade.store.log.writer import LogWriter
 
 DEFAULT_SEGMENT_BYTES = 256 << 20
-DEFAULT_CHUNK_BYTES = 1 << 20
 READ_DEPTH = 32  # of a store with a reader of its own
 # Streams: new rows; rows moved by garbage collection, the most used ones apart.
 FRESH, MOVED, MOVED_HOT = range(3)

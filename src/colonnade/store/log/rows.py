@@ -14,10 +14,10 @@ from torch import Tensor
 from colonnade import _native
 from colonnade.errors import StorageError
 from colonnade.store.contract import Pending, RowBatch
-from colonnade.store.key_list import Keys
-from colonnade.store.live import unpack_flags
-from colonnade.store.log_files import LogFiles, SegmentFile
-from colonnade.store.segment import corrupt_record_error, read_frames
+from colonnade.store.log.key_list import Keys
+from colonnade.store.log.live import unpack_flags
+from colonnade.store.log.segment import corrupt_record_error, read_frames
+from colonnade.store.log.segment_files import LogFiles, SegmentFile
 
 SNAPSHOT_TRIES = 100
 

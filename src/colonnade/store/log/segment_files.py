@@ -1,4 +1,6 @@
-"""Segment files of one log: created, appended, finished, synced, opened and removed. Format of the bytes: format.md.
+"""Segment files of one log: created, appended, finished, synced, opened and removed.
+
+Format of the bytes: store/format.md.
 
 The writer's thread alone calls `write_next`; any thread may call the other methods; a lock guards the lists.
 """
@@ -16,15 +18,15 @@ import numpy as np
 
 from colonnade import _native
 from colonnade.errors import CorruptionError
-from colonnade.store import key_list as key_lists
-from colonnade.store import segment as segments
+from colonnade.files.disk import Disk, DiskFile, FileMapping
+from colonnade.files.durable import TEMPORARY_SUFFIX
 from colonnade.store.contract import SegmentEntry
-from colonnade.store.disk import Disk, DiskFile, FileMapping
-from colonnade.store.durable import TEMPORARY_SUFFIX
-from colonnade.store.key_list import Keys
-from colonnade.store.live import LiveRecords
-from colonnade.store.segment import SegmentShape
-from colonnade.store.stripes import Stripes, build_no_space_error
+from colonnade.store.log import key_list as key_lists
+from colonnade.store.log import segment as segments
+from colonnade.store.log.key_list import Keys
+from colonnade.store.log.live import LiveRecords
+from colonnade.store.log.segment import SegmentShape
+from colonnade.store.log.stripes import Stripes, build_no_space_error
 
 MAX_FILES = 1 << 16
 

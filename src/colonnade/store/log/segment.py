@@ -1,4 +1,4 @@
-"""Format of segment files, as bytes. Defined in format.md; the asserts repeat its MUSTs.
+"""Format of segment files, as bytes. Defined in store/format.md; the asserts repeat its MUSTs.
 
 Legend: N records of a segment. A *location* is `segment number << 32 | record number`.
 """
@@ -20,9 +20,9 @@ import numpy as np
 
 from colonnade import _native
 from colonnade.errors import CheckpointError, CorruptionError, StorageError
+from colonnade.files.disk import DiskFile, storage_error
+from colonnade.files.untrusted import open_regular_file
 from colonnade.formats import VERSIONS, check_version
-from colonnade.store.disk import DiskFile, storage_error
-from colonnade.store.untrusted import open_regular_file
 
 MAGIC = b"CLNDROWS"
 FORMAT = "colonnade segment"
@@ -32,6 +32,7 @@ CRC = struct.Struct("<I")  # before each record's payload
 assert HEADER.size == 64
 FILE_NAME = re.compile(r"segment-(\d{8})\.(rows|keys)")
 PAGE = 4096
+DEFAULT_CHUNK_BYTES = 1 << 20  # of one write
 PIECE_BYTES = 4 << 20  # of one sequential read
 
 

@@ -14,8 +14,8 @@ from typing import Annotated, Any, TypeVar, cast
 from pydantic import AfterValidator, ConfigDict, TypeAdapter, ValidationError
 
 from colonnade.errors import CorruptionError, StorageError
+from colonnade.files.disk import DiskFile, storage_error
 from colonnade.formats import describe_file_kind, parse_stamped_json
-from colonnade.store.disk import DiskFile, storage_error
 
 T = TypeVar("T")
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.=-]{0,254}")

@@ -1,4 +1,4 @@
-"""Manifests: `manifest-<step>.json` lists the segments of one commit. Format: format.md."""
+"""Manifests: `manifest-<step>.json` lists the segments of one commit. Format: store/format.md."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pydantic import Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from colonnade.errors import CheckpointError, CorruptionError
+from colonnade.files.disk import Disk
+from colonnade.files.durable import read_verified, write_durably
 from colonnade.formats import check_format_version, make_format_stamp, parse_json_object
-from colonnade.store import key_list, live, segment
 from colonnade.store.contract import Manifest, SegmentEntry
-from colonnade.store.disk import Disk
-from colonnade.store.durable import read_verified, write_durably
-from colonnade.store.stripes import Stripes
+from colonnade.store.log import key_list, live, segment
+from colonnade.store.log.stripes import Stripes
 
 FORMAT = "colonnade store manifest"
 FILE_NAME = re.compile(r"manifest-(0|[1-9]\d*)\.json")
@@ -46,7 +46,7 @@ class _Segment(TypedDict):
 
 
 class _Fields(TypedDict):
-    """Fields of a manifest in format.md, other than its format and version."""
+    """Fields of a manifest in store/format.md, other than its format and version."""
 
     step: int
     table: str

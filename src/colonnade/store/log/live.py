@@ -1,4 +1,4 @@
-"""Live bitmaps: `live-<step>.bits` marks the records of each segment that are a commit's rows. Format: format.md.
+"""Live bitmaps: `live-<step>.bits` marks the records of each segment that are a commit's rows. Format: store/format.md.
 
 A bitmap is (ceil(N / 8),) uint8 of a segment's N records, least significant bit first.
 """

@@ -12,7 +12,7 @@ from typing import Protocol
 from weakref import ref
 
 from colonnade.errors import StorageError
-from colonnade.store.background_worker import BackgroundWorker
+from colonnade.store.log.background_worker import BackgroundWorker
 
 DEFAULT_PENDING_BYTES = 64 << 20
 LOW_PRIORITY_SHARE = 0.5
