@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from logs import open_test_log
 from resident import TABLES, ResidentContract
 
 from colonnade import Feature, Table, _native
 from colonnade.errors import StorageError
 from colonnade.lookup.layout import declare
 from colonnade.store.dram import open_dram_store
-from colonnade.store.log.backing import open_log
 from colonnade.store.log.writer import LogWriter
 
 
@@ -19,7 +19,7 @@ def open_logs(place, step=None):
     """One by table; they share a reader and a writer."""
     reader, writer = _native.PageReader(), LogWriter()
     return [
-        open_log(
+        open_test_log(
             place / table.name,
             table_name=table.name,
             record_bytes=table.record_bytes,

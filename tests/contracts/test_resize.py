@@ -7,11 +7,11 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 import torch
+from logs import open_test_log
 
 from colonnade import Table, _native
 from colonnade.errors import BudgetExceeded
 from colonnade.store.dram import open_dram_store
-from colonnade.store.log.backing import open_log
 from colonnade.store.log.compaction import Collector
 from colonnade.store.log.writer import LogWriter
 from colonnade.store.traffic import TrafficSample
@@ -23,7 +23,7 @@ TABLES = [Table("a", 4), Table("b", 4, rows=1000), Table("small", 4, rows=10)]
 def opened(folder, tables=TABLES, capacities=(100, 100, 10), **settings):
     reader, writer, collector = _native.PageReader("auto", 8), LogWriter(), Collector()
     logs = [
-        open_log(
+        open_test_log(
             folder / table.name, table_name=table.name, record_bytes=table.record_bytes, identity="x/rank0",
             rows=table.rows, reader=reader, writer=writer, collector=collector, step=None,
         )

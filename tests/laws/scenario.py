@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from logs import open_test_log
 from plans import by_table, cache_settings
 from torch import Tensor, nn
 
@@ -41,7 +42,6 @@ from colonnade import (
 from colonnade.plan.names import CacheTier
 from colonnade.row_state import dense_state_dict
 from colonnade.store.dram import RowSources
-from colonnade.store.log.backing import open_log
 from colonnade.store.shards import AbsentRows
 from colonnade.store.table_shards import shard_tables
 from colonnade.store.tier_counts import TierCounts, collect_tier_counts
@@ -231,7 +231,7 @@ def open_backings(
     return [
         AbsentRows(item.table.name, item.table.record_bytes)
         if item.sharding.shard_of(mesh.rank).owner_index is None
-        else open_log(
+        else open_test_log(
             folder / f"{mesh.rank}-of-{mesh.num_ranks}" / item.table.name,
             table_name=item.table.name,
             record_bytes=item.table.record_bytes,

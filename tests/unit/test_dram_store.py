@@ -6,12 +6,12 @@ import threading
 
 import pytest
 import torch
+from logs import open_test_log
 
 from colonnade import PlanConfig, Table, Uniform, _native, build_plan
 from colonnade.errors import CorruptionError, StorageError
 from colonnade.store.budget import slot_bytes
 from colonnade.store.dram import open_dram_store
-from colonnade.store.log.backing import open_log
 from colonnade.store.log.writer import LogWriter
 from colonnade.store.tier_counts import collect_tier_counts
 
@@ -28,7 +28,7 @@ def open_store(place, step=None, capacity=CAPACITY, cache_rows=0, **settings):
     """cache_rows: evicted rows of each table in mapped memory."""
     reader, writer = _native.PageReader(), LogWriter(**settings)
     logs = [
-        open_log(
+        open_test_log(
             place / table.name,
             table_name=table.name,
             record_bytes=table.record_bytes,
@@ -376,7 +376,7 @@ def test_rows_take_no_more_than_the_budget_says(tmp_path, dtype, dim, rows):
     budget = 20_000 * slot_bytes(table)
     (planned,) = build_plan([table], 1, PlanConfig(memory={"dram": budget})).tables
     capacity = planned.capacity_rows
-    log = open_log(
+    log = open_test_log(
         tmp_path,
         table_name="item",
         record_bytes=table.record_bytes,

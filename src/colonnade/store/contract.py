@@ -10,7 +10,7 @@ A *record* is a row as stored: weights | optimizer state | clock (uint64; bit 62
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -83,6 +83,9 @@ class Manifest:
     lifetime_bytes: int  # written by this store since it began
     live_bytes: int  # of the live bitmaps' file
     live_crc: int
+    identity: str  # of the run, rank and world that wrote it
+    store_id: str  # of the log's directories; "" without stripes
+    stripe_paths: Mapping[int, str]  # of the directories besides its own
     segments: tuple[SegmentEntry, ...]  # ascending numbers; each contains rows of this commit
 
 

@@ -138,12 +138,10 @@ def collect_tier_counts(store: DramStore | HbmStore) -> dict[str, TierCounts]:
         )
     below = [backing for backing in store.backings if isinstance(backing, LogBacking)]
     for backing in below:
-        name = "mapped" if backing.files.mapped_bytes else "ssd"  # files read by loads, or by reads
-        tiers[name] = tiers.get(name, TierCounts()) + _count_log_tier(backing)
+        tiers["ssd"] = tiers.get("ssd", TierCounts()) + _count_log_tier(backing)
     if below:
-        lowest = list(tiers)[-1]
-        tiers[lowest] += _count_shared_io(below)
-        tiers[lowest] += TierCounts(stall_seconds=sources.stall_seconds)
+        tiers["ssd"] += _count_shared_io(below)
+        tiers["ssd"] += TierCounts(stall_seconds=sources.stall_seconds)
     return tiers
 
 

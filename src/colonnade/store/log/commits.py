@@ -32,23 +32,12 @@ class StoredCommit:
 
         places: present paths of directories of the log that are not where the manifest says.
         """
-        fields = manifests.read_manifest_fields(directory, step)
-        table = fields["table"]
-        identity = fields["identity"]
-        width = fields["record_bytes"]
+        manifest = manifests.read_manifest(directory, step)
         self.directory = directory
-        self.manifest, self.store_id, known = manifests.read_manifest(
-            directory, step, table=table, identity=identity, record_bytes=width
-        )
-        self.shape = SegmentShape(width, owner_digest(table, identity))
-        self.stripes = open_stripes(
-            directory,
-            [Stripe(place, 1) for place in places],
-            disk=None,
-            home_lock=None,
-            known=known,
-            store_id=self.store_id,
-        )
+        self.manifest = manifest
+        owner = owner_digest(manifest.table, manifest.identity)
+        self.shape = SegmentShape(manifest.record_bytes, owner)
+        self.stripes = open_stripes(directory, [Stripe(place, 1) for place in places], manifest)
 
     def read_live_bitmaps(self) -> list[live.LiveRecords]:
         """Read the bitmaps, in order of the segments. Raises CorruptionError, StorageError."""
@@ -143,7 +132,7 @@ def diff_commits(directory: Path, earlier: int, later: int) -> CommitDifference:
     """
     old = StoredCommit(directory, earlier)
     new = StoredCommit(directory, later)
-    if (old.store_id, old.shape) != (new.store_id, new.shape):
+    if (old.manifest.store_id, old.shape) != (new.manifest.store_id, new.shape):
         raise IncomparableCommits(
             f"{directory}: steps {earlier} and {later} are not commits of one store"
         )

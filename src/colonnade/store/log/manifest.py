@@ -18,6 +18,7 @@ from colonnade.files.durable import read_verified, write_durably
 from colonnade.formats import check_format_version, make_format_stamp, parse_json_object
 from colonnade.store.contract import Manifest, SegmentEntry
 from colonnade.store.log import key_list, live, segment
+from colonnade.store.log.segment import SegmentShape, owner_digest
 from colonnade.store.log.stripes import Stripes
 
 FORMAT = "colonnade store manifest"
@@ -63,6 +64,24 @@ class _Fields(TypedDict):
 _FIELDS = TypeAdapter(_Fields)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogTable:
+    """Table of a log, and the share of its rows. A log opens for its own table, width and identity alone."""
+
+    name: str
+    record_bytes: int
+    identity: str
+    """Name of the run, rank and world."""
+    rows: int | None = None
+    """Size of a vocabulary table, of which the log has the ids of owner `owner_index` only; None: any id."""
+    num_owners: int = 1
+    owner_index: int = 0
+
+    @property
+    def shape(self) -> SegmentShape:
+        return SegmentShape(self.record_bytes, owner_digest(self.name, self.identity))
+
+
 def file_name(step: int) -> str:
     return f"manifest-{step}.json"
 
@@ -75,15 +94,13 @@ def committed_steps(directory: Path) -> list[int]:
     return sorted(int(match[1]) for match in matches if match)
 
 
-def write_manifest(
-    disk: Disk, directory: Path, manifest: Manifest, stripes: Stripes, identity: str
-) -> None:
+def write_manifest(disk: Disk, directory: Path, manifest: Manifest) -> None:
     """Write a manifest; it is durable when this returns."""
     fields = {
         **make_format_stamp(FORMAT),
         "step": manifest.step,
         "table": manifest.table,
-        "identity": identity,
+        "identity": manifest.identity,
         "record_bytes": manifest.record_bytes,
         "num_rows": manifest.num_rows,
         "lifetime_bytes": manifest.lifetime_bytes,
@@ -92,8 +109,8 @@ def write_manifest(
             "bytes": manifest.live_bytes,
             "crc": f"{manifest.live_crc:08x}",
         },
-        "store": stripes.store_id,
-        "stripes": {str(number): path for number, path in stripes.paths_outside_home().items()},
+        "store": manifest.store_id,
+        "stripes": {str(number): path for number, path in manifest.stripe_paths.items()},
         "segments": [
             {
                 "file": segment.file_name(entry.number),
@@ -164,22 +181,24 @@ def segment_number(file: str) -> int:
     return int(file[8:16])
 
 
-def read_manifest(
-    directory: Path, step: int, *, table: str, identity: str, record_bytes: int
-) -> tuple[Manifest, str, dict[int, str]]:
-    """Read a manifest. Returns it, the store's id and its stripes outside the directory.
+def read_manifest(directory: Path, step: int, table: LogTable | None = None) -> Manifest:
+    """Read a manifest. table: the log's; None: whatever the manifest says.
 
     Raises CorruptionError (altered), CheckpointError (absent, or of another table, run or version).
     """
     path = directory / file_name(step)
-    if not path.exists():
+    if table is not None and not path.exists():
         known = ", ".join(map(str, committed_steps(directory))) or "none"
         raise CheckpointError(
             f"{directory}: step {step} was not committed here; committed steps: {known}. Open one of "
             "these, or step=None for an empty store"
         )
     fields = read_manifest_fields(directory, step)
-    wanted = {"step": step, "table": table, "identity": identity, "record_bytes": record_bytes}
+    wanted: dict[str, object] = {"step": step}
+    if table is not None:
+        wanted["table"] = table.name
+        wanted["identity"] = table.identity
+        wanted["record_bytes"] = table.record_bytes
     for name, value in wanted.items():
         if fields.get(name) != value:
             raise CheckpointError(
@@ -199,17 +218,19 @@ def read_manifest(
         )
         for part in fields["segments"]
     )
-    manifest = Manifest(
+    return Manifest(
         step=step,
-        table=table,
-        record_bytes=record_bytes,
+        table=fields["table"],
+        record_bytes=fields["record_bytes"],
         num_rows=fields["num_rows"],
         lifetime_bytes=fields["lifetime_bytes"],
         live_bytes=fields["live"]["bytes"],
         live_crc=int(fields["live"]["crc"], 16),
+        identity=fields["identity"],
+        store_id=fields["store"],
+        stripe_paths={int(n): stripe for n, stripe in fields["stripes"].items()},
         segments=segments,
     )
-    return manifest, fields["store"], {int(n): path for n, path in fields["stripes"].items()}
 
 
 def find_lost_commits(commits: Iterable[Manifest], stripes: Stripes) -> dict[int, str]:

@@ -18,7 +18,7 @@ import numpy as np
 
 from colonnade import _native
 from colonnade.errors import CorruptionError
-from colonnade.files.disk import Disk, DiskFile, FileMapping
+from colonnade.files.disk import Disk, DiskFile
 from colonnade.files.durable import TEMPORARY_SUFFIX
 from colonnade.store.contract import SegmentEntry
 from colonnade.store.log import key_list as key_lists
@@ -48,7 +48,6 @@ class SegmentFile:
     is_complete: bool = False  # sealed, all of it on the disk, its key list too
     is_synced: bool = False
     is_suspect: bool = False  # a sync failed: the system may have dropped unwritten pages
-    mapping: FileMapping | None = None
     keys: DiskFile | None = None  # key list, once it is complete
 
     def read_keys(self) -> Keys:
@@ -74,19 +73,17 @@ class LogFiles:
         disk: Disk,
         stripes: Stripes,
         shape: SegmentShape,
-        *,
-        longest_bytes: int,
-        is_mapped: bool,
+        segment_bytes: int,
     ) -> None:
-        """longest_bytes: largest size of a segment, in whole pages; is_mapped: files are read by loads."""
+        """segment_bytes: largest size of a segment."""
         self.log = log
         self.disk = disk
         self.stripes = stripes
         self.shape = shape
         self.parts: dict[int, SegmentFile] = {}  # the log's, those in progress included
         self.bytes_written = 0
-        self.longest_bytes = longest_bytes
-        self.mapped_bytes = longest_bytes if is_mapped else 0
+        self.longest_bytes = -(-segment_bytes // segments.PAGE) * segments.PAGE
+        self.full_records = max(1, (segment_bytes - segments.HEADER.size) // shape.stride)
         self._removable: dict[
             int, tuple[int, int]
         ] = {}  # segments the log forgot: stripe and bytes
@@ -137,10 +134,9 @@ class LogFiles:
             stripe = self.stripes.choose_stripe(stripe_bytes, first_bytes, self.longest_bytes)
         self._header = segments.encode_header(number, self.shape, secrets.randbits(32))
         path = self.stripes.directories[stripe] / segments.file_name(number)
-        # Not direct with mappings: on some file systems a mapping does not see direct writes in time.
-        file = self.disk.create(path, direct=not self.mapped_bytes)
+        file = self.disk.create(path, direct=True)
         part = SegmentFile(number, stripe, file, segments.header_crc(self._header))
-        self._attach(part, self.mapped_bytes)
+        self.log.attach(number, file.fd)
         with self._lock:
             self.parts[number] = part
         self._set_growth(part, self.longest_bytes)
@@ -268,7 +264,7 @@ class LogFiles:
             raise CorruptionError(
                 f"{keys}: {error}: it does not fit the other segments of this commit. Go back to an older commit"
             ) from None
-        self._attach(part, entry.num_bytes)
+        self.log.attach(entry.number, file.fd)
         self.parts[entry.number] = part
         self._adjust_used(part.stripe, part.reserved_bytes)
 
@@ -278,8 +274,6 @@ class LogFiles:
             part = self.parts.pop(number)
             self._removable[number] = part.stripe, part.reserved_bytes
         self.log.detach(number)
-        if part.mapping is not None:
-            part.mapping.close()
         self.log.forget(number)
 
     def remove_forgotten_files(self, referenced: Collection[int]) -> None:
@@ -311,21 +305,12 @@ class LogFiles:
                 self.disk.unlink(path)
 
     def close(self) -> None:
-        """Close mappings; files close when their last read ends."""
+        """Detach the files; each closes when its last read ends."""
         with self._lock:
-            parts = list(self.parts.values())
+            numbers = list(self.parts)
             self.parts = {}
-        for part in parts:
-            self.log.detach(part.number)
-            if part.mapping is not None:
-                part.mapping.close()
-
-    def _attach(self, part: SegmentFile, num_bytes: int) -> None:
-        address = 0
-        if self.mapped_bytes:
-            part.mapping = FileMapping(part.file, num_bytes)
-            address = part.mapping.address
-        self.log.attach(part.number, part.file.fd, address)
+        for number in numbers:
+            self.log.detach(number)
 
 
 def list_segment_files(stripes: Stripes) -> Iterator[tuple[int, Path]]:

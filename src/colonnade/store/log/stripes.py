@@ -23,6 +23,7 @@ from colonnade.files.disk import Disk, DiskFile
 from colonnade.files.durable import read_verified, write_durably
 from colonnade.formats import check_format_version, make_format_stamp, parse_json_object
 from colonnade.sizes import StorageLocation
+from colonnade.store.contract import Manifest
 from colonnade.store.log.segment import DEFAULT_CHUNK_BYTES
 
 
@@ -166,30 +167,30 @@ def least_full(capacities: Mapping[int, int], stripe_bytes: Mapping[int, int]) -
 def open_stripes(
     home: Path,
     directories: Sequence[Stripe],
+    manifest: Manifest | None,
     *,
-    disk: Disk | None,
-    home_lock: DiskFile | None,
-    known: Mapping[int, str],
-    store_id: str,
+    disk: Disk | None = None,
+    home_lock: DiskFile | None = None,
 ) -> Stripes:
     """Open the directories of the store at `home`: for writing with `disk` and the lock of home, else with None.
 
-    known, store_id: from the manifest. Raises StoreLocked if another run writes to one of them, CheckpointError if one
-    belongs to another store.
+    manifest: of the commit that is opened, if any. Raises StoreLocked if another run writes to one of them,
+    CheckpointError if one belongs to another store.
     """
     stripes = Stripes(home, home_lock)
-    stripes.store_id = store_id
-    stripes.known = dict(known)
+    if manifest is not None:
+        stripes.store_id = manifest.store_id
+        stripes.known = dict(manifest.stripe_paths)
     try:
-        for number, path in sorted(known.items()):
-            if _read_mark_file(Path(path)) == (store_id, number):
+        for number, path in sorted(stripes.known.items()):
+            if _read_mark_file(Path(path)) == (stripes.store_id, number):
                 stripes.directories[number] = Path(path)
                 if disk is not None:
                     stripes.locks.append(disk.lock(Path(path) / LOCK_NAME))
         if directories:
             stripes.capacities = {}
         for stripe in directories:
-            added = _add_stripe(stripes, stripe, disk, known)
+            added = _add_stripe(stripes, stripe, disk)
             if added is not None:
                 stripes.capacities[added] = max(stripe.capacity_bytes, 1)
                 if stripe.space is not None:
@@ -200,9 +201,7 @@ def open_stripes(
     return stripes
 
 
-def _add_stripe(
-    stripes: Stripes, stripe: Stripe, disk: Disk | None, known: Mapping[int, str]
-) -> int | None:
+def _add_stripe(stripes: Stripes, stripe: Stripe, disk: Disk | None) -> int | None:
     """Add a directory to the store and return its number; None for a new one when open for reading only."""
     directory = Path(stripe.directory)
     for number, path in stripes.directories.items():
@@ -216,7 +215,7 @@ def _add_stripe(
         if disk is None:
             return None
         stripes.store_id = stripes.store_id or secrets.token_hex(16)
-        number = 1 + max([*stripes.directories, *known])
+        number = 1 + max([*stripes.directories, *stripes.known])
         fields = {**make_format_stamp(FORMAT), "store": stripes.store_id, "number": number}
         fields["home"] = str(stripes.home.absolute())  # for people
         write_durably(disk, directory / MARK_NAME, json.dumps(fields, indent=1).encode())
