@@ -22,7 +22,7 @@ from colonnade.data import open_source, open_tensors
 from colonnade.embedding import find_collection
 from colonnade.errors import BudgetExceeded, DataError
 from colonnade.models.build import build_model
-from colonnade.plan.caching import cached_row_bytes
+from colonnade.plan.caching import remote_copy_bytes
 from colonnade.plan.cost.prediction import StepCosts
 from colonnade.plan.measure.device import Device
 from colonnade.planning import planner, timing
@@ -337,7 +337,7 @@ def test_plan_says_that_copies_are_left_out(capsys, tmp_path, monkeypatch, quick
         build_model(open_source("synthetic", cardinalities=CARDINALITIES).train.schema, config)
     ).tables
     assert message["cache_bytes"] == sum(
-        min(7, table.rows) * cached_row_bytes(table) for table in tables
+        min(7, table.rows) * remote_copy_bytes(table) for table in tables
     )
 
 

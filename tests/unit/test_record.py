@@ -82,7 +82,7 @@ def test_tiers_add_up_to_the_stores_own_counts(finished):
     assert 0 < total("ssd", "written_bytes") <= summary["ssd"]["lifetime_bytes"]
     assert total("ssd", "written_bytes") >= total("ssd", "payload_bytes") > 0
     # Rows that wait to be written live in no file yet: collection may have just moved them.
-    live = sum(len(backing) * backing.shape.stride for backing in run.checkpoints.backings)
+    live = sum(len(backing) * backing.files.shape.stride for backing in run.checkpoints.backings)
     ids = sum(len(backing) * 8 for backing in run.checkpoints.backings)  # in key lists, at most
     assert 0 < live <= summary["ssd"]["live_bytes"] <= live + ids
     assert summary["ssd"]["held_bytes"] > 0

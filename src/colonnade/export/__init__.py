@@ -19,7 +19,7 @@ from colonnade.errors import ConfigError
 from colonnade.export import hub as hub_files
 from colonnade.export import triton as triton_files
 from colonnade.export.program import export_dense_program, export_program
-from colonnade.export.tensors import ProgramInput, build_batch, collect_tensors, list_inputs
+from colonnade.export.tensors import ProgramInput, build_input_batch, collect_tensors, list_inputs
 from colonnade.export.torch_files import load_program, write_programs
 from colonnade.predict.predictor import Predictor
 from colonnade.publish.export import export_run, stage_folder
@@ -92,7 +92,7 @@ def score_tensors(predictor: Predictor, arrays: Mapping[str, np.ndarray]) -> np.
 
     Raises DataError for wrong names, types, shapes or ids, and as `Predictor`.
     """
-    scores = predictor(build_batch(list_model_inputs(predictor), arrays)).numpy()
+    scores = predictor(build_input_batch(list_model_inputs(predictor), arrays)).numpy()
     return scores[:, 0] if scores.ndim == 2 and scores.shape[1] == 1 else scores
 
 
@@ -106,7 +106,9 @@ def _schema_of(predictor: Predictor) -> Schema:
 
 def _write_triton(folder: Path, name: str, predictor: Predictor) -> None:
     inputs = list_model_inputs(predictor)
-    triton_files.write_model(folder, triton_files.format_config(name, inputs, predictor.labels))
+    triton_files.write_model(
+        folder, triton_files.format_model_config(name, inputs, predictor.labels)
+    )
 
 
 def _write_hub(folder: Path, name: str, run: Path, predictor: Predictor) -> None:

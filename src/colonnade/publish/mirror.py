@@ -36,9 +36,9 @@ from colonnade.files.untrusted import check_file_name
 from colonnade.store.log.manifest import (
     FILE_NAME,
     CommitFile,
-    file_name,
     list_commit_files,
     live_bitmap_path,
+    manifest_file_name,
     read_manifest_fields,
 )
 
@@ -244,7 +244,7 @@ def _list_store_files(folder: Path, header: dict[str, Any]) -> Iterator[_StoreFi
         folder_of_store = folder / "rows" / store.path
         manifest = read_manifest_fields(folder_of_store, step)
         small_files = [
-            folder_of_store / file_name(step),
+            folder_of_store / manifest_file_name(step),
             live_bitmap_path(folder_of_store, manifest),
         ]
         yield _StoreFiles(

@@ -59,7 +59,7 @@ class Scored:
     run: str
 
 
-def check_scores(scores: Tensor, step: int, model: str) -> None:
+def check_finite_scores(scores: Tensor, step: int, model: str) -> None:
     """Raise NonFiniteError that names the model and the step if a score is NaN or inf."""
     if not bool(scores.isfinite().all()):
         raise NonFiniteError(

@@ -240,7 +240,7 @@ class SlotDirectory:
         self.num_pinned -= int(np.count_nonzero(flags < PIN))
 
     def is_pinned(self, slots: np.ndarray) -> np.ndarray:
-        return self.flags[slots] >= PIN
+        return np.asarray(self.flags[slots] >= PIN)
 
     def count_pinned_others(self, slots: np.ndarray, count: int) -> int:
         """Count the pinned rows outside `slots`, which `count` rows of a call already have.
@@ -313,11 +313,11 @@ class SlotDirectory:
         self.flags[slots] = flags + np.int32(PIN)
 
     def _score_hints(self, codes: np.ndarray) -> np.ndarray:
-        return -(np.float32(self._time) + BATCHES_AHEAD[codes])
+        return np.asarray(-(np.float32(self._time) + BATCHES_AHEAD[codes]))
 
     def _is_evictable(self, slots: np.ndarray | slice) -> np.ndarray:
         flags = self.flags[slots]
-        return (flags > 0) & (flags < PIN)
+        return np.asarray((flags > 0) & (flags < PIN))
 
     def _find_evictable(self, begin: int, end: int) -> np.ndarray:
         return np.flatnonzero(self._is_evictable(slice(begin, end))) + begin

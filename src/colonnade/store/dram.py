@@ -127,7 +127,7 @@ class DramStore:
     def mark_all_dirty(self) -> None:
         """Mark every row in memory as newer than in the backings that `attach` will set."""
         for t in range(len(self.tables)):
-            for ids in torch.as_tensor(self.native.resident(t)[0]).split(1 << 16):
+            for ids in torch.split(torch.as_tensor(self.native.resident(t)[0]), 1 << 16):
                 offsets = torch.tensor([0] * (t + 1) + [len(ids)] * (len(self.tables) - t))
                 slots = torch.empty(len(ids), dtype=torch.int32)
                 with self._lock:

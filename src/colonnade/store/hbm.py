@@ -16,15 +16,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from colonnade import _native
 from colonnade.errors import BudgetExceeded, ConfigError, CorruptionError, StorageError
 from colonnade.ops.optimizers import Settings, count_updates
-from colonnade.store.contract import Manifest, RowView
+from colonnade.store.contract import Backing, Manifest, RowView
 from colonnade.store.device_rows import (
     DIRTY,
     VALID,
@@ -45,7 +45,7 @@ class PendingLoad:
     slots: list[np.ndarray]  # by table, on the device
     offsets: Tensor  # (T + 1,): of the rows below
     below: Tensor  # (M,) int32: slots below, pinned until they are copied
-    job: Any
+    job: _native.AcquireJob | None
 
 
 @dataclass(slots=True)
@@ -274,7 +274,7 @@ class HbmStore:
     # ---- what there is
 
     @property
-    def backings(self):
+    def backings(self) -> tuple[Backing, ...]:
         """Backings of the store below, by table."""
         return self.below.backings
 
@@ -447,14 +447,14 @@ class HbmStore:
         sizes = [n * table.record_bytes for n, table in zip(counts, self.tables, strict=True)]
         # Pinned memory: a copy to a GPU starts without staging.
         block = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=self.device.type == "cuda")
-        for t, part in enumerate(block.split(sizes)):
+        for t, part in enumerate(torch.split(block, sizes)):
             if counts[t]:
                 slots = below[offsets[t] : offsets[t + 1]].contiguous()
                 self.below.native.pack(t, slots, part.view(counts[t], -1))
         moved = block.to(self.device, non_blocking=True)
         return [
             part.view(n, table.record_bytes)
-            for part, n, table in zip(moved.split(sizes), counts, self.tables, strict=True)
+            for part, n, table in zip(torch.split(moved, sizes), counts, self.tables, strict=True)
         ]
 
     def _load_missing_records(self, missing_slots: list[np.ndarray]) -> list[Tensor]:
@@ -530,7 +530,7 @@ class HbmStore:
     def _arrays_to_device(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
         """Copy arrays, by table, to the device as int64, in one transfer."""
         joined = self._slots_to_device(np.concatenate(arrays))
-        return list(joined.split([len(array) for array in arrays]))
+        return list(torch.split(joined, [len(array) for array in arrays]))
 
     def _empty_arrays(self) -> list[np.ndarray]:
         return [np.empty(0, np.int64) for _ in self.tables]

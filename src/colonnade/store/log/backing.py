@@ -220,7 +220,7 @@ class LogBacking:
         lost = manifests.find_lost_commits(self._manifests.values(), self._stripes)
         missing = {step: f"{path}, which has rows of it, is missing" for step, path in lost.items()}
         return missing | {
-            step: f"{self.directory / manifests.file_name(step)} is damaged"
+            step: f"{self.directory / manifests.manifest_file_name(step)} is damaged"
             for step in self._damaged
         }
 
@@ -393,7 +393,7 @@ class LogBacking:
         )
         if self._doubtful:
             self._remove_manifests()
-        write_durably(self._disk, self.directory / lives.file_name(step), content)
+        write_durably(self._disk, self.directory / lives.live_file_name(step), content)
         self._doubtful.append(manifest)
         manifests.write_manifest(self._disk, self.directory, manifest)
         self._doubtful.clear()
@@ -417,11 +417,13 @@ class LogBacking:
     def _remove_manifests(self) -> None:
         """Delete manifests of commits that are not retained; then their bitmaps."""
         steps = {*self._manifests, *self._damaged}
-        self._remove_files(manifests.FILE_NAME, {manifests.file_name(step) for step in steps})
+        self._remove_files(
+            manifests.FILE_NAME, {manifests.manifest_file_name(step) for step in steps}
+        )
         # A manifest must be gone for good before a file that only it lists is removed.
         self._disk.sync_dir(self.directory)
         self._doubtful.clear()
-        self._remove_files(lives.FILE_NAME, {lives.file_name(step) for step in steps})
+        self._remove_files(lives.FILE_NAME, {lives.live_file_name(step) for step in steps})
 
     def _remove_files(self, pattern: re.Pattern[str], retained: Collection[str]) -> None:
         for name in sorted(os.listdir(self.directory)):
@@ -436,7 +438,7 @@ class LogBacking:
             self.files.load_segment(entry, bitmap)
         if len(self) != manifest.num_rows:
             raise CorruptionError(
-                f"{self.directory / manifests.file_name(manifest.step)}: got {len(self)} live rows in its "
+                f"{self.directory / manifests.manifest_file_name(manifest.step)}: got {len(self)} live rows in its "
                 f"segments, wanted {manifest.num_rows}. Go back to an older commit"
             )
         self._other_bytes = manifest.lifetime_bytes

@@ -45,13 +45,15 @@ class StoredCommit:
 
     def read_keys(self, entry: SegmentEntry) -> Keys:
         """Read the ids of a segment. Raises CorruptionError, CheckpointError, StorageError."""
-        path = self.stripes.find_stripe_file(key_list.file_name(entry.number), entry.stripe)
+        path = self.stripes.find_stripe_file(
+            key_list.key_list_file_name(entry.number), entry.stripe
+        )
         file = key_list.open_key_list(path)
         return key_list.read_key_list(file, entry.number, entry.num_records, entry.checksum)
 
     def segment_path(self, entry: SegmentEntry) -> Path:
         """Return the path of a segment's records. Raises CheckpointError if its directory is out of reach."""
-        return self.stripes.find_stripe_file(segment.file_name(entry.number), entry.stripe)
+        return self.stripes.find_stripe_file(segment.segment_file_name(entry.number), entry.stripe)
 
     def open_segment(self, entry: SegmentEntry) -> DiskFile:
         """Open a segment's records. Raises CorruptionError, CheckpointError, StorageError."""
@@ -68,13 +70,13 @@ def verify_store(
     """
     opened: list[StoredCommit] = []
     yield verify_file(
-        directory / manifests.file_name(step),
+        directory / manifests.manifest_file_name(step),
         lambda: opened.append(StoredCommit(directory, step, places=places)),
     )
     if not opened:
         return
     commit = opened[0]
-    yield verify_file(directory / live.file_name(step), commit.read_live_bitmaps)
+    yield verify_file(directory / live.live_file_name(step), commit.read_live_bitmaps)
     for entry in commit.manifest.segments:
         yield from _verify_segment(entry, commit)
 
@@ -82,12 +84,12 @@ def verify_store(
 def _verify_segment(entry: SegmentEntry, commit: StoredCommit) -> Iterator[VerifiedFile]:
     """Verify a key list, then its segment: without ids, only the segment's header and length can be checked."""
     stripes = commit.stripes
-    rows_name = segment.file_name(entry.number)
+    rows_name = segment.segment_file_name(entry.number)
     # The last known directory, in case it is out of reach.
     last = Path(stripes.known.get(entry.stripe, stripes.home))
     stripe = stripes.find_stripe(rows_name, entry.stripe)
     directory = last if stripe is None else stripes.directories[stripe]
-    path = directory / key_list.file_name(entry.number)
+    path = directory / key_list.key_list_file_name(entry.number)
     keys: list[Keys] = []
 
     def read_rows() -> None:

@@ -65,10 +65,10 @@ class Keys:
         wide = np.ndarray((count,), "<u8", self.packed, at, (self.width,))
         beyond = wide & np.uint64((1 << 8 * self.width) - 1)
         beyond += np.uint64(self.base % (1 << 64))
-        return beyond.view(np.int64)
+        return np.asarray(beyond).view(np.int64)
 
 
-def file_name(number: int) -> str:
+def key_list_file_name(number: int) -> str:
     return f"segment-{number:08d}.keys"
 
 

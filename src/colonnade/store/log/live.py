@@ -37,7 +37,7 @@ class LiveRecords:
         return int(np.count_nonzero(np.unpackbits(self.bitmap).view(bool)))
 
 
-def file_name(step: int) -> str:
+def live_file_name(step: int) -> str:
     return f"live-{step}.bits"
 
 

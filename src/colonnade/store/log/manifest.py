@@ -82,7 +82,7 @@ class LogTable:
         return SegmentShape(self.record_bytes, owner_digest(self.name, self.identity))
 
 
-def file_name(step: int) -> str:
+def manifest_file_name(step: int) -> str:
     return f"manifest-{step}.json"
 
 
@@ -105,7 +105,7 @@ def write_manifest(disk: Disk, directory: Path, manifest: Manifest) -> None:
         "num_rows": manifest.num_rows,
         "lifetime_bytes": manifest.lifetime_bytes,
         "live": {
-            "file": live.file_name(manifest.step),
+            "file": live.live_file_name(manifest.step),
             "bytes": manifest.live_bytes,
             "crc": f"{manifest.live_crc:08x}",
         },
@@ -113,7 +113,7 @@ def write_manifest(disk: Disk, directory: Path, manifest: Manifest) -> None:
         "stripes": {str(number): path for number, path in manifest.stripe_paths.items()},
         "segments": [
             {
-                "file": segment.file_name(entry.number),
+                "file": segment.segment_file_name(entry.number),
                 "stripe": entry.stripe,
                 "bytes": entry.num_bytes,
                 "keys": entry.keys_bytes,
@@ -125,12 +125,12 @@ def write_manifest(disk: Disk, directory: Path, manifest: Manifest) -> None:
             for entry in manifest.segments
         ],
     }
-    write_durably(disk, directory / file_name(manifest.step), json.dumps(fields).encode())
+    write_durably(disk, directory / manifest_file_name(manifest.step), json.dumps(fields).encode())
 
 
 def read_manifest_fields(directory: Path, step: int) -> dict[str, Any]:
     """Read a commit's manifest without knowing the table. Raises CorruptionError, CheckpointError."""
-    path = directory / file_name(step)
+    path = directory / manifest_file_name(step)
     if not path.exists():
         raise CheckpointError(
             f"{path}: missing, but its run's commit names it. Restore it from a copy"
@@ -167,13 +167,13 @@ def list_commit_files(directory: Path, fields: dict[str, Any]) -> Iterator[Commi
         rows = stripes.find_stripe_file(part["file"], part["stripe"])
         yield CommitFile(rows, part["bytes"], content)
         keys = stripes.find_stripe_file(
-            key_list.file_name(segment_number(part["file"])), part["stripe"]
+            key_list.key_list_file_name(segment_number(part["file"])), part["stripe"]
         )
         yield CommitFile(keys, part["keys"], content)
 
 
 def live_bitmap_path(directory: Path, fields: dict[str, Any]) -> Path:
-    return directory / fields["live"]["file"]
+    return directory / str(fields["live"]["file"])
 
 
 def segment_number(file: str) -> int:
@@ -186,7 +186,7 @@ def read_manifest(directory: Path, step: int, table: LogTable | None = None) -> 
 
     Raises CorruptionError (altered), CheckpointError (absent, or of another table, run or version).
     """
-    path = directory / file_name(step)
+    path = directory / manifest_file_name(step)
     if table is not None and not path.exists():
         known = ", ".join(map(str, committed_steps(directory))) or "none"
         raise CheckpointError(
@@ -239,13 +239,13 @@ def find_lost_commits(commits: Iterable[Manifest], stripes: Stripes) -> dict[int
         m.step: stripes.known.get(entry.stripe, f"stripe {entry.stripe}")
         for m in commits
         for entry in m.segments
-        if stripes.find_stripe(segment.file_name(entry.number), entry.stripe) is None
+        if stripes.find_stripe(segment.segment_file_name(entry.number), entry.stripe) is None
     }
 
 
 def read_live_bitmaps(directory: Path, manifest: Manifest) -> list[live.LiveRecords]:
     """Read the live bitmaps of a commit, in order of its segments. Raises CorruptionError, StorageError."""
-    path = directory / live.file_name(manifest.step)
+    path = directory / live.live_file_name(manifest.step)
     if not path.exists():
         raise segment.missing_file_error(path)
     content = read_verified(path)
@@ -260,6 +260,6 @@ def read_live_bitmaps(directory: Path, manifest: Manifest) -> list[live.LiveReco
     listed = [(p.segment, p.num_records, p.num_live) for p in parts]
     if listed != [(s.number, s.num_records, s.num_live) for s in manifest.segments]:
         raise CorruptionError(
-            f"{path}: got other segments than {file_name(manifest.step)} lists. Go back to an older commit"
+            f"{path}: got other segments than {manifest_file_name(manifest.step)} lists. Go back to an older commit"
         )
     return parts

@@ -66,7 +66,7 @@ def owner_digest(table: str, identity: str) -> bytes:
     return hashlib.sha256(f"{table}\0{identity}".encode()).digest()
 
 
-def file_name(number: int) -> str:
+def segment_file_name(number: int) -> str:
     return f"segment-{number:08d}.rows"
 
 
@@ -127,7 +127,7 @@ def check_segment_header(path: Path, head: bytes, shape: SegmentShape) -> None:
         )
     magic, version, number, width, owner, _, crc = HEADER.unpack(head)
     wanted_crc = crc32c(head[:-4])
-    if magic != MAGIC or crc != wanted_crc or path.name != file_name(number):
+    if magic != MAGIC or crc != wanted_crc or path.name != segment_file_name(number):
         raise CorruptionError(
             f"{path}: its header is altered or belongs to another file (magic {magic!r}, number {number}, "
             f"crc {crc:08x}, wanted {wanted_crc:08x}). Restore it from a copy, or go back to an older commit"

@@ -133,7 +133,7 @@ class LogFiles:
                 stripe_bytes[other.stripe] = stripe_bytes.get(other.stripe, 0) + other.num_bytes
             stripe = self.stripes.choose_stripe(stripe_bytes, first_bytes, self.longest_bytes)
         self._header = segments.encode_header(number, self.shape, secrets.randbits(32))
-        path = self.stripes.directories[stripe] / segments.file_name(number)
+        path = self.stripes.directories[stripe] / segments.segment_file_name(number)
         file = self.disk.create(path, direct=True)
         part = SegmentFile(number, stripe, file, segments.header_crc(self._header))
         self.log.attach(number, file.fd)
@@ -176,7 +176,7 @@ class LogFiles:
         keys = key_lists.encode_key_list(part.number, ids, checksum)
         self._set_growth(part, 0)
         self._reserve_space(part, num_bytes + len(keys))
-        path = part.file.path.with_name(key_lists.file_name(part.number))
+        path = part.file.path.with_name(key_lists.key_list_file_name(part.number))
         self.disk.unlink(path)  # of a failed attempt
         part.keys = self.disk.create(path)
         self.disk.append(part.keys, 0, keys)
@@ -221,7 +221,7 @@ class LogFiles:
     def path_of(self, number: int) -> Path:
         with self._lock:
             part = self.parts.get(number)
-        return part.file.path if part else self.stripes.home / segments.file_name(number)
+        return part.file.path if part else self.stripes.home / segments.segment_file_name(number)
 
     def sync_segment(self, part: SegmentFile) -> None:
         """Make a complete segment and its key list durable; their names only after `sync_directories`."""
@@ -238,7 +238,7 @@ class LogFiles:
 
     def load_segment(self, entry: SegmentEntry, live: LiveRecords) -> None:
         """Load a segment of a commit into the log. Raises CorruptionError, CheckpointError, StorageError."""
-        name = segments.file_name(entry.number)
+        name = segments.segment_file_name(entry.number)
         path = self.stripes.find_stripe_file(name, entry.stripe)
         file = segments.open_sealed_segment(path, self.shape, entry.num_bytes, entry.header_crc)
         if entry.num_bytes != self.shape.num_bytes(entry.num_records):
@@ -246,7 +246,9 @@ class LogFiles:
                 f"{path}: its manifest says {entry.num_bytes} bytes and {entry.num_records} records, which do not "
                 "agree. Go back to an older commit"
             )
-        keys = self.stripes.find_stripe_file(key_lists.file_name(entry.number), entry.stripe)
+        keys = self.stripes.find_stripe_file(
+            key_lists.key_list_file_name(entry.number), entry.stripe
+        )
         part = SegmentFile(entry.number, entry.stripe, file, entry.header_crc)
         part.keys = key_lists.open_key_list(keys)
         if path.parent == self.stripes.home:
@@ -281,7 +283,7 @@ class LogFiles:
         with self._lock:
             gone = {n: entry for n, entry in self._removable.items() if n not in referenced}
         for number, (stripe, num_bytes) in sorted(gone.items()):
-            for name in (segments.file_name(number), key_lists.file_name(number)):
+            for name in (segments.segment_file_name(number), key_lists.key_list_file_name(number)):
                 if stripe in self.stripes.directories:
                     self.disk.unlink(self.stripes.find_stripe_file(name, stripe))
             with self._lock:
@@ -292,7 +294,7 @@ class LogFiles:
         """Remember a segment that older commits list and this one does not, for `remove`."""
         if entry.number in self.parts or entry.number in self._removable:
             return
-        stripe = self.stripes.find_stripe(segments.file_name(entry.number), entry.stripe)
+        stripe = self.stripes.find_stripe(segments.segment_file_name(entry.number), entry.stripe)
         num_bytes = 0 if stripe is None else _total_bytes(entry)
         stripe = entry.stripe if stripe is None else stripe
         self._removable[entry.number] = stripe, num_bytes

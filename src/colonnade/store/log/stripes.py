@@ -249,7 +249,7 @@ def _read_mark_file(directory: Path) -> tuple[str, int] | None:
 
 def _belongs_to(directory: Path, home: Path) -> bool:
     fields = parse_json_object(directory / MARK_NAME, read_verified(directory / MARK_NAME))
-    return fields["home"] == str(home.absolute())
+    return bool(fields["home"] == str(home.absolute()))
 
 
 def check_tier_directories(ssd: Sequence[StorageLocation], mapped: StorageLocation | None) -> None:
