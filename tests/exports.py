@@ -9,7 +9,7 @@ from typing import Any
 
 from colonnade.files import checksums
 from colonnade.files.checksums import compute_checksums
-from colonnade.publish.exported import MODEL, serialize_model_json
+from colonnade.publish.model_files import MODEL, serialize_model_json
 from colonnade.store import row_file
 
 

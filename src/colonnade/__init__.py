@@ -57,8 +57,8 @@ if TYPE_CHECKING:
     from colonnade.plan.plan import Plan
     from colonnade.predict import Predictor
     from colonnade.processors import count_usable_processors
-    from colonnade.publish.export import export_run
     from colonnade.publish.mirror import fetch_run
+    from colonnade.publish.model_writer import export_run
     from colonnade.publish.transfer import load_export, load_rows, to_embedding, trained_ids
     from colonnade.retention import (
         AgeEviction,
@@ -112,7 +112,7 @@ _NAMES_BY_MODULE = {
     "plan.plan": ("Plan",),
     "predict": ("Predictor",),
     "processors": ("count_usable_processors",),
-    "publish.export": ("export_run",),
+    "publish.model_writer": ("export_run",),
     "publish.mirror": ("fetch_run",),
     "publish.transfer": ("load_export", "load_rows", "to_embedding", "trained_ids"),
     "retention": ("AgeEviction", "CountMinAdmission", "MaxRowsEviction", "RandomAdmission"),

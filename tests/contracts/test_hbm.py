@@ -10,7 +10,7 @@ from test_dram import open_logs
 
 from colonnade import Table, Uniform
 from colonnade.errors import BudgetExceeded, ConfigError, CorruptionError
-from colonnade.store.dram import open_dram_store
+from colonnade.store.dram import MappedTier, open_dram_store
 from colonnade.store.hbm import open_hbm_store
 
 
@@ -24,7 +24,11 @@ class HbmContract(ResidentContract):
     def open(self, place, capacity_rows, step=None):
         backings = open_logs(place, step) if self.dram_rows else []
         below = open_dram_store(
-            TABLES, self.dram_rows or [97, 97], seed=1, backings=backings, **self.cache(place)
+            TABLES,
+            self.dram_rows or [97, 97],
+            seed=1,
+            backings=backings,
+            mapped=MappedTier(**self.cache(place)),
         )
         return open_hbm_store(below, capacity_rows or [97, 97], self.device, seed=1)
 

@@ -24,8 +24,8 @@ from colonnade.errors import CheckpointError, ColonnadeError, CorruptionError, N
 from colonnade.files.disk import Disk
 from colonnade.files.durable import read_verified, write_durably
 from colonnade.publish.deltas import CURRENT
-from colonnade.publish.export import check_dense_finite
-from colonnade.publish.exported import serialize_model_json
+from colonnade.publish.model_files import serialize_model_json
+from colonnade.publish.model_writer import check_dense_finite
 from colonnade.publish.transfer import build_fresh_records, store_records
 from colonnade.run.run import open_run
 from colonnade.store.mapped import MappedRows

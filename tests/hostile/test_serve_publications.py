@@ -30,7 +30,7 @@ from colonnade.publish.deltas import (
     delta_file_name,
     read_current,
 )
-from colonnade.publish.exported import DENSE, MODEL
+from colonnade.publish.model_files import DENSE, MODEL
 
 
 @pytest.fixture(scope="module")

@@ -41,10 +41,9 @@ from colonnade import (
 )
 from colonnade.plan.names import CacheTier
 from colonnade.row_state import dense_state_dict
-from colonnade.store.dram import RowSources
+from colonnade.store.contract import RowSources, TierCounts
 from colonnade.store.shards import AbsentRows
 from colonnade.store.table_shards import shard_tables
-from colonnade.store.tier_counts import TierCounts, collect_tier_counts
 from colonnade.topology.sharding import Sharding, row_wise
 from colonnade.train.dense import DenseGradients
 
@@ -317,7 +316,7 @@ def train(
         losses,
         {k: v.cpu().clone() for k, v in dense_state_dict(model).items()},
         all_rows(collection),
-        tiers=collect_tier_counts(collection.store),
+        tiers=collection.store.count_tiers(),
         sources=collection.store.sources,
     )
     for backing in backings:

@@ -41,7 +41,7 @@ from colonnade.publish.deltas import (
     read_delta,
     verify_publication,
 )
-from colonnade.publish.export import export_run
+from colonnade.publish.model_writer import export_run
 from colonnade.run.run import open_run
 from colonnade.train import trainer
 from colonnade.train.trainer import CheckpointClock, schedule_checkpoint_check

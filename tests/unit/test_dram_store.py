@@ -11,9 +11,8 @@ from logs import open_test_log
 from colonnade import PlanConfig, Table, Uniform, _native, build_plan
 from colonnade.errors import CorruptionError, StorageError
 from colonnade.store.budget import slot_bytes
-from colonnade.store.dram import open_dram_store
+from colonnade.store.dram import MappedTier, open_dram_store
 from colonnade.store.log.writer import LogWriter
-from colonnade.store.tier_counts import collect_tier_counts
 
 TABLES = [
     Table("open", 4, initializer=Uniform(scale=1.0)),
@@ -42,8 +41,8 @@ def open_store(place, step=None, capacity=CAPACITY, cache_rows=0, **settings):
         )
         for table in TABLES
     ]
-    cache = {"cache_directory": place / "mapped", "cache_rows": [cache_rows] * len(TABLES)}
-    return open_dram_store(TABLES, capacity, seed=1, backings=logs, **(cache if cache_rows else {}))
+    cache = MappedTier((), place / "mapped", [cache_rows] * len(TABLES)) if cache_rows else None
+    return open_dram_store(TABLES, capacity, seed=1, backings=logs, mapped=cache)
 
 
 def close(store):
@@ -401,14 +400,18 @@ def test_a_table_wholly_in_mapped_memory_is_counted_there(is_backed, tmp_path):
     logs = open_store(tmp_path / "logs") if is_backed else None
     directories = [None, None, tmp_path / "mapped"]
     store = open_dram_store(
-        TABLES, CAPACITY, seed=1, directories=directories, backings=logs.backings if logs else ()
+        TABLES,
+        CAPACITY,
+        seed=1,
+        mapped=MappedTier(directories),
+        backings=logs.backings if logs else (),
     )
     ids, offsets = torch.cat([torch.arange(20)] * 3), torch.tensor([0, 20, 40, 60])
     for _ in range(3):
         slots, job = store.acquire(ids, offsets)
         store.wait(job)
         store.release(slots, offsets, dirty=False)
-    tiers = collect_tier_counts(store)
+    tiers = store.count_tiers()
     assert list(tiers)[:2] == ["dram", "mapped"]
     assert store.sources.born == 60
     assert tiers["dram"].hits == store.sources.resident == 2 * 40
@@ -421,6 +424,6 @@ def test_a_table_wholly_in_mapped_memory_is_counted_there(is_backed, tmp_path):
         return
     everything = open_dram_store(TABLES, CAPACITY, seed=1)
     everything.acquire(ids, offsets)
-    in_memory = collect_tier_counts(everything)
+    in_memory = everything.count_tiers()
     assert list(in_memory) == ["dram"]
     assert in_memory["dram"].held_bytes == tiers["dram"].held_bytes + tiers["mapped"].held_bytes

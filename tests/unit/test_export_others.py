@@ -21,7 +21,7 @@ from colonnade.export import export_model, list_model_inputs, score_tensors, to_
 from colonnade.export.hub import format_card
 from colonnade.export.tensors import ProgramInput
 from colonnade.export.triton import format_model_config
-from colonnade.publish.exported import read_export
+from colonnade.publish.model_files import read_export
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from colonnade.errors import StorageError
 from colonnade.machine import collect_machine_facts
 from colonnade.report.reading import read_run_folder, sum_metrics_lines
 from colonnade.run.run import open_run
-from colonnade.store.tier_counts import TierCounts
+from colonnade.store.contract import TierCounts
 from colonnade.train.metrics_file import drop_metrics_after_step, read_metrics_lines
 from colonnade.train.progress import Progress, _choose_progress_columns
 from colonnade.train.record import Counters, Record, TierActivity

@@ -22,8 +22,8 @@ from colonnade.export.program import export_dense_program, export_program
 from colonnade.export.tensors import ProgramInput, build_input_batch, collect_tensors, list_inputs
 from colonnade.export.torch_files import load_program, write_programs
 from colonnade.predict.predictor import Predictor
-from colonnade.publish.export import export_run, stage_folder
-from colonnade.publish.exported import read_export
+from colonnade.publish.model_files import read_export
+from colonnade.publish.model_writer import export_run, stage_folder
 
 __all__ = [
     "ProgramInput",

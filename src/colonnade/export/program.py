@@ -45,7 +45,7 @@ from colonnade.lookup.views import slices_of
 from colonnade.ops.interaction import plain_cross, plain_fm, plain_pairwise_dot
 from colonnade.ops.linear import plain_linear
 from colonnade.predict.predictor import Predictor
-from colonnade.publish.exported import REMEDY, Export, read_export
+from colonnade.publish.model_files import REMEDY, Export, read_export
 from colonnade.table import Feature
 from colonnade.topology.sharding import row_wise
 from colonnade.train.objective import get_objective

@@ -39,7 +39,7 @@ from colonnade.files.untrusted import (
     read_regular,
 )
 from colonnade.predict.predictor import Predictor
-from colonnade.publish.exported import read_export
+from colonnade.publish.model_files import read_export
 
 MODEL_PROGRAM = "model.pt2"
 DENSE_PROGRAM = "dense.pt2"

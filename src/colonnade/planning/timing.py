@@ -39,8 +39,7 @@ from colonnade.plan.plan import Plan
 from colonnade.planning.measure import list_missing_folders
 from colonnade.planning.placement import list_row_folders, read_sample_batches
 from colonnade.store.budget import slot_bytes
-from colonnade.store.contract import Backing
-from colonnade.store.dram import RowSources
+from colonnade.store.contract import Backing, RowSources
 from colonnade.train.setup import RunSetup, open_timed_trainer
 from colonnade.train.trainer import Outcome, Trainer
 

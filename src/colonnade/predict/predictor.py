@@ -42,8 +42,8 @@ from colonnade.publish.delivery import (
     open_location,
 )
 from colonnade.publish.deltas import CURRENT, BaseExport, CurrentPointer
-from colonnade.publish.export import export_if_missing
-from colonnade.publish.exported import Export, check_file_lengths, read_dense, read_export
+from colonnade.publish.model_files import Export, check_file_lengths, read_dense, read_export
+from colonnade.publish.model_writer import export_if_missing
 from colonnade.sizes import parse_positive_bytes
 from colonnade.store.mapped import MappedRows, open_mapped
 from colonnade.train.objective import get_objective

@@ -44,8 +44,8 @@ from colonnade.publish.deltas import (
     read_delta_header,
     read_linked_delta,
 )
-from colonnade.publish.exported import MODEL, parse_model_json, read_export
 from colonnade.publish.mirror import Mirror, convert_to_storage_error, open_url
+from colonnade.publish.model_files import MODEL, parse_model_json, read_export
 from colonnade.table import Table
 
 COPY_BYTES = 1 << 20

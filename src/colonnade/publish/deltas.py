@@ -50,8 +50,8 @@ from colonnade.files.untrusted import (
     parse_stamped,
 )
 from colonnade.formats import make_format_stamp
-from colonnade.publish.export import check_dense_finite, check_rows_finite, export_run
-from colonnade.publish.exported import MODEL, Count, verify_each_file
+from colonnade.publish.model_files import MODEL, Count, verify_each_file
+from colonnade.publish.model_writer import check_dense_finite, check_rows_finite, export_run
 from colonnade.store.log.commits import CommitDifference, IncomparableCommits, diff_commits
 from colonnade.table import ITEM_BYTES
 

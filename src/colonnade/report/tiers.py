@@ -9,7 +9,7 @@ from itertools import accumulate
 from colonnade.report.figures import COLORS, Figure, build_chart, build_line_trace, thin_points
 from colonnade.report.formatting import format_bytes, format_count, format_seconds
 from colonnade.report.reading import RunRecord
-from colonnade.store.tier_counts import LEVELS, TierCounts
+from colonnade.store.contract import LEVELS, TierCounts
 
 TIER_LINES = (
     "hit rate",

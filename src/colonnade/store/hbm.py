@@ -24,7 +24,7 @@ from torch import Tensor
 from colonnade import _native
 from colonnade.errors import BudgetExceeded, ConfigError, CorruptionError, StorageError
 from colonnade.ops.optimizers import Settings, count_updates
-from colonnade.store.contract import Backing, Manifest, RowView
+from colonnade.store.contract import Backing, Manifest, RowSources, RowView, TierCounts
 from colonnade.store.device_rows import (
     DIRTY,
     VALID,
@@ -33,7 +33,7 @@ from colonnade.store.device_rows import (
     reserve_device_rows,
     update_device_rows,
 )
-from colonnade.store.dram import WRITTEN_TOGETHER, DramStore, RowSources, table_seed
+from colonnade.store.dram import WRITTEN_TOGETHER, DramStore, table_seed
 from colonnade.table import CLOCK_BYTES
 
 
@@ -114,8 +114,9 @@ class HbmStore:
             self._install_ready_loads()
             return slots, self._number
 
-    def wait(self, job: int) -> None:
+    def wait(self, job: object) -> None:
         """Wait until the rows of this acquire, and of all before it, are on the device."""
+        assert isinstance(job, int)
         began = time.perf_counter()
         with self._loading:
             while self._loads and self._loads[0].number <= job:
@@ -301,6 +302,19 @@ class HbmStore:
             directory.num_rows * rows.table.record_bytes
             for directory, rows in zip(self.directories, self.rows, strict=True)
         )
+
+    def count_tiers(self) -> dict[str, TierCounts]:
+        others = self.below.count_tiers()
+        missed = others["dram"].hits + others["dram"].misses
+        num_bytes = self.device_bytes()
+        tier = TierCounts(
+            hits=self.num_hits,
+            misses=missed,
+            rows_written=missed,
+            held_bytes=num_bytes,
+            live_bytes=num_bytes,
+        )
+        return {"hbm": tier, **others}
 
     # ---- inside: acquire
 

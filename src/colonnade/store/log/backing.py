@@ -30,7 +30,7 @@ from colonnade import _native
 from colonnade.errors import CheckpointError, CorruptionError, StorageError
 from colonnade.files.disk import Disk, DiskFile
 from colonnade.files.durable import TEMPORARY_SUFFIX, write_durably
-from colonnade.store.contract import Manifest, RowBatch, SegmentEntry
+from colonnade.store.contract import Manifest, RowBatch, SegmentEntry, TierCounts
 from colonnade.store.log import live as lives
 from colonnade.store.log import manifest as manifests
 from colonnade.store.log.compaction import SegmentRewriter
@@ -207,6 +207,22 @@ class LogBacking:
             dict(self.log.counts())
             | totals
             | {"bytes_held": stored_bytes, "bytes_live": live_bytes}
+        )
+
+    def count_tier(self) -> TierCounts:
+        """Return the counts of the tier of files, lookups of evaluations included."""
+        counts = self.count_rows_and_bytes()
+        return TierCounts(
+            hits=counts["rows_copied"] + counts["rows_planned"],
+            misses=counts["rows_absent"],
+            row_bytes=counts["rows_planned"] * self.record_bytes,
+            rows_written=counts["rows_written"],
+            rows_moved=counts["rows_rewritten"],
+            payload_bytes=counts["rows_written"] * self.record_bytes,
+            written_bytes=counts["bytes_written"],
+            lifetime_bytes=counts["lifetime_bytes"],
+            held_bytes=counts["bytes_held"],
+            live_bytes=counts["bytes_live"],
         )
 
     # ---- commits
@@ -494,6 +510,18 @@ class LogBacking:
                 f"{self.directory}: got a change, but the store is open read-only. Open it with read_only=False"
             )
         return self.writer
+
+
+def count_shared_io(backings: Sequence[LogBacking]) -> TierCounts:
+    """Return the counts of the reader and the writer that a rank's logs share."""
+    readers = {id(backing.reader): backing.reader for backing in backings}.values()
+    writers = {id(b.writer): b.writer for b in backings if b.writer is not None}.values()
+    counts = [reader.counts() for reader in readers]
+    return TierCounts(
+        reads=int(sum(count["reads"] for count in counts)),
+        read_bytes=int(sum(count["bytes"] for count in counts)),
+        stall_seconds=sum(writer.stall_seconds for writer in writers),
+    )
 
 
 def open_log(

@@ -38,7 +38,7 @@ from colonnade.errors import CheckpointError, ConfigError, NonFiniteError, Stora
 from colonnade.files.checksums import compute_checksums
 from colonnade.files.disk import Disk, storage_error
 from colonnade.formats import VERSIONS
-from colonnade.publish.exported import DENSE, FORMAT, MODEL, serialize_model_json
+from colonnade.publish.model_files import DENSE, FORMAT, MODEL, serialize_model_json
 from colonnade.store.contract import RowBatch
 from colonnade.store.log.backing import LogBacking
 from colonnade.store.row_file import DTYPES
