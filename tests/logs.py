@@ -7,11 +7,22 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
+from colonnade.store.contract import Resident
 from colonnade.store.log.backing import LogBacking, LogLayout, open_log
 from colonnade.store.log.manifest import LogTable
 from colonnade.store.log.writer import LogWorkers
 
 T = TypeVar("T")
+
+
+def commit_rows(store: Resident, step: int) -> None:
+    """Begin and finish a commit; give it up if it fails."""
+    store.begin_commit()
+    try:
+        store.finish_commit(step)
+    except BaseException:
+        store.abandon_commit()
+        raise
 
 
 def open_test_log(

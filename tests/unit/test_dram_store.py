@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from logs import open_test_log
+from logs import commit_rows, open_test_log
 
 from colonnade import PlanConfig, Table, Uniform, _native, build_plan
 from colonnade.errors import CorruptionError, StorageError
@@ -167,7 +167,7 @@ def test_what_an_abandoned_commit_did_not_save_is_in_the_next(tmp_path):
     train(store, *batch(random), truth)
     store.abandon_commit()
     store.abandon_commit()  # nothing to give up any more
-    store.commit(1)
+    commit_rows(store, 1)
     close(store)
     again = open_store(tmp_path, 1)
     assert_same(content(again), truth)
@@ -178,11 +178,11 @@ def test_a_commit_writes_only_what_changed(tmp_path):
     random = torch.Generator().manual_seed(2)
     store, truth = open_store(tmp_path), [{}, {}, {}]
     train(store, *batch(random), truth)
-    store.commit(1)
+    commit_rows(store, 1)
     before = [log.log.counts()["rows_written"] for log in store.logs.values()]
     ids, offsets = torch.tensor([3, 5, 7]), torch.tensor([0, 1, 2, 3])
     train(store, ids, offsets, truth)
-    store.commit(2)
+    commit_rows(store, 2)
     after = [log.log.counts()["rows_written"] for log in store.logs.values()]
     assert [b - a for a, b in zip(before, after, strict=True)] == [1, 1, 1]
     # Rows only looked at leave without a write.
@@ -201,7 +201,7 @@ def test_many_jobs_at_once_and_reads_beside_them(tmp_path):
     store, truth = open_store(tmp_path, capacity=[100, 100, 40]), [{}, {}, {}]
     for _ in range(30):
         train(store, *batch(random), truth)
-    store.commit(1)
+    commit_rows(store, 1)
     close(store)
     store = open_store(tmp_path, 1, capacity=[100, 100, 40])  # nothing is in memory
     window = [(batch(random, (10, 10, 5))) for _ in range(8)]
@@ -237,7 +237,7 @@ def test_a_store_opened_again_keeps_the_rows_used_most(cache_rows, tmp_path):
     runs = [(first, first + 20) for first in range(40, 300, 20)]
     for run in runs:
         train(store, *of(*run), truth)
-    store.commit(12 + len(runs))
+    commit_rows(store, 12 + len(runs))
     close(store)
 
     store = open_store(tmp_path, step=12 + len(runs), cache_rows=cache_rows)
@@ -262,7 +262,7 @@ def test_a_row_that_was_never_trained_leaves_no_record(leave, tmp_path):
     if leave == "flush":
         store.flush()
     elif leave == "commit":
-        store.commit(1)
+        commit_rows(store, 1)
     else:
         train(store, torch.arange(200, 260), torch.tensor([0, 0, 60, 60]), truth)
         trained = torch.cat([trained, torch.arange(200, 260)])
@@ -308,7 +308,7 @@ def test_deleting_a_row_that_is_on_its_way(tmp_path):
     store, truth = open_store(tmp_path), [{}, {}, {}]
     train(store, *batch(random), truth)
     births = store.read(torch.arange(40), torch.tensor([0, 40, 40, 40]))[0]
-    store.commit(1)
+    commit_rows(store, 1)
     close(store)
     for _ in range(20):
         store = open_store(tmp_path, 1)
@@ -328,7 +328,7 @@ def test_a_rotten_row_is_named_and_never_trained_on(tmp_path):
     random = torch.Generator().manual_seed(5)
     store, truth = open_store(tmp_path), [{}, {}, {}]
     train(store, *batch(random), truth)
-    store.commit(1)
+    commit_rows(store, 1)
     close(store)
     path = next((tmp_path / "cached").glob("segment-*.rows"))
     data = bytearray(path.read_bytes())
@@ -348,7 +348,7 @@ def test_a_rotten_row_is_named_and_never_trained_on(tmp_path):
         lambda: store.delete(1, rows),
         store.begin_commit,
         store.flush,
-        lambda: store.commit(2),
+        lambda: commit_rows(store, 2),
     ):
         with pytest.raises(CorruptionError, match=path.name):
             call()

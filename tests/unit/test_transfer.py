@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from logs import open_test_log
+from logs import commit_rows, open_test_log
 from own_model import FILMS, USERS, Net, assert_same, rows_of, source, splits
 from ranks import run_ranks
 from torch import nn
@@ -136,7 +136,7 @@ def test_more_rows_than_memory_holds(tmp_path):
     load_rows(collection, "item", weights, ids)
     assert torch.equal(to_embedding(collection, "item", ids).weight, weights)
     assert torch.equal(trained_ids(collection, "item"), ids.sort().values)
-    collection.store.commit(1)
+    commit_rows(collection.store, 1)
     assert len(backing) == 5000
     backing.close()
 

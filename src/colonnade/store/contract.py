@@ -10,7 +10,7 @@ A *record* is a row as stored: weights | optimizer state | clock (uint64; bit 62
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Protocol
 
@@ -58,6 +58,16 @@ class Pending(Protocol):
         Raises StorageError, CorruptionError.
         """
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class DeferredResult:
+    """Pending operation whose result a function computes, at most once."""
+
+    finish: Callable[[], Tensor]
+
+    def wait(self) -> Tensor:
+        return self.finish()
 
 
 @dataclass(frozen=True, slots=True)

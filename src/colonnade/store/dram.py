@@ -443,15 +443,6 @@ class DramStore:
         self.tiers.end_snapshot()
         self._is_committing = False
 
-    def commit(self, step: int) -> list[Manifest]:
-        """Begin and finish a commit. A failed commit loses nothing: rows stay newer in memory or in the logs."""
-        self.begin_commit()
-        try:
-            return self.finish_commit(step)
-        except BaseException:
-            self.abandon_commit()
-            raise
-
     # ---- inside
 
     def _flush_table(self, table_index: int) -> int:

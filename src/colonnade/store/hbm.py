@@ -263,15 +263,6 @@ class HbmStore:
     def abandon_commit(self) -> None:
         self.below.abandon_commit()
 
-    def commit(self, step: int) -> list[Manifest]:
-        """Begin and finish a commit. After a failed commit nothing is lost."""
-        self.begin_commit()
-        try:
-            return self.finish_commit(step)
-        except BaseException:
-            self.abandon_commit()
-            raise
-
     # ---- what there is
 
     @property

@@ -24,13 +24,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from colonnade import _native
 from colonnade.errors import CheckpointError, CorruptionError, StorageError
 from colonnade.files.disk import Disk, DiskFile
 from colonnade.files.durable import TEMPORARY_SUFFIX, write_durably
-from colonnade.store.contract import Manifest, RowBatch, SegmentEntry, TierCounts
+from colonnade.store.contract import (
+    DeferredResult,
+    Manifest,
+    Pending,
+    RowBatch,
+    SegmentEntry,
+    TierCounts,
+)
 from colonnade.store.log import live as lives
 from colonnade.store.log import manifest as manifests
 from colonnade.store.log.compaction import SegmentRewriter
@@ -38,7 +46,6 @@ from colonnade.store.log.live import LiveRecords
 from colonnade.store.log.manifest import LogTable
 from colonnade.store.log.rows import (
     PendingRead,
-    Written,
     check_id_array,
     check_record_arrays,
     scan_live_rows,
@@ -151,7 +158,7 @@ class LogBacking:
         records: Tensor,
         frequencies: Tensor | None = None,
         for_commit: bool = False,
-    ) -> Written:
+    ) -> Pending:
         """Write as `Backing.write`: in memory when this returns, all or nothing.
 
         Waits while unwritten bytes exceed the writer's limit; raises StorageError if the disk refuses a write (nothing
@@ -162,7 +169,7 @@ class LogBacking:
         writer.wait_for_room()
         self.log.write(ids, records, frequencies, FRESH, for_commit)
         writer.wake()
-        return Written(len(ids))
+        return DeferredResult(lambda: torch.ones(len(ids), dtype=torch.bool))
 
     def delete(self, ids: Tensor) -> None:
         """Delete rows as `Backing.delete`: ids (N,) int64, absent ones ignored."""

@@ -36,16 +36,6 @@ class PendingRead(Pending):
         return torch.as_tensor(np.asarray(exists).astype(bool))
 
 
-class Written(Pending):
-    """Finished write."""
-
-    def __init__(self, num_rows: int) -> None:
-        self._num_rows = num_rows
-
-    def wait(self) -> Tensor:
-        return torch.ones(self._num_rows, dtype=torch.bool)
-
-
 def check_id_array(ids: Tensor) -> None:
     """Raise ValueError unless ids are (N,) int64 as native code takes them."""
     if ids.dtype != torch.int64 or ids.dim() != 1 or not _is_plain(ids):
