@@ -226,8 +226,8 @@ def build_delta(
 ) -> bytes:
     """Build the file of a delta from the currently published checkpoint to that of `step`.
 
-    Raises Incomparable, CheckpointError if the difference between the two is unknown, NonFiniteError for weights that
-    are NaN or inf.
+    Raises IncomparableCommits, CheckpointError if the difference between the two is unknown, NonFiniteError for weights
+    that are NaN or inf.
     """
     if current.step >= step or checkpoint_tag(run_folder, current.step) != current.tag:
         raise CheckpointError(

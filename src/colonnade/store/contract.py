@@ -251,8 +251,11 @@ class Resident(Protocol):
         """Wait until `release` was called more than `releases` times; False after `seconds`."""
         ...
 
-    def read(self, ids: Tensor, offsets: Tensor) -> list[Tensor]:
-        """Copy weights by table, [(U_t, D_t)]; absent rows read as their first value. Changes nothing in the store."""
+    def read(self, ids: Tensor, table_offsets: Tensor) -> list[Tensor]:
+        """Copy weights by table, [(U_t, D_t)]; absent rows read as their first value. Changes nothing in the store.
+
+        table_offsets (T + 1,): bounds of each table's ids.
+        """
         ...
 
     def views(self) -> list[RowView]:

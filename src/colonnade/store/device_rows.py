@@ -230,7 +230,7 @@ class SlotDirectory:
             self._scores[slots] = self._score_hints(codes)
 
     def unpin_slots(self, slots: np.ndarray, *, dirty: bool) -> None:
-        """Undo one `pin` or `admit`. Raises ValueError, nothing changed, if a slot is not pinned."""
+        """Undo one `pin_slots` or `admit_ids`. Raises ValueError, nothing changed, if a slot is not pinned."""
         flags = self.flags[slots] - np.int32(PIN)
         if len(flags) and flags.min() < 0:
             raise ValueError("a slot that is released is not pinned")
@@ -272,7 +272,7 @@ class SlotDirectory:
     def admit_ids(
         self, ids: np.ndarray, victims: np.ndarray, codes: np.ndarray | None
     ) -> np.ndarray:
-        """Evict the victims of `choose_victims(N)` and give pinned slots (N,) to ids (N,), which were absent."""
+        """Evict the victims of `choose_victim_slots(N)` and give pinned slots (N,) to ids (N,), which were absent."""
         self.free_slots(victims)
         num_fresh = max(0, len(ids) - len(self._free))
         num_free = len(self._free) - (len(ids) - num_fresh)

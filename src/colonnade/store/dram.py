@@ -178,10 +178,10 @@ class DramStore:
         with self._released:
             return self._released.wait_for(lambda: self.releases > releases, seconds)
 
-    def read(self, ids: Tensor, offsets: Tensor) -> list[Tensor]:
+    def read(self, ids: Tensor, table_offsets: Tensor) -> list[Tensor]:
         weights = []
         for t, table in enumerate(self.tables):
-            table_ids = ids[offsets[t] : offsets[t + 1]]
+            table_ids = ids[table_offsets[t] : table_offsets[t + 1]]
             out = torch.empty(len(table_ids), table.width, dtype=getattr(torch, table.dtype))
             if self.tiers is not None:
                 if len(table_ids):

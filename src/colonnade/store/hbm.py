@@ -141,13 +141,13 @@ class HbmStore:
         with self._released:
             return self._released.wait_for(lambda: self.releases > releases, seconds)
 
-    def read(self, ids: Tensor, offsets: Tensor) -> list[Tensor]:
+    def read(self, ids: Tensor, table_offsets: Tensor) -> list[Tensor]:
         """Copy weights to the CPU, as `Resident.read`."""
         with self._moving:
             resident = []
             others = []
             for directory, table_ids in zip(
-                self.directories, _split_by_table(ids, offsets), strict=True
+                self.directories, _split_by_table(ids, table_offsets), strict=True
             ):
                 with self._flags:
                     slots = directory.find_slots(table_ids)
@@ -171,7 +171,7 @@ class HbmStore:
     # ---- rows
 
     def write_rows(self, table_index: int, ids: Tensor, records: Tensor) -> None:
-        """Overwrite rows as `DramStore.put`: rows on the device there, the others below."""
+        """Overwrite rows as `DramStore.write_rows`: rows on the device there, the others below."""
         with self._moving:
             self._install_all()
             directory = self.directories[table_index]

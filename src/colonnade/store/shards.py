@@ -14,7 +14,8 @@ from colonnade.store.log.backing import LogBacking
 
 
 class AbsentRows:
-    """`Backing` of a rank without rows. Commits skip it."""
+    """`Backing` of a rank without rows: it reads none. Checkpoints leave it out; writing a row to it or committing it
+    raises StorageError."""
 
     def __init__(self, table_name: str, record_bytes: int) -> None:
         self.table_name = table_name

@@ -165,7 +165,7 @@ class ColumnShardReader(ReadOnly):
         shape: RecordShape,
         identity: str = "",
     ) -> None:
-        """identity: meaning of the bytes of whole records (`checkpoint.fingerprint.identity_of`)."""
+        """identity: meaning of the bytes of whole records (`checkpoint.fingerprint.get_record_identity`)."""
         self.slices = tuple(slices)
         self.identity = identity
         self.bytes = [shape.bytes_of(first, last) for first, last in columns]

@@ -112,8 +112,8 @@ def scan_live_rows(
         if _count_changes(log) == before:
             return _read_row_batches(on_disk, in_memory, files)
     raise StorageError(
-        f"{files.stripes.home}: got changes all along while a scan was to begin, wanted a moment without. "
-        "Scan between two steps"
+        f"{files.stripes.home}: got changes during each of {SNAPSHOT_TRIES} attempts to start a scan, wanted none "
+        "during one. Scan between two steps"
     )
 
 

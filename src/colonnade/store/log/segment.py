@@ -87,7 +87,8 @@ def crc32c(data: bytes) -> int:
 def open_sealed_segment(path: Path, shape: SegmentShape, num_bytes: int, crc: int) -> DiskFile:
     """Open a sealed segment of `num_bytes` and header checksum `crc`; its records are not read yet.
 
-    Raises CorruptionError (missing, torn or altered), CheckpointError (another table, run or version).
+    Raises CorruptionError (missing, torn or altered), CheckpointError (another table, run or version), StorageError
+    (unreadable).
     """
     file = open_listed_file(path, getattr(os, "O_DIRECT", 0))  # bypass the page cache if possible
     size = os.fstat(file.fd).st_size

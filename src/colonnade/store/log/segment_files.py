@@ -2,7 +2,7 @@
 
 Format of the bytes: store/format.md.
 
-The writer's thread alone calls `write_next`; any thread may call the other methods; a lock guards the lists.
+The writer's thread alone calls `write_next_chunk`; any thread may call the other methods; a lock guards the lists.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class LogFiles:
 
     @property
     def has_work(self) -> bool:
-        """True if `write_next` would do something now."""
+        """True if `write_next_chunk` would do something now."""
         return bool(self._unfinished) or self.log.pending_bytes > 0
 
     def _create_segment(self, number: int, first_bytes: int) -> SegmentFile:

@@ -36,7 +36,7 @@ class WriteSource(Protocol):
 
     @property
     def has_work(self) -> bool:
-        """True if `write_next` would do something now; cheap."""
+        """True if `write_next_chunk` would do something now; cheap."""
         ...
 
     def list_sealed_unfinished(self) -> set[int]: ...
