@@ -108,6 +108,7 @@ class Gate:
             await send(message)
 
         self.num_in_progress += 1
+        self.service.metrics.in_progress.inc()
         try:
             try:
                 self._check(scope)
@@ -117,6 +118,7 @@ class Gate:
                 await self.app(scope, receive, send_and_note)
         finally:
             self.num_in_progress -= 1
+            self.service.metrics.in_progress.dec()
             self._note(scope, record, answered, time.perf_counter() - started)
 
     def _check(self, scope: Any) -> None:
