@@ -24,8 +24,9 @@ from colonnade.errors import BudgetExceeded, ConfigError
 from colonnade.lookup.row_layout import RowSums
 from colonnade.ops.optimizers import Settings
 from colonnade.store.contract import RowView
-from colonnade.store.device_rows import enlarge_device_rows, reserve_device_rows, update_device_rows
+from colonnade.store.device_rows import enlarge_device_rows, reserve_device_rows
 from colonnade.store.dram import open_dram_store, table_seed
+from colonnade.store.hbm import update_device_rows
 from colonnade.table import CLOCK_BYTES, Table
 
 GradientSums: TypeAlias = RowSums | Sequence[Tensor]

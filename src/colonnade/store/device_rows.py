@@ -124,25 +124,6 @@ class DeviceRows:
         self.clocks[slots] = optimizers.advance_clocks(clocks)
 
 
-def update_device_rows(
-    rows: Sequence[DeviceRows],
-    slots: Sequence[Tensor],
-    ids: Sequence[Tensor | None],
-    sums: Sequence[Tensor],
-    kinds: Sequence[int],
-    settings: Sequence[optimizers.Settings],
-) -> None:
-    """Update rows of several tables (`DeviceRows.update`): all by table, kinds and settings by part of all tables."""
-    first = 0
-    for table_rows, table_slots, table_ids, gradients in zip(rows, slots, ids, sums, strict=True):
-        end = first + len(table_rows.table.parts)
-        if len(table_slots):
-            table_rows.update(
-                table_slots, table_ids, gradients, kinds[first:end], settings[first:end]
-            )
-        first = end
-
-
 def enlarge_device_rows(rows: DeviceRows, num_slots: int) -> DeviceRows:
     """Copy rows into memory for `num_slots`; new slots have no defined content. Raises what torch raises if it does
     not fit."""

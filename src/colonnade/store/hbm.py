@@ -31,7 +31,6 @@ from colonnade.store.device_rows import (
     DeviceRows,
     SlotDirectory,
     reserve_device_rows,
-    update_device_rows,
 )
 from colonnade.store.dram import WRITTEN_TOGETHER, DramStore, table_seed
 from colonnade.table import CLOCK_BYTES
@@ -564,6 +563,25 @@ def open_hbm_store(
             f"{str(error).splitlines()[0]}. Give hbm less"
         ) from None
     return HbmStore(below, rows)
+
+
+def update_device_rows(
+    rows: Sequence[DeviceRows],
+    slots: Sequence[Tensor],
+    ids: Sequence[Tensor | None],
+    sums: Sequence[Tensor],
+    kinds: Sequence[int],
+    settings: Sequence[Settings],
+) -> None:
+    """Update rows of several tables (`DeviceRows.update`): all by table, kinds and settings by part of all tables."""
+    first = 0
+    for table_rows, table_slots, table_ids, gradients in zip(rows, slots, ids, sums, strict=True):
+        end = first + len(table_rows.table.parts)
+        if len(table_slots):
+            table_rows.update(
+                table_slots, table_ids, gradients, kinds[first:end], settings[first:end]
+            )
+        first = end
 
 
 def _split_by_table(values: Tensor, offsets: Tensor) -> list[np.ndarray]:
