@@ -17,10 +17,8 @@ namespace colonnade {
 // Open file of a segment. Its descriptor stays open while it is in use: closing waits for all users.
 class SegmentFile {
  public:
-  // mapped: the file's bytes in memory, or null.
-  SegmentFile(int fd, const std::uint8_t* mapped) : fd_(fd), mapped_(mapped) {}
+  explicit SegmentFile(int fd) : fd_(fd) {}
   int fd() const { return fd_; }
-  const std::uint8_t* mapped() const { return mapped_; }
   // Block until it is not in use. Call it only after removing it from where users find it.
   void wait_unused() const {
     for (int users; (users = users_.load()) != 0;) users_.wait(users);
@@ -29,7 +27,6 @@ class SegmentFile {
  private:
   friend class FileUse;
   int fd_;
-  const std::uint8_t* mapped_;
   std::atomic<int> users_{0};
 };
 
@@ -69,7 +66,7 @@ struct ReadPlan {
   };
   std::vector<File> files;
   std::vector<Item> items;
-  std::optional<ReadFault> fault;  // fault of a mapped file that was read while planning
+  std::optional<ReadFault> fault;  // the first read that failed
 
   void fail(const ReadFault& other) {
     if (!fault || std::pair(other.source, other.place) < std::pair(fault->source, fault->place)) fault = other;

@@ -195,61 +195,36 @@ void RowLog::plan_reads(std::span<const std::int64_t> ids, std::span<const std::
                         std::span<std::uint8_t> frequencies) {
   check_ids(ids);
   constexpr std::uint32_t kNoFile = ~std::uint32_t{0};
-  std::vector<ReadPlan::Item> mapped;
-  {
-    const std::lock_guard lock(mutex_);
-    std::vector<std::uint32_t> file_of(by_handle_.size(), kNoFile);  // by handle: its number in the plan
-    plan.items.reserve(plan.items.size() + ids.size());
-    for_each(ids, [&](std::size_t i, std::int64_t, PlaceEntry entry) {
-      if (!frequencies.empty()) frequencies[i] = entry.frequency;
-      locations[i] = RowAt::nowhere;
-      if (entry.place == kNoPlace) {
-        ++counts_.rows_absent;
-        return;
-      }
-      const LogSegment& segment = segment_of(entry);
-      const auto record = static_cast<std::uint32_t>(record_of(entry));
-      if (const std::uint8_t* frame = segment.frame_in_memory(record)) {
-        deliver(positions[i], frame + kFrameHeadBytes);
-        locations[i] = RowAt::memory;
-        ++counts_.rows_copied;
-        return;
-      }
-      if (!segment.file) {
-        refuse("segment " + std::to_string(segment.number()) + ": attach its file before its rows are read");
-      }
-      std::uint32_t& file = file_of[entry.place >> kRecordBits];
-      if (file == kNoFile) {
-        file = static_cast<std::uint32_t>(plan.files.size());
-        plan.files.push_back({FileUse(segment.file), segment.number(), stride_, source});
-      }
-      const bool is_mapped = segment.file->mapped() != nullptr;
-      (is_mapped ? mapped : plan.items).push_back({file, record, positions[i], ids[i]});
-      locations[i] = is_mapped ? RowAt::memory : RowAt::disk;
-      ++(is_mapped ? counts_.rows_copied : counts_.rows_planned);
-    });
-  }
-  // Without the lock: the pages may have to be read from a disk.
-  const auto frame_of = [&plan](const ReadPlan::Item& item) {
-    const auto& file = plan.files[item.file];
-    return file.use->mapped() + frame_offset(item.record, file.stride);
-  };
-  constexpr std::size_t kAhead = 4;  // rows being fetched from memory
-  for (std::size_t i = 0; i < mapped.size(); ++i) {
-    if (i + kAhead < mapped.size()) {
-      const std::uint8_t* ahead = frame_of(mapped[i + kAhead]);
-      for (std::size_t byte = 0; byte < stride_; byte += 64) __builtin_prefetch(ahead + byte, 0, 2);
+  const std::lock_guard lock(mutex_);
+  std::vector<std::uint32_t> file_of(by_handle_.size(), kNoFile);  // by handle: its number in the plan
+  plan.items.reserve(plan.items.size() + ids.size());
+  for_each(ids, [&](std::size_t i, std::int64_t, PlaceEntry entry) {
+    if (!frequencies.empty()) frequencies[i] = entry.frequency;
+    locations[i] = RowAt::nowhere;
+    if (entry.place == kNoPlace) {
+      ++counts_.rows_absent;
+      return;
     }
-    const auto& item = mapped[i];
-    const auto& file = plan.files[item.file];
-    const std::uint8_t* frame = frame_of(item);
-    const std::int64_t place = file.segment << 32 | item.record;
-    if (is_whole(frame, file.stride, place, item.id)) {
-      deliver(item.position, frame + kFrameHeadBytes);
-    } else {
-      plan.fail({ReadFault::Kind::checksum, place, 0, source});
+    const LogSegment& segment = segment_of(entry);
+    const auto record = static_cast<std::uint32_t>(record_of(entry));
+    if (const std::uint8_t* frame = segment.frame_in_memory(record)) {
+      deliver(positions[i], frame + kFrameHeadBytes);
+      locations[i] = RowAt::memory;
+      ++counts_.rows_copied;
+      return;
     }
-  }
+    if (!segment.file) {
+      refuse("segment " + std::to_string(segment.number()) + ": attach its file before its rows are read");
+    }
+    std::uint32_t& file = file_of[entry.place >> kRecordBits];
+    if (file == kNoFile) {
+      file = static_cast<std::uint32_t>(plan.files.size());
+      plan.files.push_back({FileUse(segment.file), segment.number(), stride_, source});
+    }
+    plan.items.push_back({file, record, positions[i], ids[i]});
+    locations[i] = RowAt::disk;
+    ++counts_.rows_planned;
+  });
 }
 
 std::shared_ptr<LogChunk> RowLog::next_chunk() {
@@ -272,11 +247,11 @@ void RowLog::written(const std::shared_ptr<LogChunk>& chunk) {
   segment.drop_written();
 }
 
-void RowLog::attach(std::int64_t segment, int fd, const std::uint8_t* mapped) {
+void RowLog::attach(std::int64_t segment, int fd) {
   const std::lock_guard lock(mutex_);
   auto& file = at(segment).file;
   if (file) refuse("segment " + std::to_string(segment) + ": its file is attached already; detach it first");
-  file = std::make_shared<SegmentFile>(fd, mapped);
+  file = std::make_shared<SegmentFile>(fd);
 }
 
 void RowLog::detach(std::int64_t segment) {
@@ -399,7 +374,7 @@ void RowLog::load(std::int64_t segment, std::span<const std::int64_t> ids, std::
   }
   LogSegment& part = *by_handle_[handle];
   part.load(n, std::move(bits));
-  if (fd >= 0) part.file = std::make_shared<SegmentFile>(fd, nullptr);
+  if (fd >= 0) part.file = std::make_shared<SegmentFile>(fd);
   next_segment_ = std::max(next_segment_, segment + 1);
 }
 

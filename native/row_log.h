@@ -53,7 +53,7 @@ class RowLog {
     std::int64_t rows_rewritten = 0;  // by compaction
     std::int64_t rows_deleted = 0;
     std::int64_t bytes_framed = 0;    // of both
-    std::int64_t rows_copied = 0;     // read from write buffers or mapped files
+    std::int64_t rows_copied = 0;     // read from write buffers
     std::int64_t rows_planned = 0;    // to be read from files
     std::int64_t rows_absent = 0;     // looked up and absent
   };
@@ -82,7 +82,7 @@ class RowLog {
   std::shared_ptr<LogChunk> next_chunk();
   // Mark a chunk as written to its file, which must be attached: its rows are then read there.
   void written(const std::shared_ptr<LogChunk>& chunk);
-  void attach(std::int64_t segment, int fd, const std::uint8_t* mapped);
+  void attach(std::int64_t segment, int fd);
   void detach(std::int64_t segment);  // returns when no read uses the descriptor
   // Seal the open segments and return their numbers.
   std::vector<std::int64_t> seal();

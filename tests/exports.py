@@ -7,9 +7,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from colonnade.publish.exported import MODEL, serialize_model_json
-from colonnade.store import checksums, row_file
-from colonnade.store.checksums import compute_checksums
+from colonnade.files import checksums
+from colonnade.files.checksums import compute_checksums
+from colonnade.publish.model_files import MODEL, serialize_model_json
+from colonnade.store import row_file
 
 
 def read_fields(folder: Path) -> dict[str, Any]:

@@ -22,11 +22,11 @@ from colonnade.checkpoint.fingerprint import build_model_fingerprint, dense_weig
 from colonnade.config.run import RunConfig, override_settings
 from colonnade.data import open_source
 from colonnade.embedding import find_collection
+from colonnade.files.checksums import compute_checksums
 from colonnade.models.build import build_model
-from colonnade.publish.export import write_rows
-from colonnade.publish.exported import DENSE, MODEL, serialize_model_json
+from colonnade.publish.model_files import DENSE, MODEL, serialize_model_json
+from colonnade.publish.model_writer import write_rows
 from colonnade.run.defaults import get_preset
-from colonnade.store.checksums import compute_checksums
 from colonnade.store.contract import RowBatch
 from colonnade.table import Table
 

@@ -12,9 +12,14 @@ import torch
 from numpy.typing import NDArray
 
 from colonnade import EmbeddingCollection, RowWiseAdagrad, Table, _native
-from colonnade.store.compaction import Collector
-from colonnade.store.log import DEFAULT_SEGMENT_BYTES, LogBacking, open_log
-from colonnade.store.writer import LogWriter
+from colonnade.store.log.backing import (
+    DEFAULT_SEGMENT_BYTES,
+    LogBacking,
+    LogLayout,
+    open_log,
+)
+from colonnade.store.log.manifest import LogTable
+from colonnade.store.log.writer import LogWorkers
 from colonnade.table import CLOCK_BYTES
 from workers.tier_stream import Stream
 
@@ -41,16 +46,19 @@ def open_backings(
     segment_bytes: int = DEFAULT_SEGMENT_BYTES,
 ) -> list[LogBacking]:
     """Open a backing for each table, as a run opens its own. `step`: the commit to begin with; None: nothing."""
-    reader = _native.PageReader("auto", READ_DEPTH)
-    writer, collector = LogWriter(), Collector()
+    workers = LogWorkers(reader=_native.PageReader("auto", READ_DEPTH))
     return [
         open_log(
-            folder / table.name, table_name=table.name, record_bytes=table.record_bytes,
-            identity=IDENTITY, rows=table.rows, reader=reader, writer=writer, collector=collector,
-            step=step, segment_bytes=segment_bytes,
+            folder / table.name,
+            LogTable(
+                name=table.name, record_bytes=table.record_bytes, identity=IDENTITY, rows=table.rows
+            ),
+            step=step,
+            workers=workers,
+            layout=LogLayout(segment_bytes=segment_bytes),
         )
         for table in tables
-    ]  # fmt: skip
+    ]
 
 
 def clocks_of(counts: NDArray[np.float32], stream: Stream) -> NDArray[np.uint64]:

@@ -187,13 +187,7 @@ void bind_row_log(nb::module_& m) {
             self.written(chunk.chunk);
           },
           "chunk"_a)
-      .def(
-          "attach",
-          [](RowLog& self, int64_t segment, int fd, uint64_t address) {
-            nb::gil_scoped_release released;
-            self.attach(segment, fd, reinterpret_cast<const uint8_t*>(address));
-          },
-          "segment"_a, "fd"_a, "address"_a = 0)
+      .def("attach", &RowLog::attach, "segment"_a, "fd"_a, release)
       .def("detach", &RowLog::detach, "segment"_a, release)
       .def("seal", &RowLog::seal, release)
       .def(

@@ -60,7 +60,7 @@ struct Store {
         const int fd = ::mkstemp(name.data());
         CHECK(fd >= 0 && ::unlink(name.c_str()) == 0);
         fds[chunk->segment] = fd;
-        log.attach(chunk->segment, fd, nullptr);
+        log.attach(chunk->segment, fd);
       }
       CHECK(reinterpret_cast<std::uintptr_t>(chunk->bytes.data()) % kPage == 0 && chunk->num_bytes % kPage == 0);
       CHECK(::pwrite(fds[chunk->segment], chunk->bytes.data(), static_cast<std::size_t>(chunk->num_bytes), chunk->offset) ==
@@ -183,7 +183,7 @@ void a_bad_page_spoils_only_its_rows(const std::string& kind) {
   constexpr std::size_t kStride = 48;
   constexpr std::uint32_t kFirst = (kBase - kSegmentHeaderBytes) / kStride + 1;  // the first record that begins there
   ReadPlan plan;
-  plan.files.push_back({FileUse(std::make_shared<SegmentFile>(fd, nullptr)), 1, kStride, 0});
+  plan.files.push_back({FileUse(std::make_shared<SegmentFile>(fd)), 1, kStride, 0});
   for (const std::uint32_t record : {kFirst, kFirst + 90, kFirst + 100, kFirst + 180}) {
     auto* frame = reinterpret_cast<std::uint8_t*>(frame_offset(record, kStride));
     const std::int64_t id = record;
@@ -208,7 +208,7 @@ void a_bad_page_spoils_only_its_rows(const std::string& kind) {
 void pages_are_read_once_and_small_gaps_through() {
   std::vector<ReadPlan::File> files;
   for (std::int64_t segment : {1, 2}) {
-    files.push_back({FileUse(std::make_shared<SegmentFile>(-1, nullptr)), segment, 48, 0});
+    files.push_back({FileUse(std::make_shared<SegmentFile>(-1)), segment, 48, 0});
   }
   const auto runs_of = [&](std::vector<ReadPlan::Item> items) { return plan_runs(items, files); };
   // Rows of one page, one of them twice; then one that crosses into the next page.

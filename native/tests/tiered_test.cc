@@ -51,7 +51,7 @@ struct Files {
         const int fd = ::mkstemp(name.data());
         CHECK(fd >= 0 && ::unlink(name.c_str()) == 0);
         fds[chunk->segment] = fd;
-        log.attach(chunk->segment, fd, nullptr);
+        log.attach(chunk->segment, fd);
       }
       CHECK(::pwrite(fds[chunk->segment], chunk->bytes.data(), static_cast<std::size_t>(chunk->num_bytes), chunk->offset) ==
             chunk->num_bytes);

@@ -49,7 +49,7 @@ from colonnade.plan.constraints import shard_in_towers as shard_in_towers
 from colonnade.plan.plan import Plan as Plan
 from colonnade.predict import Predictor as Predictor
 from colonnade.processors import count_usable_processors as count_usable_processors
-from colonnade.publish.export import export_run as export_run
+from colonnade.publish.model_writer import export_run as export_run
 from colonnade.publish.mirror import fetch_run as fetch_run
 from colonnade.publish.transfer import (
     load_export as load_export,

@@ -828,11 +828,10 @@ class RowLog:
     def written(self, chunk: Chunk) -> None:
         """Mark a chunk as written to its file: rows are then read from the file, and its memory is freed. ValueError
         unless the segment is attached."""
-    def attach(self, segment: int, fd: int, address: int = 0) -> None:
-        """Set the file of a segment. Keep fd open until `detach`; it may use O_DIRECT. address: mapping of the whole
-        file, to read from it."""
+    def attach(self, segment: int, fd: int) -> None:
+        """Set the file of a segment. Keep fd open until `detach`; it may use O_DIRECT."""
     def detach(self, segment: int) -> None:
-        """Remove the file of a segment; return once no read uses its fd or mapping. Its rows cannot be read until it is
+        """Remove the file of a segment; return once no read uses its fd. Its rows cannot be read until it is
         attached again."""
     def seal(self) -> list[int]:
         """Seal the open segments and return their numbers; their last chunks become available."""

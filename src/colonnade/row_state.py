@@ -26,8 +26,7 @@ from colonnade.lookup.views import Slices
 from colonnade.pipeline.pipeline import Pipeline, StepCounter
 from colonnade.plan.plan import Plan
 from colonnade.retention import CountMinAdmission
-from colonnade.store.dram import DramStore
-from colonnade.store.hbm import HbmStore
+from colonnade.store.contract import Resident
 from colonnade.store.policies import RowPolicy, RowRetention
 from colonnade.store.records import (
     IdIndex,
@@ -118,7 +117,7 @@ class StatefulRows(nn.Module):
         mesh: Mesh
         plan: Plan
         slices: Slices
-        store: DramStore | HbmStore
+        store: Resident
         policies: dict[int, RowPolicy]
         pipeline: Pipeline
         _exported_rows: Any

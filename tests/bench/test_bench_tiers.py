@@ -40,7 +40,7 @@ from colonnade import (  # noqa: E402
     build_plan,
 )  # fmt: skip
 from colonnade.cache.next_use import encode_distance  # noqa: E402
-from colonnade.store.dram import open_dram_store  # noqa: E402
+from colonnade.store.dram import MappedTier, open_dram_store  # noqa: E402
 
 SMALL = Shape((50, 400, 3, 90), 1.1, batch_size=16, num_batches=60, history=800.0)
 HORIZON = 1 << 17
@@ -265,7 +265,7 @@ def test_moves_are_delayed_by_their_lines(
     tables = [Table("C", 16, rows=400, optimizer=RowWiseAdagrad(lr=0.02))]
     logs = tiers_store.open_backings(tmp_path, tables, None)
     store = open_dram_store(
-        tables, [60], seed=1, backings=logs, cache_directory=tmp_path, cache_rows=[200]
+        tables, [60], seed=1, backings=logs, mapped=MappedTier((), tmp_path, [200])
     )
     delays: list[int] = []
 

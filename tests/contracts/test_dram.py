@@ -5,21 +5,21 @@ from pathlib import Path
 
 import pytest
 import torch
+from logs import open_test_log
 from resident import TABLES, ResidentContract
 
 from colonnade import Feature, Table, _native
 from colonnade.errors import StorageError
 from colonnade.lookup.layout import declare
-from colonnade.store.dram import open_dram_store
-from colonnade.store.log import open_log
-from colonnade.store.writer import LogWriter
+from colonnade.store.dram import MappedTier, open_dram_store
+from colonnade.store.log.writer import LogWriter
 
 
 def open_logs(place, step=None):
     """One by table; they share a reader and a writer."""
     reader, writer = _native.PageReader(), LogWriter()
     return [
-        open_log(
+        open_test_log(
             place / table.name,
             table_name=table.name,
             record_bytes=table.record_bytes,
@@ -73,8 +73,7 @@ class TestDramOverFiles(ResidentContract):
             capacity_rows or [97, 97],
             seed=1,
             backings=open_logs(place),
-            directories=self.directories(place),
-            **self.cache(place),
+            mapped=MappedTier(self.directories(place), **self.cache(place)),
         )
 
 
@@ -93,7 +92,7 @@ class TestDramOverCache(TestDramOverFiles):
         with pytest.raises(StorageError, match=r"could not map a file of .* bytes for rows"):
             open_dram_store(
                 TABLES, [9, 9], seed=1, backings=open_logs(tmp_path / "logs"),
-                cache_directory=tmp_path, cache_rows=[2**32 - 2, 0],
+                mapped=MappedTier(cache_directory=tmp_path, cache_rows=[2**32 - 2, 0]),
             )  # fmt: skip
 
 
@@ -122,10 +121,10 @@ class TestMappedOverFiles(TestDramOverFiles):
             self.open(tmp_path, None)
         full = [Path("/dev/full/no"), None]
         with pytest.raises(StorageError, match="mapped files"):
-            open_dram_store(TABLES, [97, 97], seed=1, directories=full)
+            open_dram_store(TABLES, [97, 97], seed=1, mapped=MappedTier(full))
         with pytest.raises(StorageError, match=r"could not map a file of .* bytes for rows"):
             huge = [Table("huge", 2**16)]  # a petabyte
-            open_dram_store(huge, [2**32 - 2], seed=1, directories=[tmp_path])
+            open_dram_store(huge, [2**32 - 2], seed=1, mapped=MappedTier([tmp_path]))
 
 
 class TestDramOnItsOwn(ResidentContract):

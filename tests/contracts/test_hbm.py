@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from devices import CUDA
+from logs import commit_rows
 from resident import IDS, TABLES, ResidentContract, grouped, read_all
 from test_dram import open_logs
 
 from colonnade import Table, Uniform
 from colonnade.errors import BudgetExceeded, ConfigError, CorruptionError
-from colonnade.store.dram import open_dram_store
+from colonnade.store.dram import MappedTier, open_dram_store
 from colonnade.store.hbm import open_hbm_store
 
 
@@ -24,7 +25,11 @@ class HbmContract(ResidentContract):
     def open(self, place, capacity_rows, step=None):
         backings = open_logs(place, step) if self.dram_rows else []
         below = open_dram_store(
-            TABLES, self.dram_rows or [97, 97], seed=1, backings=backings, **self.cache(place)
+            TABLES,
+            self.dram_rows or [97, 97],
+            seed=1,
+            backings=backings,
+            mapped=MappedTier(**self.cache(place)),
         )
         return open_hbm_store(below, capacity_rows or [97, 97], self.device, seed=1)
 
@@ -197,7 +202,7 @@ class TestHbmOverFiles(HbmContract):
         store.begin_commit()
         self.step(store, [torch.arange(6, 18), torch.arange(12)], truth)
         store.abandon_commit()
-        store.commit(1)
+        commit_rows(store, 1)
         close(store)
         again = self.open(tmp_path, [30, 30], step=1)
         assert all(map(torch.equal, read_all(again), truth))
@@ -206,7 +211,7 @@ class TestHbmOverFiles(HbmContract):
     def test_a_rotten_row_is_named_and_never_trained_on(self, tmp_path):
         store = self.open(tmp_path, [30, 30])
         self.step(store, [torch.arange(12), torch.arange(12)], read_all(store))
-        store.commit(1)
+        commit_rows(store, 1)
         close(store)
         path = next((tmp_path / "vocabulary").glob("segment-*.rows"))
         data = bytearray(path.read_bytes())
@@ -222,7 +227,7 @@ class TestHbmOverFiles(HbmContract):
         for call in (
             lambda: store.acquire(ids, offsets),
             lambda: store.wait(job),
-            lambda: store.commit(2),
+            lambda: commit_rows(store, 2),
         ):
             with pytest.raises(CorruptionError, match=path.name):
                 call()

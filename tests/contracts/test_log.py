@@ -12,20 +12,20 @@ from backing import BackingContract, Twin, check_content, make_records
 from hypothesis import given
 from hypothesis import strategies as st
 from log_bytes import crc32c, durable, key_list, live_content, segment
+from logs import open_test_log
 
 from colonnade import _native
 from colonnade.errors import CheckpointError, StoreLocked
-from colonnade.store.compaction import (
+from colonnade.files.disk import Disk
+from colonnade.store.log.compaction import (
     FAN_IN,
     SMALL_SHARE,
     Collector,
     SegmentUse,
     choose_victim_segments,
 )
-from colonnade.store.disk import Disk
-from colonnade.store.log import open_log
-from colonnade.store.stripes import Stripe, least_full
-from colonnade.store.writer import LogWriter
+from colonnade.store.log.stripes import Stripe, least_full
+from colonnade.store.log.writer import LogWriter
 
 
 class UnsyncedDisk(Disk):
@@ -47,19 +47,12 @@ def open_store(directory: Path, *, record_bytes=16, step=None, **changes):
         chunk_bytes=4096,
         writer=LogWriter(pending_bytes=1 << 20),
     )
-    return open_log(directory, record_bytes=record_bytes, step=step, **(arguments | changes))
+    return open_test_log(directory, record_bytes=record_bytes, step=step, **(arguments | changes))
 
 
 class TestLog(BackingContract):
     def open(self, directory, *, record_bytes, step, read_only=False):
         return open_store(directory, record_bytes=record_bytes, step=step, read_only=read_only)
-
-
-class TestMappedLog(BackingContract):
-    def open(self, directory, *, record_bytes, step, read_only=False):
-        return open_store(
-            directory, record_bytes=record_bytes, step=step, read_only=read_only, access="mapped"
-        )
 
 
 class TestStripedLog(BackingContract):
@@ -553,7 +546,7 @@ def test_write_amplification_of_files_half_as_large_again(tmp_path, exponent):
         written = text["rows_written"] - before["rows_written"]
         moved = text["rows_rewritten"] - before["rows_rewritten"]
         amplification = 1 + moved / written
-        at_rest = store.shape.stride + 2  # a checksum, and an id of 2 bytes in a key list
+        at_rest = store.files.shape.stride + 2  # a checksum, and an id of 2 bytes in a key list
         on_disk = (text["bytes_written"] - before["bytes_written"]) / (at_rest * written)
         print(f"{exponent=} {amplification=:.3f} {on_disk=:.3f} {utilisation=:.3f}")
         assert utilisation > 0.65

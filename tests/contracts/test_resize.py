@@ -7,14 +7,14 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 import torch
+from logs import open_test_log
 
 from colonnade import Table, _native
 from colonnade.errors import BudgetExceeded
-from colonnade.store.compaction import Collector
-from colonnade.store.dram import open_dram_store
-from colonnade.store.log import open_log
+from colonnade.store.dram import MappedTier, open_dram_store
+from colonnade.store.log.compaction import Collector
+from colonnade.store.log.writer import LogWriter
 from colonnade.store.traffic import TrafficSample
-from colonnade.store.writer import LogWriter
 
 TABLES = [Table("a", 4), Table("b", 4, rows=1000), Table("small", 4, rows=10)]
 
@@ -23,7 +23,7 @@ TABLES = [Table("a", 4), Table("b", 4, rows=1000), Table("small", 4, rows=10)]
 def opened(folder, tables=TABLES, capacities=(100, 100, 10), **settings):
     reader, writer, collector = _native.PageReader("auto", 8), LogWriter(), Collector()
     logs = [
-        open_log(
+        open_test_log(
             folder / table.name, table_name=table.name, record_bytes=table.record_bytes, identity="x/rank0",
             rows=table.rows, reader=reader, writer=writer, collector=collector, step=None,
         )
@@ -150,7 +150,7 @@ def test_other_errors_of_memory_stay_as_they_are(store, monkeypatch, has_traffic
 def test_evicted_rows_have_a_cache_beside_a_stacked_table(tmp_path):
     tables = [Table("open", 4), Table("stacked", 4, rows=30, hashes=2), TABLES[2]]
     sizes = [20, 30, 10]
-    with opened(tmp_path, tables, sizes, cache_directory=tmp_path, cache_rows=[40, 0, 0]) as store:
+    with opened(tmp_path, tables, sizes, mapped=MappedTier((), tmp_path, [40, 0, 0])) as store:
         uses = [train(store, [20, 3, 0], first) for first in (0, 20, 0)]
         assert uses == [[0] * 23, [0] * 23, [1] * 23]
         assert store.tiers.cache_counts()["hits"] == 20

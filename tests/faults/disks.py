@@ -12,10 +12,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from logs import open_test_log
 
-from colonnade.store.disk import Change, Disk
-from colonnade.store.log import LogBacking, open_log
-from colonnade.store.stripes import Stripe
+from colonnade.files.disk import Change, Disk
+from colonnade.store.log.backing import LogBacking
+from colonnade.store.log.stripes import Stripe
 
 RECORD_BYTES = 24
 Rows = dict[int, bytes]
@@ -23,7 +24,7 @@ Rows = dict[int, bytes]
 
 def open_store(directory: Path, step: int | None, **arguments) -> LogBacking:
     """The story's store: small segments, so that it rolls over and collects garbage."""
-    return open_log(
+    return open_test_log(
         directory,
         step=step,
         **dict(

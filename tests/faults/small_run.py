@@ -30,9 +30,9 @@ from colonnade.checkpoint.stores import open_recorded_stores
 from colonnade.comm.peer_status import PeerMonitor
 from colonnade.config.run import RunConfig, build_config, override_settings
 from colonnade.data import Splits, open_source, processes
+from colonnade.files.disk import Change, Disk
 from colonnade.models.build import build_model
 from colonnade.run.run import load_run_config, open_run
-from colonnade.store.disk import Change, Disk
 
 CONFIG = {
     "data": {

@@ -15,9 +15,9 @@ from colonnade.checkpoint.header import header_path, list_checkpoints, state_fol
 from colonnade.checkpoint.states import load_state
 from colonnade.cli import main, serve
 from colonnade.errors import CorruptionError
-from colonnade.store.disk import Disk
-from colonnade.store.durable import append_checksum, read_verified, write_durably
-from colonnade.store.manifest import read_manifest_fields
+from colonnade.files.disk import Disk
+from colonnade.files.durable import append_checksum, read_verified, write_durably
+from colonnade.store.log.manifest import read_manifest_fields
 
 SETTINGS = (
     "train.batch_size=150", "train.checkpoint_steps=1", "embedding.eviction.max_rows=50", "model.name=lr",

@@ -21,7 +21,7 @@ from colonnade.comm.mesh import Mesh
 from colonnade.config import plan as plan_config
 from colonnade.config.run import build_config, override_settings
 from colonnade.run.run import open_run
-from colonnade.store.writer import LogWriter
+from colonnade.store.log.writer import LogWriter
 from colonnade.train import interrupt
 
 

@@ -25,9 +25,9 @@ from colonnade.errors import (
     StorageError,
     StoreLocked,
 )
+from colonnade.files.disk import Change, Disk
 from colonnade.run.run import open_run
-from colonnade.store.disk import Change, Disk
-from colonnade.store.manifest import list_commit_files, read_manifest_fields
+from colonnade.store.log.manifest import list_commit_files, read_manifest_fields
 
 
 def config(**settings):

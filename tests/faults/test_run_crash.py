@@ -17,8 +17,8 @@ from small_run import CONFIG, digest
 from colonnade import Mesh
 from colonnade.checkpoint.header import list_checkpoints
 from colonnade.config.run import build_config, override_settings
+from colonnade.files.disk import Change, Disk
 from colonnade.run.run import open_run
-from colonnade.store.disk import Change, Disk
 
 
 @dataclass

@@ -15,11 +15,11 @@ from disks import RECORD_BYTES, content, make_records, open_store
 
 from colonnade import _native
 from colonnade.errors import CheckpointError, CorruptionError, StorageError
-from colonnade.store import durable
-from colonnade.store.disk import Disk
-from colonnade.store.key_list import encode_key_list, open_key_list, read_key_list
-from colonnade.store.manifest import file_name, read_manifest_fields
-from colonnade.store.segment import HEADER, SegmentShape
+from colonnade.files import durable
+from colonnade.files.disk import Disk
+from colonnade.store.log.key_list import encode_key_list, open_key_list, read_key_list
+from colonnade.store.log.manifest import manifest_file_name, read_manifest_fields
+from colonnade.store.log.segment import HEADER, SegmentShape
 
 STRIDE = SegmentShape(RECORD_BYTES, b"").stride
 IDS = list(range(12))
@@ -97,7 +97,7 @@ def test_a_flipped_bit_in_a_segment(tmp_path, name):
         assert content(store) == rows
 
 
-@pytest.mark.parametrize("name", [file_name(2), "live-2.bits", "segment-00000001.keys"])
+@pytest.mark.parametrize("name", [manifest_file_name(2), "live-2.bits", "segment-00000001.keys"])
 def test_a_flipped_bit_in_what_opening_reads(tmp_path, name):
     make_store(tmp_path)
     path = tmp_path / name
@@ -159,7 +159,7 @@ def test_a_torn_tail(tmp_path):
         path.write_bytes(data + tail)
         refused(tmp_path, path, "its manifest says")
     path.write_bytes(data)
-    for name in (file_name(2), "live-2.bits", "segment-00000002.keys"):
+    for name in (manifest_file_name(2), "live-2.bits", "segment-00000002.keys"):
         path = tmp_path / name
         data = path.read_bytes()
         for length in range(len(data)):
@@ -237,7 +237,7 @@ def test_versions_to_come(tmp_path):
     with pytest.raises(CheckpointError, match=r"version 3, this Colonnade reads .* version 2"):
         open_store(tmp_path, 2)
     path.write_bytes(data)
-    path = tmp_path / file_name(2)
+    path = tmp_path / manifest_file_name(2)
     content = durable.read_verified(path).replace(b'"version": 2', b'"version": 3')
     durable.write_durably(Disk(), path, content)
     with pytest.raises(CheckpointError, match=r"version 3, this Colonnade reads .* version 2"):
@@ -259,23 +259,23 @@ def test_an_older_manifest_that_is_altered_is_left_out_and_nothing_is_removed(tm
     rows = make_store(tmp_path)
     with open_store(tmp_path, 1, read_only=True) as store:
         older = content(store)
-    flip(tmp_path / file_name(1), 30, 1)
+    flip(tmp_path / manifest_file_name(1), 30, 1)
     before = {path.name for path in tmp_path.iterdir()}
     with open_store(tmp_path, 2) as store:
-        assert store.commits() == [2] and file_name(1) in store.lost_commits()[1]
+        assert store.commits() == [2] and manifest_file_name(1) in store.lost_commits()[1]
         assert content(store) == rows
         store.write(torch.tensor([5]), torch.ones(1, RECORD_BYTES, dtype=torch.uint8)).wait()
         store.commit(3)
         store.prune([1, 2, 3])
         assert {path.name for path in tmp_path.iterdir()} >= before
-    flip(tmp_path / file_name(1), 30, 1)  # restored from a copy
+    flip(tmp_path / manifest_file_name(1), 30, 1)  # restored from a copy
     for step, wanted in ((1, older), (2, rows)):
         with open_store(tmp_path, step, read_only=True) as store:
             assert content(store) == wanted
-    flip(tmp_path / file_name(1), 30, 1)
+    flip(tmp_path / manifest_file_name(1), 30, 1)
     with open_store(tmp_path, 3) as store:
         store.prune([3])
-        assert store.lost_commits() == {} and not (tmp_path / file_name(1)).exists()
+        assert store.lost_commits() == {} and not (tmp_path / manifest_file_name(1)).exists()
     open_store(tmp_path, 3).close()
     listed = {part["file"] for part in read_manifest_fields(tmp_path, 3)["segments"]}
     assert {path.name for path in tmp_path.glob("segment-*.rows")} == listed

@@ -27,8 +27,8 @@ from disks import (
     write,
 )
 
-from colonnade.store.disk import Change, Disk
-from colonnade.store.manifest import committed_steps, list_commit_files, read_manifest_fields
+from colonnade.files.disk import Change, Disk
+from colonnade.store.log.manifest import committed_steps, list_commit_files, read_manifest_fields
 
 
 def go_on(directory: Path, steps: list[int], telling: Telling) -> None:

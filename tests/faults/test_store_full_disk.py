@@ -23,10 +23,10 @@ from disks import (
 )
 
 from colonnade.errors import StorageError
-from colonnade.store.disk import Disk
-from colonnade.store.durable import read_verified, write_durably
-from colonnade.store.manifest import committed_steps
-from colonnade.store.writer import LogWriter
+from colonnade.files.disk import Disk
+from colonnade.files.durable import read_verified, write_durably
+from colonnade.store.log.manifest import committed_steps
+from colonnade.store.log.writer import LogWriter
 
 
 def tell(directory, disk: FailingDisk, **arguments) -> Telling:

@@ -21,13 +21,13 @@ from colonnade import Mesh, Predictor, export_run
 from colonnade.cli import main
 from colonnade.config.run import build_config, override_settings
 from colonnade.errors import CheckpointError, ColonnadeError, CorruptionError, NonFiniteError
+from colonnade.files.disk import Disk
+from colonnade.files.durable import read_verified, write_durably
 from colonnade.publish.deltas import CURRENT
-from colonnade.publish.export import check_dense_finite
-from colonnade.publish.exported import serialize_model_json
+from colonnade.publish.model_files import serialize_model_json
+from colonnade.publish.model_writer import check_dense_finite
 from colonnade.publish.transfer import build_fresh_records, store_records
 from colonnade.run.run import open_run
-from colonnade.store.disk import Disk
-from colonnade.store.durable import read_verified, write_durably
 from colonnade.store.mapped import MappedRows
 
 EVIL = ("../../evil", "/etc/hostname", "..", ".", "", "a/b", ".hidden", "x\0y", "x\ny", "n" * 300)

@@ -19,6 +19,8 @@ from safetensors.torch import load_file, save_file
 from served import TOKEN, bearer, serving, to_binary, to_tensors
 
 from colonnade.checkpoint.header import list_checkpoints
+from colonnade.files.disk import Disk
+from colonnade.files.durable import write_durably
 from colonnade.formats import make_format_stamp
 from colonnade.publish import deltas
 from colonnade.publish.deltas import (
@@ -28,9 +30,7 @@ from colonnade.publish.deltas import (
     delta_file_name,
     read_current,
 )
-from colonnade.publish.exported import DENSE, MODEL
-from colonnade.store.disk import Disk
-from colonnade.store.durable import write_durably
+from colonnade.publish.model_files import DENSE, MODEL
 
 
 @pytest.fixture(scope="module")

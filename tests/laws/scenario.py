@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from logs import open_test_log
 from plans import by_table, cache_settings
 from torch import Tensor, nn
 
@@ -40,11 +41,9 @@ from colonnade import (
 )
 from colonnade.plan.names import CacheTier
 from colonnade.row_state import dense_state_dict
-from colonnade.store.dram import RowSources
-from colonnade.store.log import open_log
+from colonnade.store.contract import RowSources, TierCounts
 from colonnade.store.shards import AbsentRows
 from colonnade.store.table_shards import shard_tables
-from colonnade.store.tier_counts import TierCounts, collect_tier_counts
 from colonnade.topology.sharding import Sharding, row_wise
 from colonnade.train.dense import DenseGradients
 
@@ -231,7 +230,7 @@ def open_backings(
     return [
         AbsentRows(item.table.name, item.table.record_bytes)
         if item.sharding.shard_of(mesh.rank).owner_index is None
-        else open_log(
+        else open_test_log(
             folder / f"{mesh.rank}-of-{mesh.num_ranks}" / item.table.name,
             table_name=item.table.name,
             record_bytes=item.table.record_bytes,
@@ -317,7 +316,7 @@ def train(
         losses,
         {k: v.cpu().clone() for k, v in dense_state_dict(model).items()},
         all_rows(collection),
-        tiers=collect_tier_counts(collection.store),
+        tiers=collection.store.count_tiers(),
         sources=collection.store.sources,
     )
     for backing in backings:

@@ -35,13 +35,13 @@ from colonnade import (
 from colonnade.comm.process_groups import assign_server_ranks
 from colonnade.comm.traffic import Traffic
 from colonnade.errors import ConfigError
+from colonnade.files.checksums import compute_checksums
 from colonnade.lookup.layout import declare
 from colonnade.plan.cost.consumers import build_model_load
 from colonnade.plan.measure.profile import RunBatches, build_table_loads, profile_batches
 from colonnade.plan.plan import EXACT, Codecs
 from colonnade.plan.search import choose
 from colonnade.plan.search.candidates import Constraint, Problem
-from colonnade.store.checksums import compute_checksums
 from colonnade.store.mapped import open_mapped
 from colonnade.topology.sharding import (
     Sharding,

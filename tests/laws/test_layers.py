@@ -23,6 +23,7 @@ LEVELS = [
     {"config.problems"},
     {"config.section"},
     {"formats", "machine", "retention", "staleness", "batch", "optimizers", "ops"},
+    {"files"},
     {"topology"},
     {"hops"},
     {"plan.names", "plan.comparison"},
@@ -62,7 +63,6 @@ FAMILIES = {
     "export",
     "interaction",
     "models",
-    "store",
 }
 """Folders with one file for each member of a family: any number of files, which their door alone may import."""
 MOST_FILES = 16

@@ -9,12 +9,12 @@ from scenario import STAYS, assert_same_bits, tables, train
 
 from colonnade import Mesh, PlanConfig, build_plan
 from colonnade.errors import ConfigError
-from colonnade.store.budget import cached_row_bytes
+from colonnade.store.budget import row_bytes_below_dram
 
 SIZES = [23, 1, 0, 37, 23, 23, 2, 23, 23, 31, 23, 7, 23, 23]
 DRAM = 26_000
 ROWS = {
-    name: cached_row_bytes(table)
+    name: row_bytes_below_dram(table)
     for name, table in zip(("user", "item", "tag", "wide"), tables(), strict=True)
 }
 CACHES = {

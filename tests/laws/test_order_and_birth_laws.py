@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from logs import commit_rows
 from ranks import run_ranks
 from scenario import Net, global_batch, open_backings, probe_ids, share_of, train
 
@@ -60,7 +61,7 @@ def test_rows_never_trained_cost_no_storage(tmp_path):
     collection.open(build_plan(collection.tables), Mesh(), backings=backings)
     collection(global_batch(0, 50))
     collection.discard_batches()  # looked up, never trained
-    collection.store.commit(1)
+    commit_rows(collection.store, 1)
     assert [len(backing) for backing in backings] == [0, 0, 0, 0]
     for backing in backings:
         backing.close()

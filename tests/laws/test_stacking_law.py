@@ -49,7 +49,7 @@ POOLED = ["one", "sum", "mean", "root"]
 
 
 def rows_by_hand(row_id: int) -> list[int]:
-    """`stacked_rows` in plain integers: mix64(id ^ stream_key(number)) mod rows."""
+    """`stacked_rows` in plain integers: mix_words(id ^ stream_key(number)) mod rows."""
     keys = [_mix(GAMMA + number & MASK) for number in range(HASHES)]
     return [_mix(row_id & MASK ^ key) % ROWS for key in keys]
 

@@ -89,3 +89,16 @@ def test_a_class_name_has_one_meaning():
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
     )
     assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_a_function_name_has_one_meaning():
+    """Public functions alone count, and no commands, which have the name of their verb."""
+    names = Counter(
+        node.name
+        for path in FILES
+        if path.relative_to(SOURCE).parts[0] != "cli"
+        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and not node.name.startswith("_")
+    )
+    assert [name for name, count in names.items() if count > 1] == []

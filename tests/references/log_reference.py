@@ -171,7 +171,7 @@ class RowLog:
             if part is not None:
                 part.written = chunk.offset + len(chunk.data)
 
-    def attach(self, segment: int, fd: int, address: int = 0) -> None:
+    def attach(self, segment: int, fd: int) -> None:
         with self._lock:
             self._parts[segment].fd = fd
 

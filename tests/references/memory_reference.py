@@ -16,7 +16,7 @@ from colonnade.plan.cost.memory import MemoryDemand, TableMemory, lower_convex_h
 from colonnade.plan.hot import subtract_hot_row_bytes
 from colonnade.plan.plan import Plan
 from colonnade.sizes import StorageLocation
-from colonnade.store.budget import cached_row_bytes, slot_bytes
+from colonnade.store.budget import row_bytes_below_dram, slot_bytes
 from colonnade.store.table_shards import TableShard, shard_tables
 from colonnade.table import Table
 from colonnade.topology.sharding import Shard, Sharding, list_distinct_shards, max_rows_per_owner
@@ -105,7 +105,7 @@ def split_cache_budget(
             wanted[t] = (
                 open_rows if table.rows is None else max(0, shard.max_rows(table.rows) - resident)
             )
-    return _share_evenly(wanted, list(map(cached_row_bytes, tables)), budget_bytes, least=0)
+    return _share_evenly(wanted, list(map(row_bytes_below_dram, tables)), budget_bytes, least=0)
 
 
 def split_hbm_budget(tables: Sequence[Table], hbm_bytes: int, shards: Sequence[Shard]) -> list[int]:

@@ -19,7 +19,7 @@ from colonnade.plan.caching import (
     BOOKKEEPING,
     LOOKAHEAD_WINDOW,
     build_table_caches,
-    cached_row_bytes,
+    remote_copy_bytes,
 )
 from colonnade.plan.plan import Plan
 from colonnade.staleness import RowClock, TableCache, row_clock
@@ -35,7 +35,7 @@ def configured(**settings):
 
 
 def test_sizes_and_bounds_of_a_configuration():
-    size = 5 * cached_row_bytes(TABLES[1])
+    size = 5 * remote_copy_bytes(TABLES[1])
     result = build_table_caches(
         configured(
             staleness=7, policy="lfu", tables__user__size=f"{size}B", tables__user__read_bound=3

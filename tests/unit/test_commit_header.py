@@ -15,9 +15,9 @@ from colonnade.checkpoint.completeness import read_checkpoint
 from colonnade.checkpoint.header import header_path, read_header, state_folder
 from colonnade.cli import main
 from colonnade.errors import CheckpointError, CorruptionError
+from colonnade.files.disk import Disk
+from colonnade.files.durable import append_checksum, read_verified
 from colonnade.publish.deltas import DeltaPublisher
-from colonnade.store.disk import Disk
-from colonnade.store.durable import append_checksum, read_verified
 
 SETTINGS = (
     "train.batch_size=500",

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colonnade.data import Position, open_source
-from colonnade.data.counter import GAMMA, mix64, random_words
+from colonnade.data.counter import GAMMA, mix_words, random_words
 from colonnade.data.lines import STRIDE, open_line_file
 from colonnade.data.sets.criteo import (
     CATEGORIES,
@@ -112,7 +112,7 @@ def test_words_are_splitmix64():
     """The first outputs of the published generator (Vigna's splitmix64.c) for state 1234567."""
     known = [6457827717110365317, 3203168211198807973, 9817491932198370423]
     assert random_words(1234567, 0, 3).tolist() == known
-    assert len(set(mix64(random_words(0, 0, 1000)).tolist())) == 1000
+    assert len(set(mix_words(random_words(0, 0, 1000)).tolist())) == 1000
     assert GAMMA % 2 == 1
 
 

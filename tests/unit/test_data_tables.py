@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from table_files import DECLARATION, cut, samples, write_csv, write_folder, write_parquet
 
 from colonnade.data import Position, infer_schema, open_source
-from colonnade.data.counter import mix64, stream_key
+from colonnade.data.counter import mix_words, stream_key
 from colonnade.data.tabular.declaration import FileSchema
 from colonnade.data.tabular.fields import (
     Bag,
@@ -53,7 +53,7 @@ def kind(request, monkeypatch):
 
 
 def mixed(word: int) -> int:
-    return int(mix64(np.array([word % 2**64], np.uint64))[0])
+    return int(mix_words(np.array([word % 2**64], np.uint64))[0])
 
 
 def signed(word: int) -> int:

@@ -30,6 +30,9 @@ from colonnade.errors import (
     CorruptionError,
     StorageError,
 )
+from colonnade.files.checksums import CheckedFile
+from colonnade.files.disk import Disk
+from colonnade.files.durable import read_verified, write_durably
 from colonnade.publish import delivery, deltas
 from colonnade.publish.deltas import (
     CURRENT,
@@ -38,11 +41,8 @@ from colonnade.publish.deltas import (
     read_delta,
     verify_publication,
 )
-from colonnade.publish.export import export_run
+from colonnade.publish.model_writer import export_run
 from colonnade.run.run import open_run
-from colonnade.store.checksums import CheckedFile
-from colonnade.store.disk import Disk
-from colonnade.store.durable import read_verified, write_durably
 from colonnade.train import trainer
 from colonnade.train.trainer import CheckpointClock, schedule_checkpoint_check
 

@@ -6,14 +6,13 @@ import threading
 
 import pytest
 import torch
+from logs import commit_rows, open_test_log
 
 from colonnade import PlanConfig, Table, Uniform, _native, build_plan
 from colonnade.errors import CorruptionError, StorageError
 from colonnade.store.budget import slot_bytes
-from colonnade.store.dram import open_dram_store
-from colonnade.store.log import open_log
-from colonnade.store.tier_counts import collect_tier_counts
-from colonnade.store.writer import LogWriter
+from colonnade.store.dram import MappedTier, open_dram_store
+from colonnade.store.log.writer import LogWriter
 
 TABLES = [
     Table("open", 4, initializer=Uniform(scale=1.0)),
@@ -28,7 +27,7 @@ def open_store(place, step=None, capacity=CAPACITY, cache_rows=0, **settings):
     """cache_rows: evicted rows of each table in mapped memory."""
     reader, writer = _native.PageReader(), LogWriter(**settings)
     logs = [
-        open_log(
+        open_test_log(
             place / table.name,
             table_name=table.name,
             record_bytes=table.record_bytes,
@@ -42,8 +41,8 @@ def open_store(place, step=None, capacity=CAPACITY, cache_rows=0, **settings):
         )
         for table in TABLES
     ]
-    cache = {"cache_directory": place / "mapped", "cache_rows": [cache_rows] * len(TABLES)}
-    return open_dram_store(TABLES, capacity, seed=1, backings=logs, **(cache if cache_rows else {}))
+    cache = MappedTier((), place / "mapped", [cache_rows] * len(TABLES)) if cache_rows else None
+    return open_dram_store(TABLES, capacity, seed=1, backings=logs, mapped=cache)
 
 
 def close(store):
@@ -168,7 +167,7 @@ def test_what_an_abandoned_commit_did_not_save_is_in_the_next(tmp_path):
     train(store, *batch(random), truth)
     store.abandon_commit()
     store.abandon_commit()  # nothing to give up any more
-    store.commit(1)
+    commit_rows(store, 1)
     close(store)
     again = open_store(tmp_path, 1)
     assert_same(content(again), truth)
@@ -179,11 +178,11 @@ def test_a_commit_writes_only_what_changed(tmp_path):
     random = torch.Generator().manual_seed(2)
     store, truth = open_store(tmp_path), [{}, {}, {}]
     train(store, *batch(random), truth)
-    store.commit(1)
+    commit_rows(store, 1)
     before = [log.log.counts()["rows_written"] for log in store.logs.values()]
     ids, offsets = torch.tensor([3, 5, 7]), torch.tensor([0, 1, 2, 3])
     train(store, ids, offsets, truth)
-    store.commit(2)
+    commit_rows(store, 2)
     after = [log.log.counts()["rows_written"] for log in store.logs.values()]
     assert [b - a for a, b in zip(before, after, strict=True)] == [1, 1, 1]
     # Rows only looked at leave without a write.
@@ -202,7 +201,7 @@ def test_many_jobs_at_once_and_reads_beside_them(tmp_path):
     store, truth = open_store(tmp_path, capacity=[100, 100, 40]), [{}, {}, {}]
     for _ in range(30):
         train(store, *batch(random), truth)
-    store.commit(1)
+    commit_rows(store, 1)
     close(store)
     store = open_store(tmp_path, 1, capacity=[100, 100, 40])  # nothing is in memory
     window = [(batch(random, (10, 10, 5))) for _ in range(8)]
@@ -238,7 +237,7 @@ def test_a_store_opened_again_keeps_the_rows_used_most(cache_rows, tmp_path):
     runs = [(first, first + 20) for first in range(40, 300, 20)]
     for run in runs:
         train(store, *of(*run), truth)
-    store.commit(12 + len(runs))
+    commit_rows(store, 12 + len(runs))
     close(store)
 
     store = open_store(tmp_path, step=12 + len(runs), cache_rows=cache_rows)
@@ -263,7 +262,7 @@ def test_a_row_that_was_never_trained_leaves_no_record(leave, tmp_path):
     if leave == "flush":
         store.flush()
     elif leave == "commit":
-        store.commit(1)
+        commit_rows(store, 1)
     else:
         train(store, torch.arange(200, 260), torch.tensor([0, 0, 60, 60]), truth)
         trained = torch.cat([trained, torch.arange(200, 260)])
@@ -309,7 +308,7 @@ def test_deleting_a_row_that_is_on_its_way(tmp_path):
     store, truth = open_store(tmp_path), [{}, {}, {}]
     train(store, *batch(random), truth)
     births = store.read(torch.arange(40), torch.tensor([0, 40, 40, 40]))[0]
-    store.commit(1)
+    commit_rows(store, 1)
     close(store)
     for _ in range(20):
         store = open_store(tmp_path, 1)
@@ -329,7 +328,7 @@ def test_a_rotten_row_is_named_and_never_trained_on(tmp_path):
     random = torch.Generator().manual_seed(5)
     store, truth = open_store(tmp_path), [{}, {}, {}]
     train(store, *batch(random), truth)
-    store.commit(1)
+    commit_rows(store, 1)
     close(store)
     path = next((tmp_path / "cached").glob("segment-*.rows"))
     data = bytearray(path.read_bytes())
@@ -349,7 +348,7 @@ def test_a_rotten_row_is_named_and_never_trained_on(tmp_path):
         lambda: store.delete(1, rows),
         store.begin_commit,
         store.flush,
-        lambda: store.commit(2),
+        lambda: commit_rows(store, 2),
     ):
         with pytest.raises(CorruptionError, match=path.name):
             call()
@@ -376,7 +375,7 @@ def test_rows_take_no_more_than_the_budget_says(tmp_path, dtype, dim, rows):
     budget = 20_000 * slot_bytes(table)
     (planned,) = build_plan([table], 1, PlanConfig(memory={"dram": budget})).tables
     capacity = planned.capacity_rows
-    log = open_log(
+    log = open_test_log(
         tmp_path,
         table_name="item",
         record_bytes=table.record_bytes,
@@ -401,14 +400,18 @@ def test_a_table_wholly_in_mapped_memory_is_counted_there(is_backed, tmp_path):
     logs = open_store(tmp_path / "logs") if is_backed else None
     directories = [None, None, tmp_path / "mapped"]
     store = open_dram_store(
-        TABLES, CAPACITY, seed=1, directories=directories, backings=logs.backings if logs else ()
+        TABLES,
+        CAPACITY,
+        seed=1,
+        mapped=MappedTier(directories),
+        backings=logs.backings if logs else (),
     )
     ids, offsets = torch.cat([torch.arange(20)] * 3), torch.tensor([0, 20, 40, 60])
     for _ in range(3):
         slots, job = store.acquire(ids, offsets)
         store.wait(job)
         store.release(slots, offsets, dirty=False)
-    tiers = collect_tier_counts(store)
+    tiers = store.count_tiers()
     assert list(tiers)[:2] == ["dram", "mapped"]
     assert store.sources.born == 60
     assert tiers["dram"].hits == store.sources.resident == 2 * 40
@@ -421,6 +424,6 @@ def test_a_table_wholly_in_mapped_memory_is_counted_there(is_backed, tmp_path):
         return
     everything = open_dram_store(TABLES, CAPACITY, seed=1)
     everything.acquire(ids, offsets)
-    in_memory = collect_tier_counts(everything)
+    in_memory = everything.count_tiers()
     assert list(in_memory) == ["dram"]
     assert in_memory["dram"].held_bytes == tiers["dram"].held_bytes + tiers["mapped"].held_bytes

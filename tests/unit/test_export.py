@@ -16,10 +16,10 @@ from colonnade import Mesh
 from colonnade.checkpoint.header import list_checkpoints
 from colonnade.config.run import build_config, override_settings
 from colonnade.errors import CheckpointError, ConfigError, StorageError
-from colonnade.publish.export import export_run
+from colonnade.publish.model_writer import export_run
 from colonnade.row_state import dense_state_dict
 from colonnade.run.run import open_run
-from colonnade.store.manifest import list_commit_files, read_manifest_fields
+from colonnade.store.log.manifest import list_commit_files, read_manifest_fields
 
 
 def train(mesh, folder, settings):

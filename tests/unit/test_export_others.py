@@ -20,8 +20,8 @@ from colonnade.cli.app import app
 from colonnade.export import export_model, list_model_inputs, score_tensors, to_tensors
 from colonnade.export.hub import format_card
 from colonnade.export.tensors import ProgramInput
-from colonnade.export.triton import format_config
-from colonnade.publish.exported import read_export
+from colonnade.export.triton import format_model_config
+from colonnade.publish.model_files import read_export
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def test_names_of_any_characters_are_quoted():
     names = ['a "quoted" \\ name', "line\nbreak", "größe ✓", "F.lengths"]
     inputs = [ProgramInput(name, "int64", ("batch",)) for name in names]
     config = text_format.Parse(
-        format_config(names[0], inputs, ["a", "b"]), model_config_pb2.ModelConfig()
+        format_model_config(names[0], inputs, ["a", "b"]), model_config_pb2.ModelConfig()
     )
     assert [i.name for i in config.input] == names and config.name == names[0]
     assert list(config.output[0].dims) == [-1, 2]

@@ -21,6 +21,7 @@ from colonnade.checkpoint.states import load_state
 from colonnade.config.run import load_config
 from colonnade.data.tabular.declaration import load_file_schema
 from colonnade.errors import CheckpointError, ColonnadeError, ConfigError
+from colonnade.files.durable import append_checksum, read_verified, verify_content
 from colonnade.formats import VERSIONS
 from colonnade.plan.measure.device import Device
 from colonnade.plan.measure.profile import Profile
@@ -28,9 +29,8 @@ from colonnade.plan.plan import Plan
 from colonnade.predict import Predictor
 from colonnade.publish.deltas import read_current
 from colonnade.report.reading import read_run_folder
-from colonnade.store import key_list, live, manifest, segment, stripes
-from colonnade.store.durable import append_checksum, read_verified, verify_content
-from colonnade.store.verification import verify_store
+from colonnade.store.log import key_list, live, manifest, segment, stripes
+from colonnade.store.log.commits import verify_store
 from colonnade.topology.towers import Partition
 from colonnade.train.metrics_file import read_metrics_lines
 

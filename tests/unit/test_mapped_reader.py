@@ -25,10 +25,10 @@ from colonnade import (
 )
 from colonnade.batch import SharedIds, share_samples
 from colonnade.errors import ConfigError, DataError, IdRangeError, NonFiniteError
+from colonnade.files.checksums import compute_checksums
 from colonnade.interaction import TargetAttention
 from colonnade.lookup.layout import declare
 from colonnade.lookup.row_access import MappedLookup
-from colonnade.store.checksums import compute_checksums
 from colonnade.store.mapped import MappedRows, open_mapped
 
 DTYPES = ["float32", "float64", "bfloat16", "float16"]

@@ -14,7 +14,7 @@ from colonnade import SGD
 from colonnade.checkpoint.header import list_checkpoints
 from colonnade.errors import CheckpointError, ConfigError, StorageError
 from colonnade.publish.mirror import list_mirrored_steps, open_url
-from colonnade.store import manifest as manifests
+from colonnade.store.log import manifest as manifests
 
 FAST = {"batch_size": 50, "quiet": True, "threads": 1}
 

@@ -313,27 +313,6 @@ def test_faults_are_told_and_the_lowest_place_wins(kind):
     files.close()
 
 
-def test_mapped_files_are_read_in_place():
-    log, files = make_log(33)
-    ids = list(range(500))
-    log.write(longs(ids), records_of(ids, 0, 33), None, 0)
-    log.seal()
-    files.write()
-    reader = _native.PageReader("threads", 1)
-    maps = {}
-    for segment, fd in files.fds.items():
-        maps[segment] = np.memmap(f"/proc/self/fd/{fd}", np.uint8, "r")
-        log.detach(segment)
-        log.attach(segment, fd, maps[segment].ctypes.data)
-    result, out = read(log, reader, ids, 33)
-    assert bool(result.all()) and torch.equal(out, records_of(ids, 0, 33))
-    assert reader.counts()["reads"] == 0 and log.counts()["rows_copied"] == 500
-    os.pwrite(files.fds[1], b"\1", 64 + 20)
-    fault = log.read(reader, longs(ids), out, True).wait()[1]
-    assert fault == ("checksum", 1 << 32, 0)
-    files.close()
-
-
 def test_collection_sorts_by_frequency_and_passes_over_rows_that_moved():
     log, files = make_log(8, segment_bytes=10**6)
     ids = list(range(300))

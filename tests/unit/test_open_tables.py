@@ -11,6 +11,7 @@ import torch
 from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from logs import open_test_log
 from own_model import Net, splits
 from ranks import run_ranks
 
@@ -33,7 +34,6 @@ from colonnade import (
     trained_ids,
 )
 from colonnade.errors import CheckpointError, ConfigError
-from colonnade.store.log import open_log
 from colonnade.store.policies import (
     RowRetention,
     SketchLayout,
@@ -369,7 +369,7 @@ def test_the_table_never_has_more_rows_than_it_may():
 
 def test_rows_leave_the_disk_too(tmp_path):
     kind = table(eviction=AgeEviction(steps=3))
-    store = open_log(
+    store = open_test_log(
         tmp_path, table_name="item", record_bytes=kind.record_bytes, identity="item", step=None
     )
     embeddings = opened(kind, backings=[store])

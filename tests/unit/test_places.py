@@ -28,11 +28,15 @@ from colonnade.comm.mesh import Mesh
 from colonnade.config.run import build_config, override_settings
 from colonnade.data import open_tensors
 from colonnade.errors import CheckpointError, ConfigError, StorageError
+from colonnade.files.disk import Disk
 from colonnade.run.run import open_run
 from colonnade.sizes import StorageLocation
-from colonnade.store.disk import Disk
-from colonnade.store.storage_locations import check_storage_locations, check_tier_directories
-from colonnade.store.stripes import SpaceAccount, Stripes
+from colonnade.store.log.stripes import (
+    SpaceAccount,
+    Stripes,
+    check_storage_locations,
+    check_tier_directories,
+)
 from colonnade.table import Table
 from colonnade.topology.sharding import row_wise
 

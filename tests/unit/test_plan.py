@@ -18,7 +18,7 @@ from colonnade.plan.cost.memory import Budgets, demand_even_share, divide
 from colonnade.plan.plan import Codecs
 from colonnade.planning.planner import read_recorded_plan
 from colonnade.sizes import StorageLocation
-from colonnade.store.budget import cached_row_bytes, slot_bytes
+from colonnade.store.budget import row_bytes_below_dram, slot_bytes
 from colonnade.topology.sharding import replicated, row_wise, table_wise
 from colonnade.topology.world import World
 
@@ -96,7 +96,8 @@ def test_plans_round_trip(tables, budget, mapped, num_ranks, staleness):
         assert spent["mapped"] == 0
     elif plan.mapped.bytes is not None:
         cached = [
-            p.mapped_rows * cached_row_bytes(t) for p, t in zip(plan.tables, tables, strict=True)
+            p.mapped_rows * row_bytes_below_dram(t)
+            for p, t in zip(plan.tables, tables, strict=True)
         ]
         assert spent["mapped"] + sum(cached) <= plan.mapped.bytes
     for table, planned in zip(tables, plan.tables, strict=True):

@@ -22,14 +22,14 @@ from colonnade.data import open_source, open_tensors
 from colonnade.embedding import find_collection
 from colonnade.errors import BudgetExceeded, DataError
 from colonnade.models.build import build_model
-from colonnade.plan.caching import cached_row_bytes
+from colonnade.plan.caching import remote_copy_bytes
 from colonnade.plan.cost.prediction import StepCosts
 from colonnade.plan.measure.device import Device
 from colonnade.planning import planner, timing
 from colonnade.planning.timing import choose_resident_rows
 from colonnade.run.run import open_run, plan_run
 from colonnade.store.budget import slot_bytes
-from colonnade.store.log import LogBacking
+from colonnade.store.log.backing import LogBacking
 from colonnade.topology.world import World
 
 CONFIG = build_config(
@@ -337,7 +337,7 @@ def test_plan_says_that_copies_are_left_out(capsys, tmp_path, monkeypatch, quick
         build_model(open_source("synthetic", cardinalities=CARDINALITIES).train.schema, config)
     ).tables
     assert message["cache_bytes"] == sum(
-        min(7, table.rows) * cached_row_bytes(table) for table in tables
+        min(7, table.rows) * remote_copy_bytes(table) for table in tables
     )
 
 

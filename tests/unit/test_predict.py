@@ -25,12 +25,12 @@ from colonnade import Batch, Concat, EmbeddingCollection, Feature, Ids, Mesh, Pr
 from colonnade.config.run import build_config, override_settings
 from colonnade.data import Column, Schema, open_tensors
 from colonnade.errors import CheckpointError, ConfigError, CorruptionError, DataError, IdRangeError
+from colonnade.files.checksums import compute_checksums
 from colonnade.models.build import build_model
 from colonnade.models.dlrm import DLRM
-from colonnade.publish.export import export_run
+from colonnade.publish.model_writer import export_run
 from colonnade.row_state import dense_state_dict, load_dense_state_dict
 from colonnade.run.run import load_run_config, open_run
-from colonnade.store.checksums import compute_checksums
 from colonnade.store.dram import open_dram_store
 from colonnade.store.mapped import open_mapped
 

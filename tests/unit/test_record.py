@@ -23,7 +23,7 @@ from colonnade.errors import StorageError
 from colonnade.machine import collect_machine_facts
 from colonnade.report.reading import read_run_folder, sum_metrics_lines
 from colonnade.run.run import open_run
-from colonnade.store.tier_counts import TierCounts
+from colonnade.store.contract import TierCounts
 from colonnade.train.metrics_file import drop_metrics_after_step, read_metrics_lines
 from colonnade.train.progress import Progress, _choose_progress_columns
 from colonnade.train.record import Counters, Record, TierActivity
@@ -82,7 +82,7 @@ def test_tiers_add_up_to_the_stores_own_counts(finished):
     assert 0 < total("ssd", "written_bytes") <= summary["ssd"]["lifetime_bytes"]
     assert total("ssd", "written_bytes") >= total("ssd", "payload_bytes") > 0
     # Rows that wait to be written live in no file yet: collection may have just moved them.
-    live = sum(len(backing) * backing.shape.stride for backing in run.checkpoints.backings)
+    live = sum(len(backing) * backing.files.shape.stride for backing in run.checkpoints.backings)
     ids = sum(len(backing) * 8 for backing in run.checkpoints.backings)  # in key lists, at most
     assert 0 < live <= summary["ssd"]["live_bytes"] <= live + ids
     assert summary["ssd"]["held_bytes"] > 0

@@ -22,9 +22,9 @@ from colonnade.config.run import build_config, override_settings
 from colonnade.models.build import build_model
 from colonnade.plan.plan import Plan
 from colonnade.planning import planner
-from colonnade.publish.export import export_run
+from colonnade.publish.model_writer import export_run
 from colonnade.run import run as runs
-from colonnade.store.log import LogBacking
+from colonnade.store.log.backing import LogBacking
 from colonnade.topology.sharding import (
     Sharding,
     build_hot_rows,

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from logs import open_test_log
 
 from colonnade import (
     SGD,
@@ -19,7 +20,6 @@ from colonnade import (
     build_plan,
 )
 from colonnade.errors import ConfigError
-from colonnade.store.log import open_log
 
 TABLE = Table("item", 4, optimizer=SGD(lr=1.0, momentum=0.5))
 
@@ -29,7 +29,7 @@ def opened(place=None, dram_bytes=None, **changes):
     backings = []
     if place is not None:
         backings = [
-            open_log(
+            open_test_log(
                 place,
                 table_name="item",
                 record_bytes=TABLE.record_bytes,

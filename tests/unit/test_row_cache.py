@@ -19,9 +19,9 @@ from torch import Tensor
 
 from colonnade import Batch, Feature, Ids, Predictor, Table, _native
 from colonnade.errors import ConfigError, CorruptionError
+from colonnade.files.checksums import compute_checksums
 from colonnade.lookup.layout import declare
 from colonnade.lookup.row_access import MappedLookup
-from colonnade.store.checksums import compute_checksums
 from colonnade.store.mapped import MappedRows, open_mapped
 
 SHARED_MEMORY = Path("/dev/shm")

@@ -522,6 +522,7 @@ def test_metrics_count_and_the_page_shows(client, batch, steps):
     infer(client, batch)
     client("POST", INFER, content=b"{")
     text = client("GET", "/metrics").text
+    assert "colonnade_requests_in_progress 1.0" in text  # the one that reads the metrics
     for line in (
         'colonnade_requests_total{route="infer",status="200"} 1.0',
         'colonnade_requests_total{route="infer",status="400"} 1.0',

@@ -17,8 +17,8 @@ from served import to_json, to_tensors
 from colonnade import Predictor
 from colonnade.checkpoint.header import list_checkpoints
 from colonnade.errors import CheckpointError
-from colonnade.publish.export import export_run
-from colonnade.publish.exported import DENSE
+from colonnade.publish.model_files import DENSE
+from colonnade.publish.model_writer import export_run
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ from colonnade.serve.protocol import (
     WantedOutput,
     format_infer_response,
     parse_infer_request,
-    parse_json,
+    parse_request_json,
 )
 from colonnade.serve.scheduler import ScoreJob, group_batches
 from colonnade.serve.security import build_policy, parse_host
@@ -334,7 +334,7 @@ def test_a_missing_input_is_named():
 
 def test_values_that_are_not_finite_are_refused():
     with pytest.raises(RequestError, match="got NaN, which is not JSON"):
-        parse_json(b'{"a": NaN}')
+        parse_request_json(b'{"a": NaN}')
     bad = {**GOOD, "dense": np.array([[np.inf, 1.0], [1.0, 1.0]], np.float32)}
     body, length = to_binary(request(**bad))
     with pytest.raises(RequestError, match="'dense': got NaN or inf"):

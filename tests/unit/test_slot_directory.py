@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from colonnade.store import slot_directory
-from colonnade.store.slot_directory import SlotDirectory
+from colonnade.store import device_rows
+from colonnade.store.device_rows import SlotDirectory
 
 
 def use(directory, ids, codes=None):
@@ -27,8 +27,8 @@ def use(directory, ids, codes=None):
 @pytest.mark.parametrize(("exact", "rows"), [(8192, None), (0, None), (0, 900)])
 def test_rows_are_where_it_says(monkeypatch, exact, rows):
     """Also where victims are swept for; a pinned row never leaves."""
-    monkeypatch.setattr(slot_directory, "EXACT_SLOTS", exact)
-    monkeypatch.setattr(slot_directory, "SWEEP_SLOTS", 64)
+    monkeypatch.setattr(device_rows, "EXACT_SLOTS", exact)
+    monkeypatch.setattr(device_rows, "SWEEP_SLOTS", 64)
     random = np.random.default_rng(1)
     directory, memory = SlotDirectory(300, rows), np.full(300, -1)
     scale = 1 if rows else 0x1234567
@@ -49,7 +49,7 @@ def test_rows_are_where_it_says(monkeypatch, exact, rows):
             local = directory.find_slots(random.permutation(900)[:50] * scale)
             local = local[local >= 0]
             directory.free_slots(local[~directory.is_pinned(local)])
-        stored = np.flatnonzero(directory.flags & slot_directory.OCCUPIED)
+        stored = np.flatnonzero(directory.flags & device_rows.OCCUPIED)
         assert directory.num_rows == len(stored) and np.array_equal(
             directory.ids[stored], memory[stored]
         )
@@ -88,7 +88,7 @@ def skewed(seed, steps, rows=60_000):
 def test_sweeping_keeps_as_good_rows_as_the_exact_choice(monkeypatch):
     stream = skewed(0, 150)
     exact = hits(SlotDirectory(4000), stream)
-    monkeypatch.setattr(slot_directory, "EXACT_SLOTS", 0)
+    monkeypatch.setattr(device_rows, "EXACT_SLOTS", 0)
     swept = hits(SlotDirectory(4000), stream)
     # All that counts can do: the rows that are likeliest.
     best = np.mean([(ids < 4000).mean() for ids in stream[75:]])
@@ -98,7 +98,7 @@ def test_sweeping_keeps_as_good_rows_as_the_exact_choice(monkeypatch):
 @pytest.mark.parametrize("half_lives", [0.5, 2.0, 60.0])
 def test_victims_have_the_lowest_decayed_counts(monkeypatch, half_lives):
     """The clock begins anew after `half_lives`, with all counts scaled down: nothing of the order changes."""
-    monkeypatch.setattr(slot_directory, "MAX_HALF_LIVES", half_lives)
+    monkeypatch.setattr(device_rows, "MAX_HALF_LIVES", half_lives)
     random, directory = np.random.default_rng(4), SlotDirectory(100)
     now, uses = (
         0.0,
@@ -112,7 +112,7 @@ def test_victims_have_the_lowest_decayed_counts(monkeypatch, half_lives):
         before = set(directory.ids[directory.flags > 0].tolist())
         directory.unpin_slots(use(directory, ids), dirty=False)
         after = set(directory.ids[directory.flags > 0].tolist())
-        now += 20 / (slot_directory.HALF_LIFE * 100)
+        now += 20 / (device_rows.HALF_LIFE * 100)
         evicted = before - after
         highest = max((uses[i] for i in evicted), default=-np.inf)
         assert (

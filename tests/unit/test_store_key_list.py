@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colonnade.errors import CorruptionError, StorageError
-from colonnade.store.durable import checksum_line
-from colonnade.store.key_list import (
+from colonnade.files.durable import checksum_line
+from colonnade.store.log.key_list import (
     HEADER,
     MAX_BYTES,
     Keys,

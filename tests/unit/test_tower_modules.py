@@ -21,7 +21,7 @@ from colonnade.models.dcn import DCNv2
 from colonnade.models.dense_cost import cross_layers_cost, dlrm_cost, dlrm_tower_cost, mlp_cost
 from colonnade.models.dlrm import DLRM
 from colonnade.models.tower_modules import describe_tower_modules
-from colonnade.publish.export import export_run
+from colonnade.publish.model_writer import export_run
 from colonnade.row_state import dense_state_dict
 from colonnade.run.run import load_run_config, open_run
 from colonnade.topology.towers import Partition, build_round_robin_partition

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from colonnade.data import open_source
-from colonnade.store.durable import append_checksum, read_verified
+from colonnade.files.durable import append_checksum, read_verified
 
 SCHEMA = """
 fields:

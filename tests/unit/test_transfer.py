@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from logs import commit_rows, open_test_log
 from own_model import FILMS, USERS, Net, assert_same, rows_of, source, splits
 from ranks import run_ranks
 from torch import nn
@@ -35,7 +36,6 @@ from colonnade.errors import (
     StorageError,
 )
 from colonnade.plan.build import build_plan
-from colonnade.store.log import open_log
 
 FAST = {"batch_size": 50, "quiet": True, "threads": 1}
 
@@ -126,7 +126,7 @@ def test_ftrl_keeps_the_weights_it_is_given():
 
 def test_more_rows_than_memory_holds(tmp_path):
     table = Table("item", 4, optimizer=Adam(lr=0.1))
-    backing = open_log(
+    backing = open_test_log(
         tmp_path, table_name="item", record_bytes=table.record_bytes, identity="x", step=None
     )
     plan = build_plan([table], 1, PlanConfig(memory={"dram": 100 * (table.record_bytes + 16)}))
@@ -136,7 +136,7 @@ def test_more_rows_than_memory_holds(tmp_path):
     load_rows(collection, "item", weights, ids)
     assert torch.equal(to_embedding(collection, "item", ids).weight, weights)
     assert torch.equal(trained_ids(collection, "item"), ids.sort().values)
-    collection.store.commit(1)
+    commit_rows(collection.store, 1)
     assert len(backing) == 5000
     backing.close()
 

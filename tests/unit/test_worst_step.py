@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+from logs import open_test_log
 
 from colonnade import (
     Batch,
@@ -25,12 +26,12 @@ from colonnade import (
     build_plan,
 )
 from colonnade.comm.mesh import Mesh
+from colonnade.files.disk import Change, Disk
 from colonnade.store.budget import slot_bytes
-from colonnade.store.compaction import Collector
-from colonnade.store.disk import Change, Disk
 from colonnade.store.dram import DramStore
-from colonnade.store.log import LogBacking, open_log
-from colonnade.store.writer import LogWriter
+from colonnade.store.log.backing import LogBacking
+from colonnade.store.log.compaction import Collector
+from colonnade.store.log.writer import LogWriter
 
 ROWS = 20_000
 SLOTS = 4_000  # of each table
@@ -63,7 +64,7 @@ def opened(folder, dim=4, rows=ROWS, slots=SLOTS, disk=None, collector=None, loo
     kinds = tables(dim, rows)
     reader, writer = _native.PageReader(), LogWriter(pending_bytes=sizes.pop("pending", 64 << 20))
     logs = [
-        open_log(
+        open_test_log(
             folder / kind.name,
             table_name=kind.name,
             record_bytes=kind.record_bytes,

@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -24,10 +24,13 @@ from colonnade.errors import BudgetExceeded, ConfigError
 from colonnade.lookup.row_layout import RowSums
 from colonnade.ops.optimizers import Settings
 from colonnade.store.contract import RowView
-from colonnade.store.device_rows import enlarge_device_rows, reserve_device_rows, update_device_rows
+from colonnade.store.device_rows import enlarge_device_rows, reserve_device_rows
 from colonnade.store.dram import open_dram_store, table_seed
+from colonnade.store.hbm import update_device_rows
 from colonnade.table import CLOCK_BYTES, Table
 
+GradientSums: TypeAlias = RowSums | Sequence[Tensor]
+"""Sums of gradients, one for each row of a batch: in this process's memory; or on a device, (N, D) by table."""
 SPARE = 2**22
 """Number of slots beyond a table's capacity, for the rows of one batch."""
 
@@ -104,7 +107,11 @@ class CachedRows(ABC):
 
     @abstractmethod
     def add_pending_gradients(
-        self, counts: np.ndarray, slots: np.ndarray, gradient_sums: Any, is_leaving: np.ndarray
+        self,
+        counts: np.ndarray,
+        slots: np.ndarray,
+        gradient_sums: GradientSums,
+        is_leaving: np.ndarray,
     ) -> None:
         """Add one batch's gradients to the pending gradient_sums: counts (T,), slots (U,), their sums.
 
@@ -117,7 +124,7 @@ class CachedRows(ABC):
         counts: np.ndarray,
         slots: np.ndarray,
         batch_indices: np.ndarray,
-        batch_sums: Any,
+        batch_sums: GradientSums,
         out: Tensor,
     ) -> None:
         """Write pending sums of rows to `out`, and clear them: counts (N, T), slots (n,) in the order of messages.
@@ -127,7 +134,7 @@ class CachedRows(ABC):
         """
 
     @abstractmethod
-    def gather_pending_sums(self, counts: np.ndarray, slots: np.ndarray) -> Any:
+    def gather_pending_sums(self, counts: np.ndarray, slots: np.ndarray) -> GradientSums:
         """Return the pending sums of rows (n,) listed table by table: counts (T,)."""
 
     def table_pending_sums(self, table_index: int, slots: np.ndarray) -> Tensor:
@@ -196,7 +203,7 @@ class NativeCachedRows(CachedRows):
         self.pending = [torch.empty(0, table.width, dtype=dtype) for table in tables]
 
     @property
-    def native(self) -> Any:
+    def native(self) -> _native.Dram:
         """Native store of the rows, as `_native.update` takes it."""
         return self.store.native
 
@@ -235,8 +242,13 @@ class NativeCachedRows(CachedRows):
         self.native.unpack(table_index, _int32(slots), records)
 
     def add_pending_gradients(
-        self, counts: np.ndarray, slots: np.ndarray, gradient_sums: RowSums, is_leaving: np.ndarray
+        self,
+        counts: np.ndarray,
+        slots: np.ndarray,
+        gradient_sums: GradientSums,
+        is_leaving: np.ndarray,
     ) -> None:
+        assert isinstance(gradient_sums, RowSums)
         _native.add_pending(
             self._pending_arrays(),
             self.num_pending,
@@ -252,9 +264,10 @@ class NativeCachedRows(CachedRows):
         counts: np.ndarray,
         slots: np.ndarray,
         batch_indices: np.ndarray,
-        batch_sums: RowSums,
+        batch_sums: GradientSums,
         out: Tensor,
     ) -> None:
+        assert isinstance(batch_sums, RowSums)
         _native.take_pending(
             self._pending_arrays(),
             self.num_pending,
@@ -357,7 +370,7 @@ class DeviceCachedRows(CachedRows):
         self, counts: np.ndarray, slots: np.ndarray, message: Tensor, widths: np.ndarray
     ) -> None:
         sizes = (counts * widths[None, :]).ravel().tolist()
-        blocks = message.to(self.device).split(sizes)
+        blocks = torch.split(message.to(self.device), sizes)
         listed = self._copy_to_device(_group_rows_by_table(counts, slots))
         for table_index, (rows, table_slots) in enumerate(zip(self.rows, listed, strict=True)):
             if len(table_slots):
@@ -375,9 +388,10 @@ class DeviceCachedRows(CachedRows):
         self,
         counts: np.ndarray,
         slots: np.ndarray,
-        gradient_sums: Sequence[Tensor],
+        gradient_sums: GradientSums,
         is_leaving: np.ndarray,
     ) -> None:
+        assert not isinstance(gradient_sums, RowSums)
         is_staying = np.split(~is_leaving, counts.cumsum()[:-1])
         indices = []
         for table_index, table_slots in enumerate(np.split(slots, counts.cumsum()[:-1])):
@@ -402,9 +416,10 @@ class DeviceCachedRows(CachedRows):
         counts: np.ndarray,
         slots: np.ndarray,
         batch_indices: np.ndarray,
-        batch_sums: Sequence[Tensor],
+        batch_sums: GradientSums,
         out: Tensor,
     ) -> None:
+        assert not isinstance(batch_sums, RowSums)
         indices = []
         first = 0
         pairs = zip(
@@ -429,7 +444,7 @@ class DeviceCachedRows(CachedRows):
                 with_batch = torch.where(was_pending.bool()[:, None], added + total, added)
                 total = torch.where(is_used.bool()[:, None], with_batch, total)
             totals.append(total)
-        blocks = [total.split(n) for total, n in zip(totals, counts.T.tolist(), strict=True)]
+        blocks = [torch.split(total, n) for total, n in zip(totals, counts.T.tolist(), strict=True)]
         by_rank = [
             table_blocks[rank].flatten() for rank in range(len(counts)) for table_blocks in blocks
         ]
@@ -448,13 +463,13 @@ class DeviceCachedRows(CachedRows):
         settings: Sequence[Settings],
     ) -> None:
         """Update rows (n,) listed table by table by their summed gradients; kinds and settings by part."""
-        table_slots = slots.long().to(self.device).split(offsets.diff().tolist())
+        table_slots = torch.split(slots.long().to(self.device), offsets.diff().tolist())
         update_device_rows(self.rows, table_slots, table_slots, sums, kinds, settings)
 
     def _copy_to_device(self, parts: Sequence[np.ndarray]) -> list[Tensor]:
         """Return `parts` by table, (.., n), as int64 on the device, with one copy for all of them."""
         whole = torch.from_numpy(np.concatenate(parts, axis=-1).astype(np.int64)).to(self.device)
-        return list(whole.split([part.shape[-1] for part in parts], dim=-1))
+        return list(torch.split(whole, [part.shape[-1] for part in parts], dim=-1))
 
     def _on_device(self, slots: np.ndarray) -> Tensor:
         return torch.from_numpy(slots.astype(np.int64)).to(self.device)

@@ -81,7 +81,8 @@ class VersionLog:
     ) -> np.ndarray:
         """Return which rows may have changed in batch read_batches[i] or later, (n,) bool. A copy read for batch
         read_batches[i] does not have that batch's updates."""
-        return self._newest[self._version_indices(tables, ids)] >= read_batches
+        newest = self._newest[self._version_indices(tables, ids)]
+        return np.asarray(newest >= read_batches)
 
     def renumber(self, shift: int) -> None:
         """Subtract `shift` from all versions; smaller ones become 0."""
@@ -89,7 +90,7 @@ class VersionLog:
 
     def _version_indices(self, tables: np.ndarray | int, ids: np.ndarray) -> np.ndarray:
         mixed = ids.astype(np.uint64) * MIX >> self._shifts[tables]
-        return mixed.astype(np.int64) + self._firsts[tables]
+        return np.asarray(mixed.astype(np.int64) + self._firsts[tables])
 
 
 HIT = 0

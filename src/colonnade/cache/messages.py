@@ -35,7 +35,7 @@ def pack_row_bits(row_flags: np.ndarray, counts: np.ndarray) -> tuple[Tensor, li
 
 def packed_bit_sizes(counts: np.ndarray) -> list[int]:
     """Return the bytes of each rank in the result of `pack_row_bits` for counts (N,)."""
-    return (-(-counts // 8)).tolist()
+    return [-(-count // 8) for count in counts.tolist()]
 
 
 def unpack_bits(data: Tensor, counts: np.ndarray) -> np.ndarray:
@@ -65,7 +65,8 @@ class RowRequests:
         """Count the rows of `mask` (W,) bool by rank and table, (N, T)."""
         before = np.concatenate([[0], np.cumsum(mask)])
         ends = self.counts.ravel().cumsum()
-        return (before[ends] - before[ends - self.counts.ravel()]).reshape(self.counts.shape)
+        counts: np.ndarray = before[ends] - before[ends - self.counts.ravel()]
+        return counts.reshape(self.counts.shape)
 
 
 def prepend_row_flags(

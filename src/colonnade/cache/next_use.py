@@ -25,7 +25,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import torch
@@ -33,10 +32,10 @@ from torch import Tensor
 
 from colonnade import _native
 from colonnade.batch import Batch
+from colonnade.config.run import LastBatch
 from colonnade.data.batches import BatchSource
 from colonnade.data.contract import (
     START,
-    LastBatch,
     Position,
     Schema,
     Source,
@@ -180,7 +179,7 @@ SEQUENCE = 2  # pooling of `_native.Lookups`: none
 def encode_distance(distances: np.ndarray) -> np.ndarray:
     """Encode distances of 1 batch or more, (N,), as uint8: the smallest code c with 2^((c - 1) / 8) >= distance."""
     codes = 1 + np.ceil(8 * np.log2(distances) - 1e-9)
-    return np.minimum(codes, FARTHEST).astype(np.uint8)
+    return np.asarray(np.minimum(codes, FARTHEST), np.uint8)
 
 
 class EpochCodes:
@@ -273,7 +272,7 @@ class NextUseSource:
         self._source = source
         self._epochs = epochs
         # Of the epoch, batch size, number of ranks and treatment of the last batch.
-        self._known: tuple[tuple[Any, ...], EpochCodes] | None = None
+        self._known: tuple[tuple[int, int, int, LastBatch], EpochCodes] | None = None
 
     @property
     def schema(self) -> Schema:

@@ -53,9 +53,10 @@ from colonnade.errors import CheckpointError, ColonnadeError, StorageError
 from colonnade.exchange.cached import CachedExchange
 from colonnade.exchange.cached_state import can_load_cache, restore_cache_state
 from colonnade.exchange.prefetched import prefetched_tables
-from colonnade.store.disk import Disk
-from colonnade.store.durable import write_durably
-from colonnade.store.log import LogBacking
+from colonnade.files.disk import Disk
+from colonnade.files.durable import write_durably
+from colonnade.store.log.backing import LogBacking
+from colonnade.store.log.writer import LogWriter
 from colonnade.store.shards import AbsentRows, ShardReader
 from colonnade.store.table_shards import (
     ColumnShardReader,
@@ -64,7 +65,6 @@ from colonnade.store.table_shards import (
     TableShard,
     shard_tables,
 )
-from colonnade.store.writer import LogWriter
 from colonnade.table import Table
 from colonnade.topology.sharding import Sharding, row_wise_over_owners
 

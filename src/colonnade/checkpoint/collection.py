@@ -41,8 +41,7 @@ from colonnade.plan.plan import Plan
 from colonnade.row_optimizer import RowOptimizer
 from colonnade.row_state import CHUNK_BYTES
 from colonnade.store.dram import DramStore
-from colonnade.store.hbm import HbmStore
-from colonnade.store.log import LogBacking
+from colonnade.store.log.backing import LogBacking
 from colonnade.store.policies import RowPolicy
 
 NUM_KEPT_SAVES = 2
@@ -111,9 +110,8 @@ def _save_rows_in_memory(
     collection: EmbeddingCollection, folder: Path, step: int, optimizer: RowOptimizer | None
 ) -> str:
     """Save a collection with all rows in memory; return the run name of the folder's saves."""
-    store = collection.store
     previous = collection.checkpoint
-    memory = store.below if isinstance(store, HbmStore) else store
+    memory = collection.opened.memory
     if previous is None or previous.folder != folder.resolve():
         memory.mark_all_dirty()
         memory.deleted = [[] for _ in memory.tables]
@@ -303,6 +301,6 @@ def _load_rows_to_memory(collection: EmbeddingCollection, checkpoints: Checkpoin
             for start in range(0, len(ids), rows_per_put):
                 part = slice(start, start + rows_per_put)
                 store.write_rows(shard_index, ids[part].contiguous(), records[part].contiguous())
-    memory = store.below if isinstance(store, HbmStore) else store
+    memory = collection.opened.memory
     memory.mark_all_clean()
     memory.deleted = [[] for _ in memory.tables]

@@ -32,14 +32,15 @@ from colonnade.checkpoint.header import (
 from colonnade.comm.differences import MAX_SHOWN, format_ranks
 from colonnade.config.run import RunConfig, list_fixed_settings, load_config
 from colonnade.errors import CheckpointError, ColonnadeError, WorldError
-from colonnade.store.durable import read_checksum, read_verified
-from colonnade.store.manifest import file_name
-from colonnade.store.verification import (
+from colonnade.files.durable import (
     VerifiedFile,
+    read_checksum,
+    read_verified,
     verify_durable,
     verify_file,
-    verify_store,
 )
+from colonnade.store.log.commits import verify_store
+from colonnade.store.log.manifest import manifest_file_name
 from colonnade.terminal import print_text
 
 if TYPE_CHECKING:
@@ -144,7 +145,7 @@ def find_file_problems(
         rows = folder / "rows" / name
         if not rows.is_dir():
             yield rows, f"rows/{name} is missing"
-        elif not any(rows.glob(f"*/{file_name(step)}")):
+        elif not any(rows.glob(f"*/{manifest_file_name(step)}")):
             yield rows, f"rows/{name} has no checkpoint of step {step}"
         elif _compute_manifest_digest(rows, tables, step) != digest:
             yield (
@@ -241,7 +242,7 @@ def check_folder_is_shared(folder: Path, mesh: Mesh) -> None:
 
 def _find_damaged_manifest(rows_folder: Path, tables: Sequence[str], step: int) -> str | None:
     """Return the error of the first damaged manifest; None if all have the right checksum."""
-    for path in (rows_folder / table / file_name(step) for table in tables):
+    for path in (rows_folder / table / manifest_file_name(step) for table in tables):
         try:
             if path.is_file():
                 read_verified(path)
@@ -254,7 +255,7 @@ def _compute_manifest_digest(rows_folder: Path, tables: Sequence[str], step: int
     """Compute the digest of the manifests of tables in a folder of rows. A missing one counts as empty."""
     digest = hashlib.sha256()
     for table in tables:
-        path = rows_folder / table / file_name(step)
+        path = rows_folder / table / manifest_file_name(step)
         digest.update(f"{table}/".encode() + (path.read_bytes() if path.is_file() else b""))
     return digest.hexdigest()
 

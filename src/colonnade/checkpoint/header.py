@@ -10,9 +10,9 @@ from pydantic import Field, TypeAdapter, ValidationError
 from typing_extensions import NotRequired, TypedDict
 
 from colonnade.errors import CheckpointError, CorruptionError
+from colonnade.files.durable import read_verified
+from colonnade.files.untrusted import FileName
 from colonnade.formats import check_format_version, parse_json_object
-from colonnade.store.durable import read_verified
-from colonnade.store.untrusted import FileName
 
 FORMAT = "colonnade checkpoint"
 MAX_DIGITS = 20

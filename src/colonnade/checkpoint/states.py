@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from colonnade.errors import CorruptionError
+from colonnade.files.durable import read_verified
 from colonnade.formats import check_format_version, make_format_stamp
-from colonnade.store.durable import read_verified
 
 FORMAT = "colonnade state"
 

@@ -13,25 +13,24 @@ import shutil
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from colonnade import _native
 from colonnade.checkpoint.fingerprint import build_record_identity, get_record_identity
+from colonnade.files.disk import Disk
 from colonnade.sizes import StorageLocation
-from colonnade.store.compaction import Collector
-from colonnade.store.disk import Disk
-from colonnade.store.log import (
-    DEFAULT_CHUNK_BYTES,
+from colonnade.store.log.backing import (
     DEFAULT_SEGMENT_BYTES,
     LogBacking,
+    LogLayout,
     open_log,
 )
-from colonnade.store.manifest import read_manifest_fields
+from colonnade.store.log.manifest import LogTable, read_manifest
+from colonnade.store.log.segment import DEFAULT_CHUNK_BYTES
+from colonnade.store.log.stripes import SpaceAccount, Stripe
+from colonnade.store.log.writer import LogWorkers, LogWriter
 from colonnade.store.shards import AbsentRows, ShardReader
-from colonnade.store.stripes import SpaceAccount, Stripe
 from colonnade.store.table_shards import (
     ColumnShardReader,
     ColumnSliceReader,
@@ -41,14 +40,11 @@ from colonnade.store.table_shards import (
     label,
     shard_tables,
 )
-from colonnade.store.writer import LogWriter
 from colonnade.table import ITEM_BYTES, Table, TableSlice
 from colonnade.topology.sharding import Shard, Sharding, read_sharding, row_wise, slice_columns
 
 GOLDEN_RATIO = (5**0.5 - 1) / 2
 """Factor with multiples modulo 1 that fill the unit interval evenly from the start."""
-READ_DEPTH = 32
-"""Reads in flight. An SSD is near its best rate from about six on; a deeper queue merges more reads."""
 
 RankStores = list[LogBacking | AbsentRows]
 
@@ -223,26 +219,23 @@ def _open_recorded_slice(
     """Open the recorded stores of a table or of some of its columns."""
     name, table_header = list(header["model"]["tables"].items())[table_index]
     step = header["step"]
-    reader = _native.PageReader("auto", READ_DEPTH)
+    workers = LogWorkers()
     stores = []
     for rank in sharding.row_owners:
         shard = sharding.shard_of(rank)
         path = store_folder(sharding, rank, label(table_index, columns, sharding.hot))
         assert shard.owner_index is not None and path is not None
-        manifest = read_manifest_fields(folder / "rows" / path, step)
+        manifest = read_manifest(folder / "rows" / path, step)
+        table = LogTable(
+            name=_stored_name(name, sharding, columns),
+            record_bytes=manifest.record_bytes,
+            identity=manifest.identity,
+            rows=None if sharding.hot and sharding.is_replicated else table_header["rows"],
+            num_owners=shard.num_owners,
+            owner_index=shard.owner_index,
+        )
         stores.append(
-            open_log(
-                folder / "rows" / path,
-                table_name=_stored_name(name, sharding, columns),
-                record_bytes=manifest["record_bytes"],
-                identity=manifest["identity"],
-                rows=None if sharding.hot and sharding.is_replicated else table_header["rows"],
-                num_owners=shard.num_owners,
-                owner_index=shard.owner_index,
-                reader=reader,
-                step=step,
-                read_only=True,
-            )
+            open_log(folder / "rows" / path, table, step=step, read_only=True, workers=workers)
         )
     return stores
 
@@ -263,15 +256,14 @@ def open_stores(
     shardings: by table; a rank without rows has no files.
     new_shards: tables or slices that start empty, even if files exist.
     """
-    reader = _native.PageReader("auto", READ_DEPTH)
-    writer = LogWriter(bytes_per_second=files.write_budget)
+    workers = LogWorkers(files.disk, writer=LogWriter(bytes_per_second=files.write_budget))
     directories = files.directories
-    collector = Collector()
     sizes = [directory.bytes or _disk_bytes(Path(directory.path)) for directory in directories]
     # The limits apply to the configured directory, which is the parent of this run's.
     spaces = [
         SpaceAccount(Path(directory.path).parent, directory.bytes) for directory in directories
     ]
+    segment_bytes = choose_segment_size([directory.bytes for directory in directories])
     opened: RankStores = []
     try:
         for shard_index, table_shard in enumerate(shard_tables(tables, shardings)):
@@ -282,34 +274,19 @@ def open_stores(
             if path is None or shard.owner_index is None:
                 opened.append(AbsentRows(table.name, table.record_bytes))
                 continue
+            store_index = rank + len(sharding.ranks) * shard_index
+            stripes = [
+                Stripe(Path(directories[i].path) / path, sizes[i], spaces[i])
+                for i in order_stripe_directories(sizes, store_index)
+            ]
             opened.append(
                 open_log(
                     files.folder / "rows" / path,
-                    table_name=table.name,
-                    record_bytes=table.record_bytes,
-                    identity=get_record_identity(table),
-                    rows=table.rows,
-                    num_owners=shard.num_owners,
-                    owner_index=shard.owner_index,
-                    disk=files.disk,
-                    reader=reader,
-                    writer=writer,
-                    collector=collector,
+                    _describe_log(table, shard),
                     step=None if shard_index in new_shards else step,
                     read_only=read_only,
-                    segment_bytes=choose_segment_size(
-                        [directory.bytes for directory in directories]
-                    ),
-                    stripes=[
-                        Stripe(
-                            Path(directories[i].path) / path,
-                            sizes[i],
-                            spaces[i],
-                        )
-                        for i in order_stripe_directories(
-                            sizes, rank + len(sharding.ranks) * shard_index
-                        )
-                    ],
+                    workers=workers,
+                    layout=LogLayout(stripes, segment_bytes),
                 )
             )
     except BaseException:
@@ -322,28 +299,35 @@ def open_stores(
 def _open_saved_shard(files: RowFiles, table_shard: TableShard, step: int) -> ShardReader:
     """Open the stores that together have all rows of a saved table or slice, in shard order, read-only."""
     opened: list[LogBacking] = []
-    reader = _native.PageReader("auto", READ_DEPTH)
+    workers = LogWorkers(files.disk)
     table = table_shard.stored
     sharding = table_shard.sharding
     for rank in sharding.row_owners:
         shard = sharding.shard_of(rank)
         path = store_folder(sharding, rank, table_shard.label)
         assert shard.owner_index is not None and path is not None
-        open_one = partial(open_log, files.folder / "rows" / path, table_name=table.name)
         opened.append(
-            open_one(
-                record_bytes=table.record_bytes,
-                identity=get_record_identity(table),
-                rows=table.rows,
-                num_owners=shard.num_owners,
-                owner_index=shard.owner_index,
-                disk=files.disk,
-                reader=reader,
+            open_log(
+                files.folder / "rows" / path,
+                _describe_log(table, shard),
                 step=step,
                 read_only=True,
+                workers=workers,
             )
         )
     return ShardReader(opened, table.rows)
+
+
+def _describe_log(table: Table, shard: Shard) -> LogTable:
+    assert shard.owner_index is not None
+    return LogTable(
+        name=table.name,
+        record_bytes=table.record_bytes,
+        identity=get_record_identity(table),
+        rows=table.rows,
+        num_owners=shard.num_owners,
+        owner_index=shard.owner_index,
+    )
 
 
 def _open_rows_of_shard(

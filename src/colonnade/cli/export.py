@@ -50,7 +50,7 @@ def export(
 ) -> None:
     """Write weights as safetensors: dense.safetensors, one file of ids and rows per table, model.json."""
     from colonnade.checkpoint.header import explain_chosen_step
-    from colonnade.publish.exported import read_export
+    from colonnade.publish.model_files import read_export
 
     if torch or aoti or triton or hub:
         from colonnade.export import export_model
@@ -59,7 +59,7 @@ def export(
             run, destination, at=at, torch=torch, aoti=aoti, triton=triton, hub=hub
         )
     else:
-        from colonnade.publish.export import export_run
+        from colonnade.publish.model_writer import export_run
 
         export_run(run, destination, at=at)
         weights = destination

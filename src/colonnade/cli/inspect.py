@@ -167,7 +167,7 @@ def _inspect_checkpoint(path: Path) -> None:
 
 
 def _inspect_export(path: Path) -> None:
-    from colonnade.publish.exported import read_export
+    from colonnade.publish.model_files import read_export
 
     export = read_export(path)
     rows = [

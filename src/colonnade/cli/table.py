@@ -16,7 +16,7 @@ from colonnade.report.formatting import format_bytes
 from colonnade.report.tiers import TIER_LINES, format_tier_counts
 from colonnade.report.traffic import COLUMNS, build_traffic_lines, flatten_counts
 from colonnade.run.start import describe_finished_run
-from colonnade.store.tier_counts import TierCounts
+from colonnade.store.contract import TierCounts
 from colonnade.table import Table
 from colonnade.terminal import PLAIN_GRID, build_grid
 from colonnade.train.best import select_judged

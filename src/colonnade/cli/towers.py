@@ -55,12 +55,12 @@ def towers(
     """Group a run's features into towers, compared with striped and random ones."""
     from colonnade.cli.feature_sample import measure_affinity
     from colonnade.comm.mesh import Mesh
+    from colonnade.files.disk import Disk
+    from colonnade.files.durable import write_durably
     from colonnade.plan.towers.affinity import DISTANCES
     from colonnade.plan.towers.partition import build_tower_map
     from colonnade.report.tower_map import FILE_NAME
     from colonnade.run.run import load_run_config, open_run
-    from colonnade.store.disk import Disk
-    from colonnade.store.durable import write_durably
 
     if distance not in DISTANCES:
         raise ConfigError(f"unknown distance {distance!r}; choose from {', '.join(DISTANCES)}")

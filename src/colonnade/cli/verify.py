@@ -13,7 +13,7 @@ from colonnade.errors import ConfigError, CorruptionError
 from colonnade.terminal import print_text
 
 if TYPE_CHECKING:
-    from colonnade.store.verification import VerifiedFile
+    from colonnade.files.durable import VerifiedFile
 
 EXAMPLES = (
     "[bold]Examples[/bold]\n\n  colonnade verify runs/mine\n\n  colonnade verify runs/mine --at 2000\n\n"
@@ -44,7 +44,7 @@ def verify(
         verify_other_checkpoints,
     )
     from colonnade.checkpoint.header import resolve_step
-    from colonnade.publish.exported import MODEL
+    from colonnade.publish.model_files import MODEL
     from colonnade.report.formatting import format_bytes
 
     is_export = (run / MODEL).exists()
@@ -97,7 +97,7 @@ def _is_publication(folder: Path) -> bool:
 
 
 def _export_files(folder: Path) -> Iterator[VerifiedFile]:
-    from colonnade.publish.exported import verify_each_file
+    from colonnade.publish.model_files import verify_each_file
 
     yield from verify_each_file(folder)
     if (folder / "program.json").exists() or any(folder.glob("*.pt2")):

@@ -14,7 +14,7 @@ MASK = 0xFFFFFFFFFFFFFFFF
 Words = NDArray[np.uint64]
 
 
-def mix64(words: Words) -> Words:
+def mix_words(words: Words) -> Words:
     """Apply the splitmix64 finaliser, a bijection of 64-bit words, to `words` in place, and return `words`."""
     scratch = np.empty_like(words)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, None)):
@@ -29,14 +29,14 @@ def stream_key(*parts: int) -> int:
     """Derive one 64-bit key from a tuple of integers; the order of the parts matters."""
     key = 0
     for part in parts:
-        key = int(mix64(np.array([(key + GAMMA + part) & MASK], dtype=np.uint64))[0])
+        key = int(mix_words(np.array([(key + GAMMA + part) & MASK], dtype=np.uint64))[0])
     return key
 
 
 def random_words(key: int, start: int, stop: int) -> Words:
     """Return words start .. stop-1 of the stream `key`."""
     index = np.arange(start, stop, dtype=np.uint64)
-    return mix64(np.uint64(key) + (index + np.uint64(1)) * np.uint64(GAMMA))
+    return mix_words(np.uint64(key) + (index + np.uint64(1)) * np.uint64(GAMMA))
 
 
 def random_permutation(size: int, key: int) -> NDArray[np.int64]:

@@ -16,11 +16,11 @@ from colonnade.embedding import find_collection
 from colonnade.export import hub as hub_files
 from colonnade.export import triton as triton_files
 from colonnade.export.program import export_dense_program, export_program, get_schema
-from colonnade.export.tensors import ProgramInput, build_batch, list_inputs, to_tensors
+from colonnade.export.tensors import ProgramInput, build_input_batch, list_inputs, to_tensors
 from colonnade.export.torch_files import load_program, write_programs
 from colonnade.predict.predictor import Predictor
-from colonnade.publish.export import export_run, stage_folder
-from colonnade.publish.exported import read_export
+from colonnade.publish.model_files import read_export
+from colonnade.publish.model_writer import export_run, stage_folder
 
 __all__ = [
     "ProgramInput",
@@ -84,13 +84,15 @@ def score_tensors(predictor: Predictor, arrays: Mapping[str, np.ndarray]) -> np.
 
     Raises DataError for wrong names, types, shapes or ids, and as `Predictor`.
     """
-    scores = predictor(build_batch(list_model_inputs(predictor), arrays)).numpy()
+    scores = predictor(build_input_batch(list_model_inputs(predictor), arrays)).numpy()
     return scores[:, 0] if scores.ndim == 2 and scores.shape[1] == 1 else scores
 
 
 def _write_triton(folder: Path, name: str, predictor: Predictor) -> None:
     inputs = list_model_inputs(predictor)
-    triton_files.write_model(folder, triton_files.format_config(name, inputs, predictor.labels))
+    triton_files.write_model(
+        folder, triton_files.format_model_config(name, inputs, predictor.labels)
+    )
 
 
 def _write_hub(folder: Path, name: str, run: Path, predictor: Predictor) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from colonnade.export.tensors import ProgramInput
-from colonnade.publish.exported import Export
+from colonnade.publish.model_files import Export
 from colonnade.train.metrics_file import FILE_NAME, read_metrics_lines
 
 CARD = "README.md"

@@ -37,6 +37,7 @@ from colonnade.export.tensors import (
     list_features_with_lengths,
     list_inputs,
 )
+from colonnade.files.checksums import open_checked
 from colonnade.interaction.contract import SQUARES
 from colonnade.lookup.layout import LookupField, list_lookup_outputs
 from colonnade.lookup.outputs import build_outputs
@@ -44,8 +45,7 @@ from colonnade.lookup.views import slices_of
 from colonnade.ops.interaction import plain_cross, plain_fm, plain_pairwise_dot
 from colonnade.ops.linear import plain_linear
 from colonnade.predict.predictor import Predictor
-from colonnade.publish.exported import REMEDY, Export, read_export
-from colonnade.store.checksums import open_checked
+from colonnade.publish.model_files import REMEDY, Export, read_export
 from colonnade.table import Feature
 from colonnade.topology.sharding import row_wise
 from colonnade.train.objective import get_objective

@@ -100,7 +100,7 @@ def to_tensors(batch: Batch, inputs: Iterable[ProgramInput]) -> dict[str, Tensor
     return tensors
 
 
-def build_batch(inputs: Iterable[ProgramInput], tensors: Mapping[str, np.ndarray]) -> Batch:
+def build_input_batch(inputs: Iterable[ProgramInput], tensors: Mapping[str, np.ndarray]) -> Batch:
     """Build a batch from arrays of these inputs. A feature of one id may also be (B, 1). Raises DataError.
 
     Only names, types and dimensions are checked here; a `Predictor` checks sizes and ids.

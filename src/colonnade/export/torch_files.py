@@ -29,17 +29,17 @@ from colonnade.export.program import (
     map_rows,
 )
 from colonnade.export.tensors import ProgramInput, list_dense_inputs, list_inputs
-from colonnade.predict.predictor import Predictor
-from colonnade.publish.exported import read_export
-from colonnade.store.checksums import FileChecksums, compute_checksums, open_checked
-from colonnade.store.untrusted import (
+from colonnade.files.checksums import FileChecksums, compute_checksums, open_checked
+from colonnade.files.durable import VerifiedFile, verify_file
+from colonnade.files.untrusted import (
     FileName,
     StrictRecord,
     check_file_name,
     parse_json,
     read_regular,
 )
-from colonnade.store.verification import VerifiedFile, verify_file
+from colonnade.predict.predictor import Predictor
+from colonnade.publish.model_files import read_export
 
 MODEL_PROGRAM = "model.pt2"
 DENSE_PROGRAM = "dense.pt2"

@@ -62,7 +62,7 @@ def failed(error, code):
 '''
 
 
-def format_config(name: str, inputs: Sequence[ProgramInput], labels: Sequence[str]) -> str:
+def format_model_config(name: str, inputs: Sequence[ProgramInput], labels: Sequence[str]) -> str:
     """Return the text of config.pbtxt, a ModelConfig in protobuf's text form."""
     tensors = "\n".join(_format_tensor("input", known) for known in inputs)
     dims = "[ -1 ]" if len(labels) == 1 else f"[ -1, {len(labels)} ]"

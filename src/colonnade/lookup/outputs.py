@@ -79,7 +79,7 @@ def build_outputs(
             elif consumer is None:
                 by_name[name] = tensor
             else:
-                by_name[name] = evaluate(name, consumer, tensor, dense)
+                by_name[name] = evaluate_consumer(name, consumer, tensor, dense)
     return {name: by_name[name] for name in declaration.output_names if name in by_name}
 
 
@@ -88,7 +88,9 @@ def combine(name: str, consumer: Consumer, stats: Tensor, dense: Tensor | None) 
     return consumer.interaction.combine(stats, *_dense_columns(name, consumer, dense, stats))
 
 
-def evaluate(name: str, consumer: Consumer, pooled: Tensor, dense: Tensor | None) -> Tensor:
+def evaluate_consumer(
+    name: str, consumer: Consumer, pooled: Tensor, dense: Tensor | None
+) -> Tensor:
     """Compute a consumer's output from its fields side by side, pooled (B, sum of dims). Raises DataError for another
     number of dense columns than it takes."""
     interaction = consumer.interaction

@@ -31,9 +31,7 @@ from colonnade.lookup.outputs import build_outputs
 from colonnade.lookup.reads import list_reads
 from colonnade.lookup.views import Slices
 from colonnade.ops.optimizers import count_updates
-from colonnade.store.contract import Rows, RowView
-from colonnade.store.dram import DramStore
-from colonnade.store.hbm import HbmStore
+from colonnade.store.contract import Resident, Rows, RowView
 from colonnade.store.mapped import MappedRows
 from colonnade.store.policies import RowPolicy, RowRetention
 from colonnade.table import CLOCK_BYTES, Table
@@ -45,7 +43,7 @@ PACKED = torch.contiguous_format
 def read_weights(
     views: Slices,
     shards: Sequence[Shard],
-    store: DramStore | HbmStore,
+    store: Resident,
     mesh: Mesh,
     table: str,
     ids: Tensor,
@@ -80,7 +78,7 @@ def read_weights(
 def delete_rows(
     views: Slices,
     shards: Sequence[Shard],
-    store: DramStore | HbmStore,
+    store: Resident,
     policies: Mapping[int, RowPolicy],
     table: str,
     ids: Tensor,
@@ -94,7 +92,7 @@ def delete_rows(
             policy.drop(own)
 
 
-def scan_rows(views: Slices, store: DramStore | HbmStore, table: str) -> Iterator[Rows]:
+def scan_rows(views: Slices, store: Resident, table: str) -> Iterator[Rows]:
     """Yield this rank's trained rows of a table from memory and storage, each row once."""
     for t in views.slices_of_table[views.declared.table_index(table)]:
         slice_table = views.table_shards[t].table

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from colonnade.batch import Batch, Ids, SharedIds
-from colonnade.data.counter import mix64, stream_key
+from colonnade.data.counter import mix_words, stream_key
 from colonnade.errors import ConfigError
 from colonnade.lookup.layout import EmbeddingDeclaration, get_checked_ids
 from colonnade.table import Table
@@ -35,7 +35,7 @@ def stacked_rows(table: Table, ids: Tensor) -> Tensor:
     rows = np.empty((len(ids), table.hashes), np.uint64)
     words = ids.numpy().view(np.uint64)
     for number in range(table.hashes):
-        rows[:, number] = mix64(words ^ np.uint64(stream_key(number)))
+        rows[:, number] = mix_words(words ^ np.uint64(stream_key(number)))
     rows %= np.uint64(table.rows)
     return torch.from_numpy(rows.view(np.int64))
 

@@ -25,7 +25,7 @@ from colonnade.interaction import Concat, FieldSubset
 from colonnade.interaction.contract import SQUARES
 from colonnade.lookup.hot import SplitBatch, split_hot_rows
 from colonnade.lookup.layout import Consumer, EmbeddingDeclaration, query_fields
-from colonnade.lookup.outputs import combine, evaluate
+from colonnade.lookup.outputs import combine, evaluate_consumer
 from colonnade.lookup.stacking import hash_ids, hashed_tables_by_feature, sum_hashed_rows
 from colonnade.store.table_shards import TableShard, shard_tables
 from colonnade.table import Feature, Pooling, TableSide
@@ -299,7 +299,7 @@ class Slices:
                 )
             else:
                 whole = self._merge_slices(consumer.features, values[name], split_batch)
-                outputs[name] = evaluate(name, consumer, whole, dense)
+                outputs[name] = evaluate_consumer(name, consumer, whole, dense)
         for name in self.unconsumed:
             if name not in self.sequences:
                 outputs[name] = self._merge_slices((name,), values[name], split_batch)
@@ -335,7 +335,7 @@ class Slices:
                 other_fields, others.split([dims[f] for f in other_fields], 1), strict=True
             )
             whole = torch.cat([parts[f] for f in consumer.features], 1)
-            return evaluate(name, consumer, whole, dense)
+            return evaluate_consumer(name, consumer, whole, dense)
         operator = consumer.interaction
         others = others.to(values)
         other_values = (

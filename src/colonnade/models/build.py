@@ -23,6 +23,7 @@ from colonnade.config.run import (
 from colonnade.data.contract import Column, Schema, multi_id_columns
 from colonnade.data.interactions import LOG_Q
 from colonnade.errors import ConfigError
+from colonnade.files.untrusted import read_regular
 from colonnade.models.dcn import DCN, DCNv2
 from colonnade.models.dlrm import DLRM
 from colonnade.models.fields import DEEP, WIDE
@@ -41,7 +42,6 @@ from colonnade.retention import (
     MaxRowsEviction,
     RandomAdmission,
 )
-from colonnade.store.untrusted import read_regular
 from colonnade.table import Feature, Pooling, Table, Uniform
 from colonnade.topology.towers import Partition, build_round_robin_partition
 

@@ -28,8 +28,7 @@ from colonnade.comm.mesh import Mesh
 from colonnade.exchange.exchange import Exchange
 from colonnade.lookup.contract import LookupContext, Pushed, unique_owned_rows
 from colonnade.lookup.outputs import all_finite
-from colonnade.store.dram import DramStore
-from colonnade.store.hbm import HbmStore
+from colonnade.store.contract import Resident
 from colonnade.store.policies import RowPolicy, RowRetention
 
 MAX_BATCHES_BEFORE_FIRST_STEP = 100  # from which a loop seems to have forgotten its RowOptimizer
@@ -182,7 +181,7 @@ class Updates:
     def __init__(
         self,
         exchange: Exchange,
-        store: DramStore | HbmStore,
+        store: Resident,
         policies: Mapping[int, RowPolicy],
         missed: Counter[int],
     ) -> None:

@@ -16,11 +16,12 @@ from colonnade.lookup.layout import EmbeddingDeclaration
 from colonnade.lookup.views import Slices, check_attention_under_partials, slices_of
 from colonnade.plan.placement import MemoryBalancer, describe_change
 from colonnade.plan.plan import Plan
+from colonnade.sizes import StorageLocation
 from colonnade.staleness import list_steps_ahead
 from colonnade.store.budget import slot_bytes
-from colonnade.store.contract import Backing
-from colonnade.store.dram import DramStore, open_dram_store
-from colonnade.store.hbm import HbmStore, open_hbm_store
+from colonnade.store.contract import Backing, Resident
+from colonnade.store.dram import DramStore, MappedTier, open_dram_store
+from colonnade.store.hbm import open_hbm_store
 from colonnade.store.policies import RowPolicy, check_retention_policies, open_retention_policies
 from colonnade.store.traffic import TrafficSample
 from colonnade.topology.sharding import Shard
@@ -36,7 +37,9 @@ class OpenRows:
     shards: tuple[Shard, ...]
     """Shard of this rank, by table as it is sharded."""
     exchange: Exchange
-    store: DramStore | HbmStore
+    store: Resident
+    memory: DramStore
+    """Store in main memory: `store`, or the one below it."""
     policies: Mapping[int, RowPolicy]
     """Policies that decide which rows are forgotten, by table as it is sharded."""
     balancer: MemoryBalancer | None
@@ -56,7 +59,7 @@ class OpenRows:
 
         Changes no value of a row. Returns a line that describes the change; "" if there is none.
         """
-        store = self.store.below if isinstance(self.store, HbmStore) else self.store
+        store = self.memory
         if self.balancer is None or store.traffic is None:
             return ""
         before = store.capacities()
@@ -120,6 +123,7 @@ def open_rows(
         shards,
         exchange,
         store,
+        memory,
         _open_retention_policies(views, shards, seed, cached, policies),
         _open_balancer(views, plan, shards, memory),
         cached,
@@ -134,15 +138,11 @@ def _open_row_store(
     seed: int,
     device: torch.device,
     backings: Sequence[Backing],
-) -> tuple[DramStore, DramStore | HbmStore]:
+) -> tuple[DramStore, Resident]:
     """Make room for this rank's rows in memory, mapped memory and, above these, device memory. Return the store in
     memory, and the topmost one."""
     planned = plan.tables
     table_shards = views.table_shards
-    tiers = [
-        "dram" if table_shard.is_hot else planned[table_shard.number].tier
-        for table_shard in table_shards
-    ]
     memory = open_dram_store(
         [table_shard.stored for table_shard in table_shards],
         [
@@ -152,14 +152,7 @@ def _open_row_store(
         seed=seed,
         shards=shards,
         backings=backings,
-        directories=[
-            Path(plan.mapped.path) if plan.mapped and tier == "mapped" else None for tier in tiers
-        ],
-        cache_directory=Path(plan.mapped.path) if plan.mapped else None,
-        cache_rows=[
-            0 if table_shard.is_hot else planned[table_shard.number].mapped_rows
-            for table_shard in table_shards
-        ],
+        mapped=None if plan.mapped is None else _open_mapped_tier(views, plan, plan.mapped),
         most_rows=_count_most_rows(views, plan) if backings else (),
     )
     if plan.hbm_bytes is None:
@@ -171,6 +164,16 @@ def _open_row_store(
         for shard, table_shard in zip(shards, table_shards, strict=True)
     ]
     return memory, open_hbm_store(memory, slots, device, seed=seed)
+
+
+def _open_mapped_tier(views: Slices, plan: Plan, location: StorageLocation) -> MappedTier:
+    directory = Path(location.path)
+    shards = [(shard.is_hot, plan.tables[shard.number]) for shard in views.table_shards]
+    return MappedTier(
+        [directory if not is_hot and table.tier == "mapped" else None for is_hot, table in shards],
+        directory,
+        [0 if is_hot else table.mapped_rows for is_hot, table in shards],
+    )
 
 
 MOST_GROWTH = 16

@@ -24,7 +24,7 @@ from colonnade.plan.cost.memory import (
 from colonnade.plan.hot import add_hot_rows_to_shardings, subtract_hot_row_bytes
 from colonnade.plan.plan import Codecs, Plan, TablePlan
 from colonnade.sizes import format_bytes
-from colonnade.store.budget import cached_row_bytes, slot_bytes
+from colonnade.store.budget import row_bytes_below_dram, slot_bytes
 from colonnade.store.table_shards import TableShard, shard_tables
 from colonnade.table import Table, check_column_slices
 from colonnade.topology.sharding import Sharding, max_rows_per_owner
@@ -316,7 +316,7 @@ def add_mapped_rows(plan: Plan, tables: Sequence[Table]) -> Plan:
     evicted = [
         demand_even_share(
             demand.name,
-            cached_row_bytes(shard.table),
+            row_bytes_below_dram(shard.table),
             0
             if table.fits
             else demand.max_rows
@@ -338,8 +338,8 @@ def add_mapped_rows(plan: Plan, tables: Sequence[Table]) -> Plan:
         ]
         raise ConfigError(
             f"plan.memory.mapped: got {mapped.bytes:,} bytes, wanted at least "
-            f"{sum(map(cached_row_bytes, evicting)):,}: one row of each of {len(evicting)} tables that do not fit in "
-            "dram; raise it, or leave mapped out"
+            f"{sum(map(row_bytes_below_dram, evicting)):,}: one row of each of {len(evicting)} tables that do not fit "
+            "in dram; raise it, or leave mapped out"
         )
     return replace(
         plan,
@@ -362,7 +362,7 @@ def memory_bytes(table: Table, planned: TablePlan) -> int:
 def mapped_cache_bytes(table: Table, planned: TablePlan) -> int:
     """Return the bytes planned for a table's evicted rows in byte-addressable memory, on each of its ranks."""
     slices = shard_tables([table], [planned.sharding])
-    return planned.mapped_rows * max(cached_row_bytes(shard.table) for shard in slices)
+    return planned.mapped_rows * max(row_bytes_below_dram(shard.table) for shard in slices)
 
 
 def find_row_files(plan: Plan, table: TablePlan) -> str:

@@ -22,7 +22,7 @@ LOOKAHEAD_WINDOW = 64
 """Eviction policy that reads coming batches, and its default number of batches; their samples take memory."""
 
 
-def cached_row_bytes(table: Table) -> int:
+def remote_copy_bytes(table: Table) -> int:
     """Return the bytes of one cached row with its gradients and bookkeeping."""
     return table.record_bytes + table.width * ITEM_BYTES[table.compute_dtype] + BOOKKEEPING
 
@@ -32,7 +32,7 @@ def full_cache_bytes(cache: TableCache | None, table: Table) -> int:
     if cache is None:
         return 0
     rows = cache.rows if table.rows is None else min(cache.rows, table.rows)
-    return rows * cached_row_bytes(table)
+    return rows * remote_copy_bytes(table)
 
 
 def count_cached_rows(size: CacheSize, table: Table) -> int:
@@ -45,7 +45,7 @@ def count_cached_rows(size: CacheSize, table: Table) -> int:
             )
         return int(size.part * table.rows)
     if size.num_bytes is not None:
-        return size.num_bytes // cached_row_bytes(table)
+        return size.num_bytes // remote_copy_bytes(table)
     assert size.rows is not None
     return size.rows
 

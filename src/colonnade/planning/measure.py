@@ -27,11 +27,11 @@ from colonnade import _native
 from colonnade.comm.mesh import Mesh
 from colonnade.comm.process_groups import open_host_mesh
 from colonnade.errors import ConfigError
+from colonnade.files.disk import storage_error
 from colonnade.optimizers import RowWiseAdagrad
 from colonnade.plan.measure.device import Device, DirectoryRate, RowRate
 from colonnade.processors import count_usable_processors
 from colonnade.sizes import parse_byte_rate
-from colonnade.store.disk import storage_error
 from colonnade.store.dram import open_dram_store
 from colonnade.table import Table
 from colonnade.topology.world import World

@@ -28,6 +28,7 @@ from colonnade.config.run import OWN, RunConfig, build_config
 from colonnade.data.contract import Schema
 from colonnade.embedding import EmbeddingCollection, find_collection
 from colonnade.errors import CheckpointError, ConfigError, CorruptionError, StorageError
+from colonnade.files.untrusted import folder_inside
 from colonnade.models.build import build_model
 from colonnade.ops.memory import keep_freed_memory
 from colonnade.predict.refresh_thread import RefreshThread
@@ -42,11 +43,10 @@ from colonnade.publish.delivery import (
     open_location,
 )
 from colonnade.publish.deltas import CURRENT, BaseExport, CurrentPointer
-from colonnade.publish.export import export_if_missing
-from colonnade.publish.exported import Export, check_file_lengths, read_dense, read_export
+from colonnade.publish.model_files import Export, check_file_lengths, read_dense, read_export
+from colonnade.publish.model_writer import export_if_missing
 from colonnade.sizes import parse_positive_bytes
 from colonnade.store.mapped import MappedRows, open_mapped
-from colonnade.store.untrusted import folder_inside
 from colonnade.train.objective import get_objective
 
 READ_AHEAD = 2

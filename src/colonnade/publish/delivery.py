@@ -24,6 +24,10 @@ from colonnade.checkpoint.checkpoints import Checkpoints
 from colonnade.checkpoint.contract import Destination
 from colonnade.config.run import TrainConfig
 from colonnade.errors import CheckpointError, ColonnadeError, CorruptionError, StorageError
+from colonnade.files.checksums import FileChecksums
+from colonnade.files.disk import Disk
+from colonnade.files.durable import verify_content
+from colonnade.files.untrusted import folder_inside, open_inside
 from colonnade.publish.deltas import (
     CURRENT,
     REMEDY,
@@ -40,12 +44,8 @@ from colonnade.publish.deltas import (
     read_delta_header,
     read_linked_delta,
 )
-from colonnade.publish.exported import MODEL, parse_model_json, read_export
 from colonnade.publish.mirror import Mirror, convert_to_storage_error, open_url
-from colonnade.store.checksums import FileChecksums
-from colonnade.store.disk import Disk
-from colonnade.store.durable import verify_content
-from colonnade.store.untrusted import folder_inside, open_inside
+from colonnade.publish.model_files import MODEL, parse_model_json, read_export
 from colonnade.table import Table
 
 COPY_BYTES = 1 << 20

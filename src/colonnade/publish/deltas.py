@@ -4,7 +4,7 @@ PUBLISHED/published.json                   current pointer: written last, each t
 PUBLISHED/base-<number>-<tag>/             base: an export (export.py) of the checkpoint after delta <number>
 PUBLISHED/change-<number>                  delta: rows and dense weights that differ from the previous checkpoint
 
-A delta is a safetensors file with a checksum (store/durable.py): `rows/<table>/ids` (N,) int64, `rows/<table>/weights`
+A delta is a safetensors file with a checksum (files/durable.py): `rows/<table>/ids` (N,) int64, `rows/<table>/weights`
 (N, width), `rows/<table>/gone` (G,) int64, `dense/<name>`. Its metadata has the tags of the checkpoints before and
 after it. Only saved checkpoints are published. So a run that is killed and resumed never retracts or repeats a delta.
 
@@ -39,13 +39,9 @@ from colonnade.errors import (
     CorruptionError,
     StorageError,
 )
-from colonnade.formats import make_format_stamp
-from colonnade.publish.export import check_dense_finite, check_rows_finite, export_run
-from colonnade.publish.exported import MODEL, Count, verify_each_file
-from colonnade.store.difference import CommitDifference, IncomparableCommits, diff_commits
-from colonnade.store.disk import Disk
-from colonnade.store.durable import read_verified, write_durably
-from colonnade.store.untrusted import (
+from colonnade.files.disk import Disk
+from colonnade.files.durable import VerifiedFile, read_verified, verify_file, write_durably
+from colonnade.files.untrusted import (
     FileName,
     StrictRecord,
     folder_inside,
@@ -53,7 +49,10 @@ from colonnade.store.untrusted import (
     parse_json,
     parse_stamped,
 )
-from colonnade.store.verification import VerifiedFile, verify_file
+from colonnade.formats import make_format_stamp
+from colonnade.publish.model_files import MODEL, Count, verify_each_file
+from colonnade.publish.model_writer import check_dense_finite, check_rows_finite, export_run
+from colonnade.store.log.commits import CommitDifference, IncomparableCommits, diff_commits
 from colonnade.table import ITEM_BYTES
 
 FORMAT = "colonnade publication"
@@ -227,8 +226,8 @@ def build_delta(
 ) -> bytes:
     """Build the file of a delta from the currently published checkpoint to that of `step`.
 
-    Raises Incomparable, CheckpointError if the difference between the two is unknown, NonFiniteError for weights that
-    are NaN or inf.
+    Raises IncomparableCommits, CheckpointError if the difference between the two is unknown, NonFiniteError for weights
+    that are NaN or inf.
     """
     if current.step >= step or checkpoint_tag(run_folder, current.step) != current.tag:
         raise CheckpointError(

@@ -30,17 +30,17 @@ from colonnade.errors import (
     CorruptionError,
     StorageError,
 )
-from colonnade.store.disk import Disk
-from colonnade.store.durable import read_verified, write_durably
-from colonnade.store.manifest import (
+from colonnade.files.disk import Disk
+from colonnade.files.durable import read_verified, write_durably
+from colonnade.files.untrusted import check_file_name
+from colonnade.store.log.manifest import (
     FILE_NAME,
     CommitFile,
-    file_name,
     list_commit_files,
     live_bitmap_path,
+    manifest_file_name,
     read_manifest_fields,
 )
-from colonnade.store.untrusted import check_file_name
 
 RUN_FILES = (
     "config.yaml",
@@ -244,7 +244,7 @@ def _list_store_files(folder: Path, header: dict[str, Any]) -> Iterator[_StoreFi
         folder_of_store = folder / "rows" / store.path
         manifest = read_manifest_fields(folder_of_store, step)
         small_files = [
-            folder_of_store / file_name(step),
+            folder_of_store / manifest_file_name(step),
             live_bitmap_path(folder_of_store, manifest),
         ]
         yield _StoreFiles(
@@ -275,7 +275,7 @@ def _relative_to_root(root: str, path: str) -> str:
 
 
 def _strip_checksum_line(data: bytes) -> bytes:
-    """Return a file's content without its checksum line (store/durable.py)."""
+    """Return a file's content without its checksum line (files/durable.py)."""
     return data[: data.rindex(b"\ncrc32c ")]
 
 

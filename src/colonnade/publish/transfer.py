@@ -16,7 +16,7 @@ from colonnade.checkpoint.fingerprint import dense_weights
 from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import CheckpointError, ConfigError, DataError, IdRangeError
 from colonnade.lookup.row_access import admit_loaded_rows
-from colonnade.publish.exported import ExportedTable, read_dense, read_export
+from colonnade.publish.model_files import ExportedTable, read_dense, read_export
 from colonnade.store.policies import RowRetention
 from colonnade.store.records import build_fresh_records
 from colonnade.store.row_file import open_row_file

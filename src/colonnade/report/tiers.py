@@ -17,7 +17,7 @@ from colonnade.report.figures import (
 )
 from colonnade.report.formatting import format_bytes, format_count, format_seconds
 from colonnade.report.reading import RunRecord
-from colonnade.store.tier_counts import LEVELS, TierCounts
+from colonnade.store.contract import LEVELS, TierCounts
 
 TIER_LINES = (
     "hit rate",

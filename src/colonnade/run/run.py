@@ -53,6 +53,8 @@ from colonnade.data.processes import read_in_processes
 from colonnade.data.tabular.tables import build_portable_options
 from colonnade.embedding import find_collection
 from colonnade.errors import CheckpointError, ConfigError
+from colonnade.files.disk import Disk
+from colonnade.files.durable import write_durably
 from colonnade.formats import make_format_stamp
 from colonnade.machine import check_worker_count, collect_machine_facts
 from colonnade.models.build import build_model, resolve_tower_settings
@@ -87,9 +89,7 @@ from colonnade.run.start import (
     plan_warm_start,
     read_final_summary,
 )
-from colonnade.store.disk import Disk
-from colonnade.store.durable import write_durably
-from colonnade.store.storage_locations import check_tier_directories
+from colonnade.store.log.stripes import check_tier_directories
 from colonnade.table import Table
 from colonnade.topology.world import World
 from colonnade.train.objective import get_objective

@@ -20,6 +20,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from colonnade.errors import CheckpointError, ConfigError
+from colonnade.files.disk import Disk
+from colonnade.files.durable import write_durably
+from colonnade.files.untrusted import folder_inside
 from colonnade.formats import make_format_stamp
 from colonnade.publish.delivery import find_published_step
 from colonnade.publish.deltas import (
@@ -29,9 +32,6 @@ from colonnade.publish.deltas import (
     delta_file_name,
     read_delta_header,
 )
-from colonnade.store.disk import Disk
-from colonnade.store.durable import write_durably
-from colonnade.store.untrusted import folder_inside
 
 CONTROL = "control.json"
 PINS = "pins"

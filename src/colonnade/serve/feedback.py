@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from colonnade.errors import StorageError
-from colonnade.serve.protocol import RequestError, describe_value
+from colonnade.serve.protocol import RequestError, quote_value
 from colonnade.train.metrics import auc
 
 WINDOW = 20_000
@@ -52,13 +52,13 @@ def parse_feedback(fields: Any, max_pairs: int) -> NDArray:
         names = list(fields) if isinstance(fields, dict) else fields
         raise RequestError(
             400,
-            f"body: got {describe_value(names)}, wanted 'scores': [...] as the answer had them, and 'labels': [...]",
+            f"body: got {quote_value(names)}, wanted 'scores': [...] as the answer had them, and 'labels': [...]",
         )
     for name in FIELDS:
         if not isinstance(fields[name], list):
             raise RequestError(
                 400,
-                f"{name}: got {describe_value(fields[name])}, wanted an array with one number per score",
+                f"{name}: got {quote_value(fields[name])}, wanted an array with one number per score",
             )
     scores = fields["scores"]
     labels = fields["labels"]
@@ -78,13 +78,13 @@ def parse_feedback(fields: Any, max_pairs: int) -> NDArray:
         if not is_finite_number(score):
             raise RequestError(
                 400,
-                f"scores, place {place}: got {describe_value(score)}, wanted a finite number; send the score that the "
+                f"scores, place {place}: got {quote_value(score)}, wanted a finite number; send the score that the "
                 "answer had",
             )
         if not isinstance(label, int | float) or label not in (0, 1):
             raise RequestError(
                 400,
-                f"labels, place {place}: got {describe_value(label)}, wanted 0 or 1; leave out what has no label",
+                f"labels, place {place}: got {quote_value(label)}, wanted 0 or 1; leave out what has no label",
             )
     pairs = np.empty(len(scores), PAIR)
     pairs["score"] = scores

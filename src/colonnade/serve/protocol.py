@@ -121,7 +121,7 @@ _layouts: dict[tuple[bytes, int], _BinaryLayout] = {}
 """Layouts by the JSON part and the length of the body, which determine them. Clients repeat the same JSON part."""
 
 
-def parse_json(content: bytes | bytearray | memoryview) -> Any:
+def parse_request_json(content: bytes | bytearray | memoryview) -> Any:
     """Parse JSON, NaN and infinities refused. Raises RequestError (400)."""
     try:
         return json.loads(bytes(content), parse_constant=_refuse_constant)
@@ -134,7 +134,7 @@ def parse_json(content: bytes | bytearray | memoryview) -> Any:
     except ValueError as error:  # of JSON, UTF-8, and integers of too many digits
         raise RequestError(
             400,
-            f"body: got {describe_value(str(error))}, wanted JSON in UTF-8; see docs/howto/serve.md",
+            f"body: got {quote_value(str(error))}, wanted JSON in UTF-8; see docs/howto/serve.md",
         ) from None
 
 
@@ -171,18 +171,16 @@ def parse_infer_request(body: bytearray | bytes, header_length: str | None) -> I
 def _parse_new_request(body: bytearray | bytes, header: bytes) -> InferRequest:
     """Parse a request whose JSON part is not known. Raises RequestError (400)."""
     length = len(header)
-    fields = parse_json(header)
+    fields = parse_request_json(header)
     if not isinstance(fields, dict):
-        raise RequestError(
-            400, f"body: got {describe_value(fields)}, wanted an object with 'inputs'"
-        )
+        raise RequestError(400, f"body: got {quote_value(fields)}, wanted an object with 'inputs'")
     parameters = _get_object(fields, "parameters", "the request")
     inputs: Tensors = {}
     end = length
     for entry in _get_objects(fields, "inputs"):
         name, tensor, end = _parse_input(entry, body, end)
         if name in inputs:
-            raise RequestError(400, f"input {describe_value(name)}: got it twice, wanted it once")
+            raise RequestError(400, f"input {quote_value(name)}: got it twice, wanted it once")
         inputs[name] = tensor
     if end != len(body):
         raise RequestError(
@@ -204,7 +202,7 @@ def _parse_new_request(body: bytearray | bytes, header: bytes) -> InferRequest:
     )
     request_id = fields.get("id", "")
     if not isinstance(request_id, str):
-        raise RequestError(400, f"id: got {describe_value(request_id)}, wanted a string")
+        raise RequestError(400, f"id: got {quote_value(request_id)}, wanted a string")
     return InferRequest(request_id, inputs, outputs, is_binary)
 
 
@@ -216,7 +214,7 @@ def _parse_header_length(text: str | None, num_bytes: int) -> int:
     if not 0 < length <= num_bytes:
         raise RequestError(
             400,
-            f"{HEADER_LENGTH}: got {describe_value(text)}, wanted the bytes of JSON at the beginning of the body, "
+            f"{HEADER_LENGTH}: got {quote_value(text)}, wanted the bytes of JSON at the beginning of the body, "
             f"1 to {num_bytes:,}",
         )
     return length
@@ -227,7 +225,7 @@ def _parse_input(
 ) -> tuple[str, np.ndarray, int]:
     """Return the name and the tensor of an input, and where the next one's bytes begin."""
     name = _get_text(entry, "name", "an input")
-    label = f"input {describe_value(name)}"
+    label = f"input {quote_value(name)}"
     dtype = get_dtype(entry.get("datatype"), label)
     shape, count = check_shape(entry.get("shape"), label)
     parameters = _get_object(entry, "parameters", label)
@@ -240,7 +238,7 @@ def _parse_input(
         wanted = "the" if has_texts else f"{count * dtype.itemsize:,}"
         raise RequestError(
             400,
-            f"{label}: got binary_data_size {describe_value(size)}"
+            f"{label}: got binary_data_size {quote_value(size)}"
             f"{' and data' if 'data' in entry else ''}, wanted {wanted} bytes for its shape",
         )
     if begin + size > len(body):
@@ -277,7 +275,7 @@ def build_texts(texts: Sequence[bytes], shape: tuple[int, ...], label: str) -> n
         return np.array([text.decode() for text in texts], object).reshape(shape)
     except UnicodeDecodeError as error:
         raise RequestError(
-            400, f"{label}: got {describe_value(error.object)}, wanted text in UTF-8"
+            400, f"{label}: got {quote_value(error.object)}, wanted text in UTF-8"
         ) from None
 
 
@@ -298,7 +296,7 @@ def get_dtype(name: object, label: str) -> np.dtype[Any]:
     if dtype is None:
         raise RequestError(
             400,
-            f"{label}: got datatype {describe_value(name)}, wanted the one in the model's metadata",
+            f"{label}: got datatype {quote_value(name)}, wanted the one in the model's metadata",
         )
     return dtype
 
@@ -313,7 +311,7 @@ def check_shape(shape: object, label: str) -> tuple[tuple[int, ...], int]:
     if not is_valid:
         raise RequestError(
             400,
-            f"{label}: got shape {describe_value(shape)}, wanted a list of 1 to {MAX_DIMENSIONS} lengths of 0 or more, "
+            f"{label}: got shape {quote_value(shape)}, wanted a list of 1 to {MAX_DIMENSIONS} lengths of 0 or more, "
             f"fewer than {MAX_ELEMENTS:,} values in all",
         )
     lengths: tuple[int, ...] = tuple(shape)  # type: ignore[arg-type]
@@ -327,7 +325,7 @@ def parse_data(
     if not isinstance(data, list):
         raise RequestError(
             400,
-            f"{label}: got data {describe_value(data)}, wanted an array of {count:,} numbers, or binary_data_size",
+            f"{label}: got data {quote_value(data)}, wanted an array of {count:,} numbers, or binary_data_size",
         )
     # A list of integers beyond INT64 would become floats, and texts become as long as the longest one.
     wanted_type = str if dtype.kind == "O" else int if dtype == DTYPES["UINT64"] else None
@@ -350,7 +348,7 @@ def parse_data(
     if wrong:
         raise RequestError(
             400,
-            f"{label}: got {describe_value(wrong[0])} in data, wanted values of its datatype in its range",
+            f"{label}: got {quote_value(wrong[0])} in data, wanted values of its datatype in its range",
         )
     if tensor.size != count or tensor.ndim not in (1, len(shape)):
         raise RequestError(
@@ -388,7 +386,7 @@ def format_infer_response(
         if tensor is None:
             raise RequestError(
                 400,
-                f"output {describe_value(output.name)}: got no such output, wanted {' or '.join(outputs)}",
+                f"output {quote_value(output.name)}: got no such output, wanted {' or '.join(outputs)}",
             )
         entry: dict[str, Any] = {
             "name": output.name,
@@ -420,7 +418,7 @@ def get_datatype(dtype: np.dtype[Any]) -> str:
     return DATATYPES[dtype]
 
 
-def describe_value(value: object) -> str:
+def quote_value(value: object) -> str:
     """Describe a value of a request on one line of at most 80 characters."""
     if isinstance(value, list | dict) and len(value) > 8:
         return f"{'an array' if isinstance(value, list) else 'an object'} of {len(value):,} entries"
@@ -434,23 +432,19 @@ def describe_value(value: object) -> str:
 def _get_text(entry: Mapping[str, Any], field: str, label: str) -> str:
     value = entry.get(field)
     if not isinstance(value, str) or not value:
-        raise RequestError(400, f"{field} of {label}: got {describe_value(value)}, wanted a string")
+        raise RequestError(400, f"{field} of {label}: got {quote_value(value)}, wanted a string")
     return value
 
 
 def _get_object(entry: Mapping[str, Any], field: str, label: str) -> Mapping[str, Any]:
     value = entry.get(field, {})
     if not isinstance(value, dict):
-        raise RequestError(
-            400, f"{field} of {label}: got {describe_value(value)}, wanted an object"
-        )
+        raise RequestError(400, f"{field} of {label}: got {quote_value(value)}, wanted an object")
     return value
 
 
 def _get_objects(fields: Mapping[str, Any], field: str) -> Sequence[Mapping[str, Any]]:
     values = fields.get(field, [])
     if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
-        raise RequestError(
-            400, f"{field}: got {describe_value(values)}, wanted an array of objects"
-        )
+        raise RequestError(400, f"{field}: got {quote_value(values)}, wanted an array of objects")
     return values

@@ -23,7 +23,7 @@ from colonnade.batch import Batch
 from colonnade.serve.metrics import Metrics
 from colonnade.serve.protocol import RequestError
 from colonnade.serve.tensors import concatenate_batches, count_lookups
-from colonnade.serve.versions import Scored, ServedModel, check_scores
+from colonnade.serve.versions import Scored, ServedModel, check_finite_scores
 
 SHORT_SECONDS = 0.01
 """Limit on the mean time of the last short jobs, above which they run in the thread: connections must not wait."""
@@ -219,7 +219,7 @@ class ScoringQueue:
                 part = Scored(scored.scores[first : first + batch.size], scored.step, scored.run)
             first += batch.size
             try:
-                check_scores(part.scores, part.step, self.model.options.name)
+                check_finite_scores(part.scores, part.step, self.model.options.name)
                 result = job.finish(part)
             except BaseException as error:
                 resolve(job, None, error)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from colonnade.errors import ConfigError
-from colonnade.serve.protocol import RequestError, describe_value
+from colonnade.serve.protocol import RequestError, quote_value
 
 TOKEN_VARIABLE = "COLONNADE_TOKEN"
 MIN_TOKEN = 16
@@ -45,14 +45,14 @@ class AccessPolicy:
         if name not in self.hosts and not is_address:
             raise RequestError(
                 403 if name else 400,
-                f"Host: got {describe_value(host[:100])}, wanted {' or '.join(sorted(self.hosts))}; allow it with "
+                f"Host: got {quote_value(host[:100])}, wanted {' or '.join(sorted(self.hosts))}; allow it with "
                 "--allowed-host",
             )
         origin = headers.get("origin")
         if origin is not None and not self._is_own_origin(origin, host):
             raise RequestError(
                 403,
-                f"Origin: got {describe_value(origin[:100])}, wanted this server's own; allow it with --allowed-origin",
+                f"Origin: got {quote_value(origin[:100])}, wanted this server's own; allow it with --allowed-origin",
             )
         if path.startswith(ADMIN) or not (self.is_loopback or path in PUBLIC_PATHS):
             self.check_token(headers.get("authorization"))

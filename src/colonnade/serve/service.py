@@ -32,10 +32,10 @@ from colonnade.serve.options import ServeOptions
 from colonnade.serve.protocol import (
     InferRequest,
     RequestError,
-    describe_value,
     format_infer_response,
     parse_infer_request,
-    parse_json,
+    parse_request_json,
+    quote_value,
 )
 from colonnade.serve.records import RecordEncoder, build_encoder
 from colonnade.serve.scheduler import ScoringQueue
@@ -49,7 +49,7 @@ from colonnade.serve.tensors import (
     format_labelled_scores,
     format_scores,
 )
-from colonnade.serve.versions import NO_ITEMS, NotReady, Scored, ServedModel, check_scores
+from colonnade.serve.versions import NO_ITEMS, NotReady, Scored, ServedModel, check_finite_scores
 
 if TYPE_CHECKING:
     from colonnade.batch import Batch
@@ -146,12 +146,12 @@ class Service:
         if rest and own == self.options.name:
             raise RequestError(
                 404,
-                f"path: got {describe_value(rest)} of model {own!r}, wanted infer, ready, config or versions/STEP",
+                f"path: got {quote_value(rest)} of model {own!r}, wanted infer, ready, config or versions/STEP",
             )
         if name != self.options.name:
             raise RequestError(
                 404,
-                f"model: got {describe_value(name)}, wanted {self.options.name!r}, the one served here (--name)",
+                f"model: got {quote_value(name)}, wanted {self.options.name!r}, the one served here (--name)",
             )
 
     def parse_version(self, text: str | None) -> int | None:
@@ -161,7 +161,7 @@ class Service:
         if not (text.isascii() and text.isdecimal() and len(text) < 19):
             raise RequestError(
                 404,
-                f"version: got {describe_value(text)}, wanted a step; the model's metadata lists them",
+                f"version: got {quote_value(text)}, wanted a step; the model's metadata lists them",
             )
         return int(text)
 
@@ -231,7 +231,7 @@ class Service:
         """Return what builds the batch of a request with raw records, and what formats the answer's body."""
 
         def prepare() -> Batch:
-            return self.note_samples(self.encode_records(parse_json(body)), record)
+            return self.note_samples(self.encode_records(parse_request_json(body)), record)
 
         def finish(scored: Scored) -> bytes:
             record.step = scored.step
@@ -261,13 +261,11 @@ class Service:
             fields = {"records": fields}
         if not isinstance(fields, dict) or set(fields) not in ({"records"}, {"user", "candidates"}):
             names = list(fields) if isinstance(fields, dict) and fields else fields
-            raise RequestError(400, f"body: got {describe_value(names)}, wanted {MODEL_FIELDS}")
+            raise RequestError(400, f"body: got {quote_value(names)}, wanted {MODEL_FIELDS}")
         is_shared = "user" in fields
         records = fields["candidates" if is_shared else "records"]
         if not isinstance(records, list) or not all(isinstance(record, dict) for record in records):
-            raise RequestError(
-                400, f"body: got {describe_value(records)}, wanted an array of objects"
-            )
+            raise RequestError(400, f"body: got {quote_value(records)}, wanted an array of objects")
         if not 0 < len(records) <= self.options.max_candidates:
             raise RequestError(
                 413 if records else 400,
@@ -277,7 +275,7 @@ class Service:
         if not is_shared:
             return encoder.encode(records)
         if not isinstance(fields["user"], dict):
-            raise RequestError(400, f"user: got {describe_value(fields['user'])}, wanted an object")
+            raise RequestError(400, f"user: got {quote_value(fields['user'])}, wanted an object")
         return encoder.encode_candidates(fields["user"], records)
 
     def get_encoder(self) -> RecordEncoder:
@@ -294,19 +292,19 @@ class Service:
 
     def recommend(self, body: bytearray, record: RequestRecord) -> bytes:
         """Answer a request for recommendations. Raises RequestError, DataError."""
-        fields = parse_json(body)
+        fields = parse_request_json(body)
         unknown = set(fields) - RECOMMEND_FIELDS if isinstance(fields, dict) else {"no object"}
         if unknown or not isinstance(fields.get("user"), dict):
             names = list(fields) if isinstance(fields, dict) and fields else fields
             raise RequestError(
                 400,
-                f"body: got {describe_value(names)}, wanted 'user': {{...}}, and 'k', 'exclude': [...], 'exclude_seen'",
+                f"body: got {quote_value(names)}, wanted 'user': {{...}}, and 'k', 'exclude': [...], 'exclude_seen'",
             )
         exclude = fields.get("exclude", [])
         exclude_seen = fields.get("exclude_seen", True)
         if not isinstance(exclude_seen, bool):
             raise RequestError(
-                400, f"exclude_seen: got {describe_value(exclude_seen)}, wanted true or false"
+                400, f"exclude_seen: got {quote_value(exclude_seen)}, wanted true or false"
             )
         if not isinstance(self.model.get_any().model, Retriever):
             raise RequestError(404, NO_ITEMS)
@@ -318,7 +316,7 @@ class Service:
             raise NonFiniteError(
                 f"model {self.options.name!r}, step {self.model.step}: {error}"
             ) from None
-        check_scores(torch.tensor(best.scores), best.step, self.options.name)
+        check_finite_scores(torch.tensor(best.scores), best.step, self.options.name)
         record.samples = 1
         record.step = best.step
         answer = {"items": best.items[0], "scores": best.scores[0], "step": best.step}
@@ -326,7 +324,7 @@ class Service:
 
     def add_feedback(self, body: bytearray, record: RequestRecord) -> dict[str, Any]:
         """Add the pairs of score and label of a request to the window. Raises RequestError, StorageError."""
-        pairs = parse_feedback(parse_json(body), self.options.max_candidates)
+        pairs = parse_feedback(parse_request_json(body), self.options.max_candidates)
         self.feedback.add_pairs(pairs)
         self.metrics.count_feedback(len(pairs), int(pairs["label"].sum()))
         record.samples = len(pairs)
@@ -349,7 +347,7 @@ class Service:
         """
         step = fields.get("step")
         if step is not None and (type(step) is not int or step < 0):
-            raise RequestError(400, f"step: got {describe_value(step)}, wanted a step, 0 or more")
+            raise RequestError(400, f"step: got {quote_value(step)}, wanted a step, 0 or more")
         if step is None and action in ("pin", "unpin"):
             raise RequestError(400, 'step: got none, wanted the step: {"step": 1200}')
         if action == "rollback":

@@ -22,7 +22,7 @@ from torch import Tensor
 from colonnade.batch import Batch, Ids, share_samples
 from colonnade.data.contract import Schema
 from colonnade.errors import ConfigError
-from colonnade.serve.protocol import RequestError, Tensors, describe_value, get_datatype
+from colonnade.serve.protocol import RequestError, Tensors, get_datatype, quote_value
 from colonnade.serve.records import RecordEncoder
 
 DENSE = "dense"
@@ -255,7 +255,7 @@ class _Reader:
         unknown = next(name for name in self.tensors if name not in known)
         raise RequestError(
             400,
-            f"input {describe_value(unknown)}: got an input that the model does not have; its metadata lists all",
+            f"input {quote_value(unknown)}: got an input that the model does not have; its metadata lists all",
         )
 
 

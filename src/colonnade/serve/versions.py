@@ -33,7 +33,7 @@ from colonnade.predict import Predictor
 from colonnade.predict.approximate import EXACT, RECALL_K
 from colonnade.publish.delivery import is_url, list_published_steps
 from colonnade.publish.deltas import CURRENT, read_current
-from colonnade.publish.exported import MODEL
+from colonnade.publish.model_files import MODEL
 from colonnade.serve.control import ControlFolder, ServeOrder
 from colonnade.serve.recommend import Recommendations, Recommender
 
@@ -59,7 +59,7 @@ class Scored:
     run: str
 
 
-def check_scores(scores: Tensor, step: int, model: str) -> None:
+def check_finite_scores(scores: Tensor, step: int, model: str) -> None:
     """Raise NonFiniteError that names the model and the step if a score is NaN or inf."""
     if not bool(scores.isfinite().all()):
         raise NonFiniteError(

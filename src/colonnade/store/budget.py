@@ -16,6 +16,6 @@ def slot_bytes(table: Table) -> int:
     return table.record_bytes + SLOT_OVERHEAD_BYTES + padding
 
 
-def cached_row_bytes(table: Table) -> int:
+def row_bytes_below_dram(table: Table) -> int:
     """Return the bytes of a row in the cache below main memory: weights, state, clock. Its index is in main memory."""
     return slot_bytes(table) - SLOT_OVERHEAD_BYTES

@@ -30,9 +30,9 @@ from torch import Tensor
 from colonnade import _native
 from colonnade.errors import BudgetExceeded, StorageError
 from colonnade.store.budget import slot_bytes
-from colonnade.store.contract import Backing, Manifest, RowView
-from colonnade.store.log import LogBacking
-from colonnade.store.log_rows import raise_read_fault
+from colonnade.store.contract import Backing, Manifest, RowSources, RowView, TierCounts
+from colonnade.store.log.backing import LogBacking, count_shared_io
+from colonnade.store.log.rows import raise_read_fault
 from colonnade.store.traffic import TrafficSample
 from colonnade.table import Table
 from colonnade.topology.sharding import Shard
@@ -42,24 +42,6 @@ MAX_SLOTS = 2**32 - 2
 WRITTEN_TOGETHER = 4 << 20
 RESIZE_PARTS = 16
 """Rows evicted together when a table shrinks, in units of `WRITTEN_TOGETHER`."""
-
-
-@dataclass(slots=True)
-class RowSources:
-    """Sources of the rows of `acquire`, and evicted rows. Numbers of rows since the store opened."""
-
-    resident: int = 0
-    mapped: int = 0  # from byte-addressable memory
-    read: int = 0  # from files
-    copied: int = 0  # from write buffers of the logs
-    born: int = 0  # initialised
-    evicted_clean: int = 0
-    evicted_dirty: int = 0
-    bytes_read: int = 0  # of records, from files
-    bytes_mapped: int = 0  # of records, from byte-addressable memory
-    bytes_evicted: int = 0  # of records
-    stall_seconds: float = 0.0  # that `wait` waited for reads
-    room_seconds: float = 0.0  # that `acquire` waited for the writer
 
 
 class DramStore:
@@ -127,7 +109,7 @@ class DramStore:
     def mark_all_dirty(self) -> None:
         """Mark every row in memory as newer than in the backings that `attach` will set."""
         for t in range(len(self.tables)):
-            for ids in torch.as_tensor(self.native.resident(t)[0]).split(1 << 16):
+            for ids in torch.split(torch.as_tensor(self.native.resident(t)[0]), 1 << 16):
                 offsets = torch.tensor([0] * (t + 1) + [len(ids)] * (len(self.tables) - t))
                 slots = torch.empty(len(ids), dtype=torch.int32)
                 with self._lock:
@@ -174,10 +156,11 @@ class DramStore:
                 setattr(self.sources, name, getattr(self.sources, name) + count)
         return slots, job
 
-    def wait(self, job: _native.AcquireJob | None, *, is_stall: bool = True) -> None:
+    def wait(self, job: object, *, is_stall: bool = True) -> None:
         """Wait until the rows of this acquire, and of all before it, are in memory. is_stall: training waits."""
         if job is None or self.tiers is None:
             return
+        assert isinstance(job, _native.AcquireJob)
         start = time.perf_counter()
         fault = self.tiers.wait(job)
         if is_stall:
@@ -195,10 +178,10 @@ class DramStore:
         with self._released:
             return self._released.wait_for(lambda: self.releases > releases, seconds)
 
-    def read(self, ids: Tensor, offsets: Tensor) -> list[Tensor]:
+    def read(self, ids: Tensor, table_offsets: Tensor) -> list[Tensor]:
         weights = []
         for t, table in enumerate(self.tables):
-            table_ids = ids[offsets[t] : offsets[t + 1]]
+            table_ids = ids[table_offsets[t] : table_offsets[t + 1]]
             out = torch.empty(len(table_ids), table.width, dtype=getattr(torch, table.dtype))
             if self.tiers is not None:
                 if len(table_ids):
@@ -372,6 +355,39 @@ class DramStore:
         """Write every row newer than its log; returns their number. They stay resident."""
         return sum(self._flush_table(t) for t in self.logs)
 
+    def count_tiers(self) -> dict[str, TierCounts]:
+        sources = self.sources
+        mapped = TierCounts()
+        mapped_bytes = self.native.mapped_bytes()
+        if self.cache is not None and self.tiers is not None:
+            mapped = _count_cache_tier(self.tables, self.cache, self.tiers.cache_counts())
+        # Rows of tables that are wholly in mapped memory are used there, so that they are no misses of main memory.
+        needed = sources.resident + mapped.hits + sources.read + sources.copied + sources.born
+        resident = self.native.resident_bytes()
+        tiers = {
+            "dram": TierCounts(
+                hits=sources.resident,
+                misses=needed - sources.resident,
+                rows_written=needed - sources.resident,
+                held_bytes=resident,
+                live_bytes=resident,
+            )
+        }
+        if self.cache is not None or mapped_bytes:
+            tiers["mapped"] = replace(
+                mapped,
+                hits=sources.mapped,
+                held_bytes=mapped.held_bytes + mapped_bytes,
+                live_bytes=mapped.live_bytes + mapped_bytes,
+            )
+        below = [backing for backing in self.backings if isinstance(backing, LogBacking)]
+        for backing in below:
+            tiers["ssd"] = tiers.get("ssd", TierCounts()) + backing.count_tier()
+        if below:
+            tiers["ssd"] += count_shared_io(below)
+            tiers["ssd"] += TierCounts(stall_seconds=sources.stall_seconds)
+        return tiers
+
     # ---- commits
 
     def begin_commit(self) -> None:
@@ -426,15 +442,6 @@ class DramStore:
             log.thaw()
         self.tiers.end_snapshot()
         self._is_committing = False
-
-    def commit(self, step: int) -> list[Manifest]:
-        """Begin and finish a commit. A failed commit loses nothing: rows stay newer in memory or in the logs."""
-        self.begin_commit()
-        try:
-            return self.finish_commit(step)
-        except BaseException:
-            self.abandon_commit()
-            raise
 
     # ---- inside
 
@@ -528,6 +535,25 @@ class DramStore:
         )
 
 
+def _count_cache_tier(
+    tables: Sequence[Table], cache: _native.Dram, counts: Mapping[str, int]
+) -> TierCounts:
+    """Return the counts of the cache of evicted rows. Each row is a request of its own."""
+    num_bytes = sum(cache.num_rows(t) * table.record_bytes for t, table in enumerate(tables))
+    return TierCounts(
+        hits=counts["hits"],
+        misses=counts["misses"],
+        reads=counts["hits"],
+        read_bytes=counts["bytes_read"],
+        row_bytes=counts["bytes_read"],
+        rows_written=counts["rows_inserted"],
+        payload_bytes=counts["bytes_inserted"],
+        written_bytes=counts["bytes_inserted"],
+        held_bytes=num_bytes,
+        live_bytes=num_bytes,
+    )
+
+
 class _NoRoom(NamedTuple):
     """Slots of a table that has no room for a batch. pinned: by other batches."""
 
@@ -546,6 +572,22 @@ def _read_room_error(error: MemoryError) -> _NoRoom | None:
     return _NoRoom(*map(int, match.groups())) if match else None
 
 
+@dataclass(frozen=True, slots=True)
+class MappedTier:
+    """Directories of scratch files that hold rows instead of this process's memory.
+
+    They are byte-addressable memory mounted as files (DAX, CXL, persistent memory), else the page cache. The files have
+    no names and are reserved whole.
+    """
+
+    directories: Sequence[Path | None] = ()
+    """Directory of all rows of a table, by table. Compute works on them in place."""
+    cache_directory: Path | None = None
+    """Directory of evicted rows, above the backings; their index is in this process's memory."""
+    cache_rows: Sequence[int] = ()
+    """Number of evicted rows, by table."""
+
+
 def open_dram_store(
     tables: Sequence[Table],
     capacity_rows: Sequence[int],
@@ -553,9 +595,7 @@ def open_dram_store(
     seed: int,
     shards: Sequence[Shard] = (),
     backings: Sequence[Backing] = (),
-    directories: Sequence[Path | None] = (),
-    cache_directory: Path | None = None,
-    cache_rows: Sequence[int] = (),
+    mapped: MappedTier | None = None,
     most_rows: Sequence[int] = (),
 ) -> DramStore:
     """Reserve address space for `capacity_rows` of each table; memory is used as rows appear.
@@ -564,15 +604,14 @@ def open_dram_store(
 
     shards: by table, this rank's shard; (): all rows of all tables.
 
-    directories: by table, the directory of scratch files that hold its rows instead of this process's memory:
-    byte-addressable memory mounted as files (DAX, CXL, persistent memory), else the page cache. Compute works on them
-    in place. The files have no names and are reserved whole; raises StorageError if they cannot be.
-    cache_directory: the same for `cache_rows` evicted rows of each table, above the backings; their index is in memory.
+    mapped: rows that are in mapped memory instead. Raises StorageError if its files cannot be reserved.
     """
     shards = shards or [Shard()] * len(tables)
+    mapped = mapped or MappedTier()
+    cache_directory = mapped.cache_directory
     directories = [
         None if shard.owner_index is None else directory
-        for shard, directory in zip(shards, directories or [None] * len(tables), strict=True)
+        for shard, directory in zip(shards, mapped.directories or [None] * len(tables), strict=True)
     ]
     try:
         for directory in {*directories, cache_directory}:
@@ -582,10 +621,10 @@ def open_dram_store(
             tables, capacity_rows, seed, shards, directories, bool(backings), most_rows
         )
         cache = None
-        if cache_directory is not None and backings and any(cache_rows):
+        if cache_directory is not None and backings and any(mapped.cache_rows):
             cached = [replace(table, rows=None, hashes=None) for table in tables]
             cache = _reserve_address_space(
-                cached, cache_rows, seed, shards, [cache_directory] * len(tables), True, ()
+                cached, mapped.cache_rows, seed, shards, [cache_directory] * len(tables), True, ()
             )
     except (OSError, MemoryError) as error:
         if not any(directories) and cache_directory is None:

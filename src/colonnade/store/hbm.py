@@ -16,18 +16,23 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from colonnade import _native
 from colonnade.errors import BudgetExceeded, ConfigError, CorruptionError, StorageError
 from colonnade.ops.optimizers import Settings, count_updates
-from colonnade.store.contract import Manifest, RowView
-from colonnade.store.device_rows import DeviceRows, reserve_device_rows, update_device_rows
-from colonnade.store.dram import WRITTEN_TOGETHER, DramStore, RowSources, table_seed
-from colonnade.store.slot_directory import DIRTY, VALID, SlotDirectory
+from colonnade.store.contract import Backing, Manifest, RowSources, RowView, TierCounts
+from colonnade.store.device_rows import (
+    DIRTY,
+    VALID,
+    DeviceRows,
+    SlotDirectory,
+    reserve_device_rows,
+)
+from colonnade.store.dram import WRITTEN_TOGETHER, DramStore, table_seed
 from colonnade.table import CLOCK_BYTES
 
 
@@ -39,7 +44,7 @@ class PendingLoad:
     slots: list[np.ndarray]  # by table, on the device
     offsets: Tensor  # (T + 1,): of the rows below
     below: Tensor  # (M,) int32: slots below, pinned until they are copied
-    job: Any
+    job: _native.AcquireJob | None
 
 
 @dataclass(slots=True)
@@ -108,8 +113,9 @@ class HbmStore:
             self._install_ready_loads()
             return slots, self._number
 
-    def wait(self, job: int) -> None:
+    def wait(self, job: object) -> None:
         """Wait until the rows of this acquire, and of all before it, are on the device."""
+        assert isinstance(job, int)
         began = time.perf_counter()
         with self._loading:
             while self._loads and self._loads[0].number <= job:
@@ -134,13 +140,13 @@ class HbmStore:
         with self._released:
             return self._released.wait_for(lambda: self.releases > releases, seconds)
 
-    def read(self, ids: Tensor, offsets: Tensor) -> list[Tensor]:
+    def read(self, ids: Tensor, table_offsets: Tensor) -> list[Tensor]:
         """Copy weights to the CPU, as `Resident.read`."""
         with self._moving:
             resident = []
             others = []
             for directory, table_ids in zip(
-                self.directories, _split_by_table(ids, offsets), strict=True
+                self.directories, _split_by_table(ids, table_offsets), strict=True
             ):
                 with self._flags:
                     slots = directory.find_slots(table_ids)
@@ -164,7 +170,7 @@ class HbmStore:
     # ---- rows
 
     def write_rows(self, table_index: int, ids: Tensor, records: Tensor) -> None:
-        """Overwrite rows as `DramStore.put`: rows on the device there, the others below."""
+        """Overwrite rows as `DramStore.write_rows`: rows on the device there, the others below."""
         with self._moving:
             self._install_all()
             directory = self.directories[table_index]
@@ -256,19 +262,10 @@ class HbmStore:
     def abandon_commit(self) -> None:
         self.below.abandon_commit()
 
-    def commit(self, step: int) -> list[Manifest]:
-        """Begin and finish a commit. After a failed commit nothing is lost."""
-        self.begin_commit()
-        try:
-            return self.finish_commit(step)
-        except BaseException:
-            self.abandon_commit()
-            raise
-
     # ---- what there is
 
     @property
-    def backings(self):
+    def backings(self) -> tuple[Backing, ...]:
         """Backings of the store below, by table."""
         return self.below.backings
 
@@ -295,6 +292,19 @@ class HbmStore:
             directory.num_rows * rows.table.record_bytes
             for directory, rows in zip(self.directories, self.rows, strict=True)
         )
+
+    def count_tiers(self) -> dict[str, TierCounts]:
+        others = self.below.count_tiers()
+        missed = others["dram"].hits + others["dram"].misses
+        num_bytes = self.device_bytes()
+        tier = TierCounts(
+            hits=self.num_hits,
+            misses=missed,
+            rows_written=missed,
+            held_bytes=num_bytes,
+            live_bytes=num_bytes,
+        )
+        return {"hbm": tier, **others}
 
     # ---- inside: acquire
 
@@ -441,14 +451,14 @@ class HbmStore:
         sizes = [n * table.record_bytes for n, table in zip(counts, self.tables, strict=True)]
         # Pinned memory: a copy to a GPU starts without staging.
         block = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=self.device.type == "cuda")
-        for t, part in enumerate(block.split(sizes)):
+        for t, part in enumerate(torch.split(block, sizes)):
             if counts[t]:
                 slots = below[offsets[t] : offsets[t + 1]].contiguous()
                 self.below.native.pack(t, slots, part.view(counts[t], -1))
         moved = block.to(self.device, non_blocking=True)
         return [
             part.view(n, table.record_bytes)
-            for part, n, table in zip(moved.split(sizes), counts, self.tables, strict=True)
+            for part, n, table in zip(torch.split(moved, sizes), counts, self.tables, strict=True)
         ]
 
     def _load_missing_records(self, missing_slots: list[np.ndarray]) -> list[Tensor]:
@@ -524,7 +534,7 @@ class HbmStore:
     def _arrays_to_device(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
         """Copy arrays, by table, to the device as int64, in one transfer."""
         joined = self._slots_to_device(np.concatenate(arrays))
-        return list(joined.split([len(array) for array in arrays]))
+        return list(torch.split(joined, [len(array) for array in arrays]))
 
     def _empty_arrays(self) -> list[np.ndarray]:
         return [np.empty(0, np.int64) for _ in self.tables]
@@ -553,6 +563,25 @@ def open_hbm_store(
             f"{str(error).splitlines()[0]}. Give hbm less"
         ) from None
     return HbmStore(below, rows)
+
+
+def update_device_rows(
+    rows: Sequence[DeviceRows],
+    slots: Sequence[Tensor],
+    ids: Sequence[Tensor | None],
+    sums: Sequence[Tensor],
+    kinds: Sequence[int],
+    settings: Sequence[Settings],
+) -> None:
+    """Update rows of several tables (`DeviceRows.update`): all by table, kinds and settings by part of all tables."""
+    first = 0
+    for table_rows, table_slots, table_ids, gradients in zip(rows, slots, ids, sums, strict=True):
+        end = first + len(table_rows.table.parts)
+        if len(table_slots):
+            table_rows.update(
+                table_slots, table_ids, gradients, kinds[first:end], settings[first:end]
+            )
+        first = end
 
 
 def _split_by_table(values: Tensor, offsets: Tensor) -> list[np.ndarray]:

@@ -26,8 +26,8 @@ from torch import Tensor
 from colonnade import _native
 from colonnade.batch import Ids
 from colonnade.errors import ConfigError, CorruptionError, StorageError
-from colonnade.store.checksums import AGAIN, BLOCK_BYTES, FileChecksums, Scrub
-from colonnade.store.disk import FileMapping
+from colonnade.files.checksums import AGAIN, BLOCK_BYTES, FileChecksums, Scrub
+from colonnade.files.disk import FileMapping
 from colonnade.store.dram import open_dram_store
 from colonnade.store.row_file import RowFile, open_row_file
 from colonnade.table import Table

@@ -155,7 +155,7 @@ class RowRetention:
         if self._sketch is not None:
             counters = torch.as_tensor(self._sketch.saved())
             # Cloned: a piece that shares memory with others would be saved with all of it.
-            state["counters"] = [piece.clone() for piece in counters.split(PIECE_BYTES)]
+            state["counters"] = [piece.clone() for piece in torch.split(counters, PIECE_BYTES)]
             state["counted_to"] = [torch.tensor([self._counted_to])]
         return state
 
@@ -343,4 +343,5 @@ def _open_eviction_order(table: Table, shard: Shard) -> _native.Retention:
 def _mix64(x: np.ndarray) -> np.ndarray:
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    mixed: np.ndarray = x ^ (x >> np.uint64(31))
+    return mixed

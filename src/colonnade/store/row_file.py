@@ -13,8 +13,8 @@ from torch import Tensor
 
 from colonnade import _native
 from colonnade.errors import CorruptionError
-from colonnade.store.checksums import AGAIN, BLOCK_BYTES, CheckedFile, FileChecksums, open_checked
-from colonnade.store.untrusted import parse_json
+from colonnade.files.checksums import AGAIN, BLOCK_BYTES, CheckedFile, FileChecksums, open_checked
+from colonnade.files.untrusted import parse_json
 from colonnade.table import Table
 
 DTYPES = {"float32": "F32", "float64": "F64", "bfloat16": "BF16", "float16": "F16"}

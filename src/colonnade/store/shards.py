@@ -9,12 +9,13 @@ from torch import Tensor
 
 from colonnade import _native
 from colonnade.errors import StorageError
-from colonnade.store.contract import Manifest, Pending, RowBatch
-from colonnade.store.log import LogBacking
+from colonnade.store.contract import DeferredResult, Manifest, Pending, RowBatch
+from colonnade.store.log.backing import LogBacking
 
 
 class AbsentRows:
-    """`Backing` of a rank without rows. Commits skip it."""
+    """`Backing` of a rank without rows: it reads none. Checkpoints leave it out; writing a row to it or committing it
+    raises StorageError."""
 
     def __init__(self, table_name: str, record_bytes: int) -> None:
         self.table_name = table_name
@@ -24,7 +25,7 @@ class AbsentRows:
         return 0
 
     def read(self, ids: Tensor, out: Tensor) -> Pending:
-        return _NoRows(len(ids))
+        return DeferredResult(lambda: torch.zeros(len(ids), dtype=torch.bool))
 
     def write(
         self,
@@ -35,7 +36,7 @@ class AbsentRows:
     ) -> Pending:
         if len(ids):
             raise self._no_rows_error()
-        return _NoRows(0)
+        return DeferredResult(lambda: torch.zeros(0, dtype=torch.bool))
 
     def delete(self, ids: Tensor) -> None:
         """Do nothing: no row exists."""
@@ -62,14 +63,6 @@ class AbsentRows:
         return StorageError(
             f"table {self.table_name!r}: its sharding gives this rank no rows, wanted ids of the ranks that have them"
         )
-
-
-class _NoRows(Pending):
-    def __init__(self, num_ids: int) -> None:
-        self._num_ids = num_ids
-
-    def wait(self) -> Tensor:
-        return torch.zeros(self._num_ids, dtype=torch.bool)
 
 
 class ReadOnly:
@@ -119,7 +112,7 @@ class ShardReader(ReadOnly):
             positions = (owner == rank).nonzero()[:, 0]
             records = torch.empty(len(positions), self.record_bytes, dtype=torch.uint8)
             parts.append((positions, records, store.read(ids[positions], records)))
-        return ShardsRead(parts, len(ids), out)
+        return join_shard_reads(parts, len(ids), out)
 
     def scan(self) -> Iterator[RowBatch]:
         for store in self.stores:
@@ -136,20 +129,17 @@ def _read_only_error() -> StorageError:
     )
 
 
-class ShardsRead(Pending):
-    """Pending reads of all shards."""
+def join_shard_reads(
+    parts: Sequence[tuple[Tensor, Tensor, Pending]], num_ids: int, out: Tensor
+) -> Pending:
+    """Join reads of all shards into `out`: parts are positions in it, records read, and the read."""
 
-    def __init__(
-        self, parts: Sequence[tuple[Tensor, Tensor, Pending]], num_ids: int, out: Tensor
-    ) -> None:
-        self._parts = parts
-        self._num_ids = num_ids
-        self._out = out
-
-    def wait(self) -> Tensor:
-        exists = torch.zeros(self._num_ids, dtype=torch.bool)
-        for positions, records, pending in self._parts:
+    def finish() -> Tensor:
+        exists = torch.zeros(num_ids, dtype=torch.bool)
+        for positions, records, pending in parts:
             has_row = pending.wait()
             exists[positions] = has_row
-            self._out[positions[has_row]] = records[has_row]
+            out[positions[has_row]] = records[has_row]
         return exists
+
+    return DeferredResult(finish)

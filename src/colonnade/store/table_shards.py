@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from colonnade.errors import ConfigError, StorageError
-from colonnade.store.contract import Pending, RowBatch
-from colonnade.store.shards import ReadOnly, ShardReader, ShardsRead
+from colonnade.store.contract import DeferredResult, Pending, RowBatch
+from colonnade.store.shards import ReadOnly, ShardReader, join_shard_reads
 from colonnade.table import (
     CLOCK_BYTES,
     ITEM_BYTES,
@@ -165,7 +165,7 @@ class ColumnShardReader(ReadOnly):
         shape: RecordShape,
         identity: str = "",
     ) -> None:
-        """identity: meaning of the bytes of whole records (`checkpoint.fingerprint.identity_of`)."""
+        """identity: meaning of the bytes of whole records (`checkpoint.fingerprint.get_record_identity`)."""
         self.slices = tuple(slices)
         self.identity = identity
         self.bytes = [shape.bytes_of(first, last) for first, last in columns]
@@ -179,7 +179,15 @@ class ColumnShardReader(ReadOnly):
         for part in self.slices:
             records = torch.empty(len(ids), part.record_bytes, dtype=torch.uint8)
             parts.append((records, part.read(ids, records)))
-        return JoinedRead(parts, self.bytes, out)
+
+        def finish() -> Tensor:
+            exists = torch.stack([pending.wait() for _, pending in parts]).all(0)
+            rows = torch.nonzero(exists)
+            for (records, _), positions in zip(parts, self.bytes, strict=True):
+                out[rows, positions] = records[rows[:, 0]]
+            return exists
+
+        return DeferredResult(finish)
 
     def scan(self) -> Iterator[RowBatch]:
         """Yield all rows. Raises StorageError if the slices do not have the same rows."""
@@ -194,25 +202,6 @@ class ColumnShardReader(ReadOnly):
     def close(self) -> None:
         for part in self.slices:
             part.close()
-
-
-class JoinedRead(Pending):
-    """Pending reads of all slices."""
-
-    def __init__(
-        self, parts: Sequence[tuple[Tensor, Pending]], positions: Sequence[Tensor], out: Tensor
-    ) -> None:
-        self._parts = parts
-        self._positions = positions
-        self._out = out
-
-    def wait(self) -> Tensor:
-        masks = [pending.wait() for _, pending in self._parts]
-        exists = torch.stack(masks).all(0)
-        rows = torch.nonzero(exists)
-        for (records, _), positions in zip(self._parts, self._positions, strict=True):
-            self._out[rows, positions] = records[rows[:, 0]]
-        return exists
 
 
 class HotColdReader(ReadOnly):
@@ -235,7 +224,7 @@ class HotColdReader(ReadOnly):
             positions = side.nonzero()[:, 0]
             records = torch.empty(len(positions), self.record_bytes, dtype=torch.uint8)
             parts.append((positions, records, store.read(ids[positions], records)))
-        return ShardsRead(parts, len(ids), out)
+        return join_shard_reads(parts, len(ids), out)
 
     def scan(self) -> Iterator[RowBatch]:
         yield from self.cold.scan()
@@ -264,7 +253,14 @@ class ColumnSliceReader(ReadOnly):
 
     def read(self, ids: Tensor, out: Tensor) -> Pending:
         records = torch.empty(len(ids), self.whole.record_bytes, dtype=torch.uint8)
-        return SlicedRead(records, self.whole.read(ids, records), self.bytes, out)
+        pending = self.whole.read(ids, records)
+
+        def finish() -> Tensor:
+            exists = pending.wait()
+            out[exists] = records[exists][:, self.bytes]
+            return exists
+
+        return DeferredResult(finish)
 
     def scan(self) -> Iterator[RowBatch]:
         for rows in self.whole.scan():
@@ -272,18 +268,3 @@ class ColumnSliceReader(ReadOnly):
 
     def close(self) -> None:
         self.whole.close()
-
-
-class SlicedRead(Pending):
-    """Pending read of whole records, of which some columns are wanted."""
-
-    def __init__(self, records: Tensor, pending: Pending, positions: Tensor, out: Tensor) -> None:
-        self._records = records
-        self._pending = pending
-        self._positions = positions
-        self._out = out
-
-    def wait(self) -> Tensor:
-        exists = self._pending.wait()
-        self._out[exists] = self._records[exists][:, self._positions]
-        return exists

@@ -53,9 +53,9 @@ from torch.optim import Optimizer
 from colonnade.batch import Batch
 from colonnade.comm.mesh import Mesh
 from colonnade.embedding import EmbeddingCollection
+from colonnade.files.disk import storage_error
 from colonnade.plan.plan import Plan
-from colonnade.store.disk import storage_error
-from colonnade.store.tier_counts import TierCounts, collect_tier_counts
+from colonnade.store.contract import TierCounts
 from colonnade.train.loss_scale import LossScale
 from colonnade.train.metrics_file import (
     FILE_NAME,
@@ -280,7 +280,7 @@ class Counters:
     def collect_tiers(self) -> TierActivity | None:
         """Return the activity of tiers; None if all rows are in memory."""
         now = time.perf_counter()
-        tiers = collect_tier_counts(self._trainer.collection.store)
+        tiers = self._trainer.collection.store.count_tiers()
         waited = self._trainer.phases.seconds.get(WAITING, 0.0)
         gained = TierActivity(
             now - self._tiers_since,
@@ -462,7 +462,7 @@ def gather_row_summary(mesh: Mesh, collection: EmbeddingCollection) -> dict[str,
     store = collection.store
     summary = {
         "row_sources": asdict(store.sources),
-        "tiers": {name: counts.to_dict() for name, counts in collect_tier_counts(store).items()},
+        "tiers": {name: counts.to_dict() for name, counts in store.count_tiers().items()},
         "resident_bytes": store.resident_bytes(),
         "tables": collect_table_sizes(collection),
     }

@@ -20,11 +20,11 @@ from colonnade.config.run import RunConfig
 from colonnade.data import SOURCES, Splits
 from colonnade.data.batches import open_batches
 from colonnade.embedding import EmbeddingCollection, find_collection
+from colonnade.files.disk import Disk
 from colonnade.models.tower_modules import describe_tower_modules
 from colonnade.plan.plan import Plan
 from colonnade.row_optimizer import RowOptimizer
 from colonnade.store.contract import Backing
-from colonnade.store.disk import Disk
 from colonnade.terminal import Terminal
 from colonnade.train.dense import DenseGradients
 from colonnade.train.loss_scale import build_loss_scale

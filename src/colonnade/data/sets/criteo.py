@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from colonnade.batch import Batch, Ids
 from colonnade.data.contract import Block, BlockSource, Column, Schema, Splits
-from colonnade.data.counter import mix64
+from colonnade.data.counter import mix_words
 from colonnade.data.lines import (
     LineFile,
     build_field_error,
@@ -79,7 +79,7 @@ def open_criteo(
     """Open a Criteo file: the first lines train, then `validation_fraction` validates and `test_fraction` tests.
 
     path       the file, or the folder with train.txt; default `$COLONNADE_DATA/criteo10k`
-    hash_rows  None: open tables. N: a category's id is mix64(id) % N, for vocabulary tables of N rows
+    hash_rows  None: open tables. N: a category's id is mix_words(id) % N, for vocabulary tables of N rows
     shuffle    False: streamed in time order. True: loaded into memory, a new order each epoch from `seed`
 
     Both fractions are of all lines. Raises DataError naming file, line and column: here for the file and its first and
@@ -180,7 +180,7 @@ class CriteoSource(BlockSource):
             first_line=first + 1,
         )
         if self.hash_rows is not None:
-            ids = (mix64(ids.astype(np.uint64)) % np.uint64(self.hash_rows)).astype(np.int64)
+            ids = (mix_words(ids.astype(np.uint64)) % np.uint64(self.hash_rows)).astype(np.int64)
         return label, dense, ids
 
     def _build_batch(

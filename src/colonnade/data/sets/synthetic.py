@@ -29,7 +29,14 @@ from numpy.typing import NDArray
 
 from colonnade.batch import Batch, Ids
 from colonnade.data.contract import Block, BlockSource, Column, Schema, Splits
-from colonnade.data.counter import GAMMA, MASK, mix64, random_permutation, random_words, stream_key
+from colonnade.data.counter import (
+    GAMMA,
+    MASK,
+    mix_words,
+    random_permutation,
+    random_words,
+    stream_key,
+)
 from colonnade.errors import ConfigError
 
 NUM_DENSE = 13
@@ -144,7 +151,7 @@ def sample_states(key: int, first: int, count: int) -> NDArray[np.uint64]:
 
 def draw_word(states: NDArray[np.uint64], index: int) -> NDArray[np.uint64]:
     """Return word `index` of each sample, (B,)."""
-    return mix64(states + np.uint64(GAMMA * index & MASK))
+    return mix_words(states + np.uint64(GAMMA * index & MASK))
 
 
 def draw_samples(distribution: ClickDistribution, first: int, count: int) -> SyntheticSamples:
@@ -169,7 +176,7 @@ def draw_label_thresholds(
     """Draw a number in [0, 1) for each sample (B,), of 53 bits. The label is 1 if it is below the probability."""
     drawn = draw_word(sample_states(distribution.key, first, count), LABEL_WORD)
     if task:
-        drawn = mix64(drawn ^ np.uint64(stream_key(distribution.key, task)))
+        drawn = mix_words(drawn ^ np.uint64(stream_key(distribution.key, task)))
     return (drawn >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 

@@ -2,7 +2,7 @@
 
 Version 1. The UTF-8 bytes of a text are split into little-endian 64-bit words, the last one padded with zeros:
 
-    h = mix64(length * GAMMA);  for each word:  h = mix64((h + GAMMA) ^ word)
+    h = mix_words(length * GAMMA);  for each word:  h = mix_words((h + GAMMA) ^ word)
 
 `HASH_VERSION` is part of every file schema, so that the ids on which a run trained never change.
 """
@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from colonnade.data.counter import GAMMA, MASK, Words, mix64
+from colonnade.data.counter import GAMMA, MASK, Words, mix_words
 
 HASH_VERSION = 1
 MISSING_ID = -(1 << 63)
@@ -40,7 +40,7 @@ def hash_text(text: bytes) -> int:
 
 
 def _mix(x: int) -> int:
-    """Compute `counter.mix64` of a plain integer."""
+    """Compute `counter.mix_words` of a plain integer."""
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & MASK
     x = (x ^ x >> 27) * 0x94D049BB133111EB & MASK
     return x ^ x >> 31
@@ -77,7 +77,7 @@ def view_text_buffers(texts: pa.Array) -> tuple[NDArray[np.int64], NDArray[np.ui
 def _hash_text_slice(offsets: NDArray[np.int64], word_at: NDArray) -> Words:
     remaining = np.diff(offsets)  # bytes not yet hashed, of the texts in `active`
     position = offsets[:-1]
-    hashes = mix64(remaining.astype(np.uint64) * STEP)
+    hashes = mix_words(remaining.astype(np.uint64) * STEP)
     active = np.flatnonzero(remaining)
     if len(active) < len(remaining):
         remaining = remaining[active]
@@ -90,10 +90,10 @@ def _hash_text_slice(offsets: NDArray[np.int64], word_at: NDArray) -> Words:
         is_all_active = len(active) == len(hashes)
         if is_all_active:
             word ^= hashes + STEP
-            hashes = mix64(word)
+            hashes = mix_words(word)
         else:
             word ^= hashes[active] + STEP
-            hashes[active] = mix64(word)
+            hashes[active] = mix_words(word)
         has_more = remaining > 8
         if not has_more.all():
             active = active[has_more]
@@ -105,25 +105,25 @@ def _hash_text_slice(offsets: NDArray[np.int64], word_at: NDArray) -> Words:
 
 
 def hash_to_rows(ids: NDArray[np.int64], rows: int) -> NDArray[np.int64]:
-    """Hash 64-bit ids to rows 0 .. rows-1: mix64(id) mod rows."""
-    words = mix64(ids.astype(np.uint64))
+    """Hash 64-bit ids to rows 0 .. rows-1: mix_words(id) mod rows."""
+    words = mix_words(ids.astype(np.uint64))
     words %= np.uint64(rows)
     return words.view(np.int64)
 
 
 def add_namespace_to_ids(ids: NDArray[np.int64], name: str) -> NDArray[np.int64]:
-    """Map a field's ids (S,) to mix64(id ^ hash_text(name)), so that fields with one table share no ids.
+    """Map a field's ids (S,) to mix_words(id ^ hash_text(name)), so that fields with one table share no ids.
 
     Distinct ids of a field stay distinct. Ids of two fields collide with a probability of 2^-64 per pair, for any
     number of fields.
     """
     key = np.uint64(hash_text(name.encode()) & MASK)
-    return mix64(ids.view(np.uint64) ^ key).view(np.int64)
+    return mix_words(ids.view(np.uint64) ^ key).view(np.int64)
 
 
 def combine_ids(parts: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
     """Combine the ids of several fields into one id per sample (S,), by `counter.stream_key`; the order matters."""
     key = np.zeros(len(parts[0]), dtype=np.uint64)
     for part in parts:
-        key = mix64(key + STEP + part.view(np.uint64))
+        key = mix_words(key + STEP + part.view(np.uint64))
     return key.view(np.int64)

@@ -22,7 +22,7 @@ from pydantic import Field as Limits
 
 from colonnade.config.validation import Expected, Fraction, validate_dataclass_fields
 from colonnade.data.contract import Block, BlockSource, Schema, Splits
-from colonnade.data.counter import mix64, random_permutation, stream_key
+from colonnade.data.counter import mix_words, random_permutation, stream_key
 from colonnade.data.tabular.chunk import Chunk, concat_chunks
 from colonnade.data.tabular.declaration import FileSchema
 from colonnade.data.tabular.files import TableFiles
@@ -94,7 +94,7 @@ class HashRange:
 
     def select_rows(self, keys: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the rows in the range, in order. `keys` (S,): `Chunk.split_key`."""
-        random_words = mix64(keys.astype(np.uint64) + np.uint64(stream_key(SPLIT_KEY)))
+        random_words = mix_words(keys.astype(np.uint64) + np.uint64(stream_key(SPLIT_KEY)))
         hashed = (random_words >> np.uint64(11)) * 2.0**-53  # exact, so never 1: no sample is lost
         return np.flatnonzero((hashed >= self.low) & (hashed < self.high))
 

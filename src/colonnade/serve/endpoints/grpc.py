@@ -26,10 +26,10 @@ from colonnade.serve.protocol import (
     WantedOutput,
     build_texts,
     check_shape,
-    describe_value,
     get_datatype,
     get_dtype,
     parse_data,
+    quote_value,
     read_tensor,
     split_texts,
 )
@@ -267,7 +267,7 @@ class GrpcServer:
         except DecodeError as error:
             raise RequestError(
                 400,
-                f"message: got {describe_value(str(error))}, wanted an inference.{name}Request",
+                f"message: got {quote_value(str(error))}, wanted an inference.{name}Request",
             ) from None
 
     def _model_ready(self, request: Any, record: RequestRecord) -> dict[str, Any]:
@@ -350,7 +350,7 @@ def parse_grpc_request(request: Any) -> InferRequest:
         )
     inputs: Tensors = {}
     for number, entry in enumerate(request.inputs):
-        label = f"input {describe_value(entry.name)}"
+        label = f"input {quote_value(entry.name)}"
         dtype = get_dtype(entry.datatype, label)
         shape, count = check_shape(list(entry.shape), label)
         if entry.name in inputs:
@@ -389,7 +389,7 @@ def format_grpc_response(request: InferRequest, scored: Scored, model: str) -> d
     if unknown is not None:
         raise RequestError(
             400,
-            f"output {describe_value(unknown)}: got no such output, wanted {' or '.join(tensors)}",
+            f"output {quote_value(unknown)}: got no such output, wanted {' or '.join(tensors)}",
         )
     outputs = [
         {

@@ -21,7 +21,12 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from colonnade import __version__
 from colonnade.serve.metrics import CONTENT_TYPE
 from colonnade.serve.options import ServeOptions
-from colonnade.serve.protocol import HEADER_LENGTH, RequestError, describe_value, parse_json
+from colonnade.serve.protocol import (
+    HEADER_LENGTH,
+    RequestError,
+    parse_request_json,
+    quote_value,
+)
 from colonnade.serve.scheduler import Job, ScoreJob
 from colonnade.serve.service import RequestRecord, Service, describe_error
 
@@ -103,6 +108,7 @@ class Gate:
             await send(message)
 
         self.num_in_progress += 1
+        self.service.metrics.in_progress.inc()
         try:
             try:
                 self._check(scope)
@@ -112,6 +118,7 @@ class Gate:
                 await self.app(scope, receive, send_and_note)
         finally:
             self.num_in_progress -= 1
+            self.service.metrics.in_progress.dec()
             self._note(scope, record, answered, time.perf_counter() - started)
 
     def _check(self, scope: Any) -> None:
@@ -169,7 +176,7 @@ class Endpoint:
             if self.methods is not None and scope["method"] not in self.methods:
                 raise RequestError(
                     405,
-                    f"got {describe_value(scope['method'])}, wanted {self.methods[0]} for {self.name}",
+                    f"got {quote_value(scope['method'])}, wanted {self.methods[0]} for {self.name}",
                 )
             response = await self.handler(self.service, Request(scope, receive))
         except ClientGone:
@@ -191,7 +198,7 @@ async def read_body(service: Service, request: Request) -> bytearray:
     if encoding != "identity":
         raise RequestError(
             415,
-            f"Content-Encoding: got {describe_value(encoding)}, wanted a body that is not compressed",
+            f"Content-Encoding: got {quote_value(encoding)}, wanted a body that is not compressed",
         )
     length = headers.get("content-length", "0")
     if length.isdecimal() and int(length[:20]) > options.max_body_bytes:
@@ -366,13 +373,15 @@ async def administrate(service: Service, request: Request) -> Response:
     action = request.path_params["action"]
     if action not in ADMIN_ACTIONS:
         raise RequestError(
-            404, f"action: got {describe_value(action)}, wanted one of {', '.join(ADMIN_ACTIONS)}"
+            404,
+            f"action: got {quote_value(action)}, wanted one of {', '.join(ADMIN_ACTIONS)}",
         )
     body = await read_body(service, request)
-    fields = parse_json(body) if body else {}
+    fields = parse_request_json(body) if body else {}
     if not isinstance(fields, dict):
         raise RequestError(
-            400, f'body: got {describe_value(fields)}, wanted an object such as {{"step": 1200}}'
+            400,
+            f'body: got {quote_value(fields)}, wanted an object such as {{"step": 1200}}',
         )
     return build_json(await asyncio.to_thread(service.administrate, action, fields))
 
@@ -384,7 +393,7 @@ async def page(service: Service, request: Request) -> Response:
 async def refuse_path(service: Service, request: Request) -> Response:
     raise RequestError(
         404,
-        f"path: got {describe_value(request.scope['path'])}, wanted /v2/..., /score, /recommend, /feedback, "
+        f"path: got {quote_value(request.scope['path'])}, wanted /v2/..., /score, /recommend, /feedback, "
         "/metrics or /",
     )
 

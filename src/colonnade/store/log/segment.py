@@ -1,4 +1,4 @@
-"""Format of segment files, as bytes. Defined in format.md; the asserts repeat its MUSTs.
+"""Format of segment files, as bytes. Defined in store/format.md; the asserts repeat its MUSTs.
 
 Legend: N records of a segment. A *location* is `segment number << 32 | record number`.
 """
@@ -20,9 +20,9 @@ import numpy as np
 
 from colonnade import _native
 from colonnade.errors import CheckpointError, CorruptionError, StorageError
+from colonnade.files.disk import DiskFile, storage_error
+from colonnade.files.untrusted import open_regular_file
 from colonnade.formats import VERSIONS, check_version
-from colonnade.store.disk import DiskFile, storage_error
-from colonnade.store.untrusted import open_regular_file
 
 MAGIC = b"CLNDROWS"
 FORMAT = "colonnade segment"
@@ -32,6 +32,7 @@ CRC = struct.Struct("<I")  # before each record's payload
 assert HEADER.size == 64
 FILE_NAME = re.compile(r"segment-(\d{8})\.(rows|keys)")
 PAGE = 4096
+DEFAULT_CHUNK_BYTES = 1 << 20  # of one write
 PIECE_BYTES = 4 << 20  # of one sequential read
 
 
@@ -65,7 +66,7 @@ def owner_digest(table: str, identity: str) -> bytes:
     return hashlib.sha256(f"{table}\0{identity}".encode()).digest()
 
 
-def file_name(number: int) -> str:
+def segment_file_name(number: int) -> str:
     return f"segment-{number:08d}.rows"
 
 
@@ -86,7 +87,8 @@ def crc32c(data: bytes) -> int:
 def open_sealed_segment(path: Path, shape: SegmentShape, num_bytes: int, crc: int) -> DiskFile:
     """Open a sealed segment of `num_bytes` and header checksum `crc`; its records are not read yet.
 
-    Raises CorruptionError (missing, torn or altered), CheckpointError (another table, run or version).
+    Raises CorruptionError (missing, torn or altered), CheckpointError (another table, run or version), StorageError
+    (unreadable).
     """
     file = open_listed_file(path, getattr(os, "O_DIRECT", 0))  # bypass the page cache if possible
     size = os.fstat(file.fd).st_size
@@ -126,7 +128,7 @@ def check_segment_header(path: Path, head: bytes, shape: SegmentShape) -> None:
         )
     magic, version, number, width, owner, _, crc = HEADER.unpack(head)
     wanted_crc = crc32c(head[:-4])
-    if magic != MAGIC or crc != wanted_crc or path.name != file_name(number):
+    if magic != MAGIC or crc != wanted_crc or path.name != segment_file_name(number):
         raise CorruptionError(
             f"{path}: its header is altered or belongs to another file (magic {magic!r}, number {number}, "
             f"crc {crc:08x}, wanted {wanted_crc:08x}). Restore it from a copy, or go back to an older commit"

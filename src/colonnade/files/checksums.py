@@ -17,8 +17,8 @@ from pydantic import Field
 
 from colonnade import _native
 from colonnade.errors import CorruptionError, StorageError
-from colonnade.store.disk import DiskFile, storage_error
-from colonnade.store.untrusted import StrictRecord, open_inside, open_regular_file
+from colonnade.files.disk import DiskFile, storage_error
+from colonnade.files.untrusted import StrictRecord, open_inside, open_regular_file
 
 BLOCK_BYTES = 1 << 20
 """Size of the blocks that have a checksum each; a file's last block is shorter."""

@@ -1,6 +1,8 @@
-"""Segment files of one log: created, appended, finished, synced, opened and removed. Format of the bytes: format.md.
+"""Segment files of one log: created, appended, finished, synced, opened and removed.
 
-The writer's thread alone calls `write_next`; any thread may call the other methods; a lock guards the lists.
+Format of the bytes: store/format.md.
+
+The writer's thread alone calls `write_next_chunk`; any thread may call the other methods; a lock guards the lists.
 """
 
 from __future__ import annotations
@@ -16,15 +18,15 @@ import numpy as np
 
 from colonnade import _native
 from colonnade.errors import CorruptionError
-from colonnade.store import key_list as key_lists
-from colonnade.store import segment as segments
+from colonnade.files.disk import Disk, DiskFile
+from colonnade.files.durable import TEMPORARY_SUFFIX
 from colonnade.store.contract import SegmentEntry
-from colonnade.store.disk import Disk, DiskFile, FileMapping
-from colonnade.store.durable import TEMPORARY_SUFFIX
-from colonnade.store.key_list import Keys
-from colonnade.store.live import LiveRecords
-from colonnade.store.segment import SegmentShape
-from colonnade.store.stripes import Stripes, build_no_space_error
+from colonnade.store.log import key_list as key_lists
+from colonnade.store.log import segment as segments
+from colonnade.store.log.key_list import Keys
+from colonnade.store.log.live import LiveRecords
+from colonnade.store.log.segment import SegmentShape
+from colonnade.store.log.stripes import Stripes, build_no_space_error
 
 MAX_FILES = 1 << 16
 
@@ -46,7 +48,6 @@ class SegmentFile:
     is_complete: bool = False  # sealed, all of it on the disk, its key list too
     is_synced: bool = False
     is_suspect: bool = False  # a sync failed: the system may have dropped unwritten pages
-    mapping: FileMapping | None = None
     keys: DiskFile | None = None  # key list, once it is complete
 
     def read_keys(self) -> Keys:
@@ -72,19 +73,17 @@ class LogFiles:
         disk: Disk,
         stripes: Stripes,
         shape: SegmentShape,
-        *,
-        longest_bytes: int,
-        is_mapped: bool,
+        segment_bytes: int,
     ) -> None:
-        """longest_bytes: largest size of a segment, in whole pages; is_mapped: files are read by loads."""
+        """segment_bytes: largest size of a segment."""
         self.log = log
         self.disk = disk
         self.stripes = stripes
         self.shape = shape
         self.parts: dict[int, SegmentFile] = {}  # the log's, those in progress included
         self.bytes_written = 0
-        self.longest_bytes = longest_bytes
-        self.mapped_bytes = longest_bytes if is_mapped else 0
+        self.longest_bytes = -(-segment_bytes // segments.PAGE) * segments.PAGE
+        self.full_records = max(1, (segment_bytes - segments.HEADER.size) // shape.stride)
         self._removable: dict[
             int, tuple[int, int]
         ] = {}  # segments the log forgot: stripe and bytes
@@ -124,7 +123,7 @@ class LogFiles:
 
     @property
     def has_work(self) -> bool:
-        """True if `write_next` would do something now."""
+        """True if `write_next_chunk` would do something now."""
         return bool(self._unfinished) or self.log.pending_bytes > 0
 
     def _create_segment(self, number: int, first_bytes: int) -> SegmentFile:
@@ -134,11 +133,10 @@ class LogFiles:
                 stripe_bytes[other.stripe] = stripe_bytes.get(other.stripe, 0) + other.num_bytes
             stripe = self.stripes.choose_stripe(stripe_bytes, first_bytes, self.longest_bytes)
         self._header = segments.encode_header(number, self.shape, secrets.randbits(32))
-        path = self.stripes.directories[stripe] / segments.file_name(number)
-        # Not direct with mappings: on some file systems a mapping does not see direct writes in time.
-        file = self.disk.create(path, direct=not self.mapped_bytes)
+        path = self.stripes.directories[stripe] / segments.segment_file_name(number)
+        file = self.disk.create(path, direct=True)
         part = SegmentFile(number, stripe, file, segments.header_crc(self._header))
-        self._attach(part, self.mapped_bytes)
+        self.log.attach(number, file.fd)
         with self._lock:
             self.parts[number] = part
         self._set_growth(part, self.longest_bytes)
@@ -178,7 +176,7 @@ class LogFiles:
         keys = key_lists.encode_key_list(part.number, ids, checksum)
         self._set_growth(part, 0)
         self._reserve_space(part, num_bytes + len(keys))
-        path = part.file.path.with_name(key_lists.file_name(part.number))
+        path = part.file.path.with_name(key_lists.key_list_file_name(part.number))
         self.disk.unlink(path)  # of a failed attempt
         part.keys = self.disk.create(path)
         self.disk.append(part.keys, 0, keys)
@@ -223,7 +221,7 @@ class LogFiles:
     def path_of(self, number: int) -> Path:
         with self._lock:
             part = self.parts.get(number)
-        return part.file.path if part else self.stripes.home / segments.file_name(number)
+        return part.file.path if part else self.stripes.home / segments.segment_file_name(number)
 
     def sync_segment(self, part: SegmentFile) -> None:
         """Make a complete segment and its key list durable; their names only after `sync_directories`."""
@@ -240,7 +238,7 @@ class LogFiles:
 
     def load_segment(self, entry: SegmentEntry, live: LiveRecords) -> None:
         """Load a segment of a commit into the log. Raises CorruptionError, CheckpointError, StorageError."""
-        name = segments.file_name(entry.number)
+        name = segments.segment_file_name(entry.number)
         path = self.stripes.find_stripe_file(name, entry.stripe)
         file = segments.open_sealed_segment(path, self.shape, entry.num_bytes, entry.header_crc)
         if entry.num_bytes != self.shape.num_bytes(entry.num_records):
@@ -248,7 +246,9 @@ class LogFiles:
                 f"{path}: its manifest says {entry.num_bytes} bytes and {entry.num_records} records, which do not "
                 "agree. Go back to an older commit"
             )
-        keys = self.stripes.find_stripe_file(key_lists.file_name(entry.number), entry.stripe)
+        keys = self.stripes.find_stripe_file(
+            key_lists.key_list_file_name(entry.number), entry.stripe
+        )
         part = SegmentFile(entry.number, entry.stripe, file, entry.header_crc)
         part.keys = key_lists.open_key_list(keys)
         if path.parent == self.stripes.home:
@@ -266,7 +266,7 @@ class LogFiles:
             raise CorruptionError(
                 f"{keys}: {error}: it does not fit the other segments of this commit. Go back to an older commit"
             ) from None
-        self._attach(part, entry.num_bytes)
+        self.log.attach(entry.number, file.fd)
         self.parts[entry.number] = part
         self._adjust_used(part.stripe, part.reserved_bytes)
 
@@ -276,8 +276,6 @@ class LogFiles:
             part = self.parts.pop(number)
             self._removable[number] = part.stripe, part.reserved_bytes
         self.log.detach(number)
-        if part.mapping is not None:
-            part.mapping.close()
         self.log.forget(number)
 
     def remove_forgotten_files(self, referenced: Collection[int]) -> None:
@@ -285,7 +283,7 @@ class LogFiles:
         with self._lock:
             gone = {n: entry for n, entry in self._removable.items() if n not in referenced}
         for number, (stripe, num_bytes) in sorted(gone.items()):
-            for name in (segments.file_name(number), key_lists.file_name(number)):
+            for name in (segments.segment_file_name(number), key_lists.key_list_file_name(number)):
                 if stripe in self.stripes.directories:
                     self.disk.unlink(self.stripes.find_stripe_file(name, stripe))
             with self._lock:
@@ -296,7 +294,7 @@ class LogFiles:
         """Remember a segment that older commits list and this one does not, for `remove`."""
         if entry.number in self.parts or entry.number in self._removable:
             return
-        stripe = self.stripes.find_stripe(segments.file_name(entry.number), entry.stripe)
+        stripe = self.stripes.find_stripe(segments.segment_file_name(entry.number), entry.stripe)
         num_bytes = 0 if stripe is None else _total_bytes(entry)
         stripe = entry.stripe if stripe is None else stripe
         self._removable[entry.number] = stripe, num_bytes
@@ -309,21 +307,12 @@ class LogFiles:
                 self.disk.unlink(path)
 
     def close(self) -> None:
-        """Close mappings; files close when their last read ends."""
+        """Detach the files; each closes when its last read ends."""
         with self._lock:
-            parts = list(self.parts.values())
+            numbers = list(self.parts)
             self.parts = {}
-        for part in parts:
-            self.log.detach(part.number)
-            if part.mapping is not None:
-                part.mapping.close()
-
-    def _attach(self, part: SegmentFile, num_bytes: int) -> None:
-        address = 0
-        if self.mapped_bytes:
-            part.mapping = FileMapping(part.file, num_bytes)
-            address = part.mapping.address
-        self.log.attach(part.number, part.file.fd, address)
+        for number in numbers:
+            self.log.detach(number)
 
 
 def list_segment_files(stripes: Stripes) -> Iterator[tuple[int, Path]]:

@@ -9,16 +9,22 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import secrets
+import shutil
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 
-from colonnade.errors import CheckpointError, StorageError
+from colonnade.errors import CheckpointError, ConfigError, StorageError
+from colonnade.files.disk import Disk, DiskFile
+from colonnade.files.durable import read_verified, write_durably
 from colonnade.formats import check_format_version, make_format_stamp, parse_json_object
-from colonnade.store.disk import Disk, DiskFile
-from colonnade.store.durable import read_verified, write_durably
+from colonnade.sizes import StorageLocation
+from colonnade.store.contract import Manifest
+from colonnade.store.log.segment import DEFAULT_CHUNK_BYTES
 
 
 class SpaceAccount:
@@ -161,30 +167,30 @@ def least_full(capacities: Mapping[int, int], stripe_bytes: Mapping[int, int]) -
 def open_stripes(
     home: Path,
     directories: Sequence[Stripe],
+    manifest: Manifest | None,
     *,
-    disk: Disk | None,
-    home_lock: DiskFile | None,
-    known: Mapping[int, str],
-    store_id: str,
+    disk: Disk | None = None,
+    home_lock: DiskFile | None = None,
 ) -> Stripes:
     """Open the directories of the store at `home`: for writing with `disk` and the lock of home, else with None.
 
-    known, store_id: from the manifest. Raises StoreLocked if another run writes to one of them, CheckpointError if one
-    belongs to another store.
+    manifest: of the commit that is opened, if any. Raises StoreLocked if another run writes to one of them,
+    CheckpointError if one belongs to another store.
     """
     stripes = Stripes(home, home_lock)
-    stripes.store_id = store_id
-    stripes.known = dict(known)
+    if manifest is not None:
+        stripes.store_id = manifest.store_id
+        stripes.known = dict(manifest.stripe_paths)
     try:
-        for number, path in sorted(known.items()):
-            if _read_mark_file(Path(path)) == (store_id, number):
+        for number, path in sorted(stripes.known.items()):
+            if _read_mark_file(Path(path)) == (stripes.store_id, number):
                 stripes.directories[number] = Path(path)
                 if disk is not None:
                     stripes.locks.append(disk.lock(Path(path) / LOCK_NAME))
         if directories:
             stripes.capacities = {}
         for stripe in directories:
-            added = _add_stripe(stripes, stripe, disk, known)
+            added = _add_stripe(stripes, stripe, disk)
             if added is not None:
                 stripes.capacities[added] = max(stripe.capacity_bytes, 1)
                 if stripe.space is not None:
@@ -195,9 +201,7 @@ def open_stripes(
     return stripes
 
 
-def _add_stripe(
-    stripes: Stripes, stripe: Stripe, disk: Disk | None, known: Mapping[int, str]
-) -> int | None:
+def _add_stripe(stripes: Stripes, stripe: Stripe, disk: Disk | None) -> int | None:
     """Add a directory to the store and return its number; None for a new one when open for reading only."""
     directory = Path(stripe.directory)
     for number, path in stripes.directories.items():
@@ -211,7 +215,7 @@ def _add_stripe(
         if disk is None:
             return None
         stripes.store_id = stripes.store_id or secrets.token_hex(16)
-        number = 1 + max([*stripes.directories, *known])
+        number = 1 + max([*stripes.directories, *stripes.known])
         fields = {**make_format_stamp(FORMAT), "store": stripes.store_id, "number": number}
         fields["home"] = str(stripes.home.absolute())  # for people
         write_durably(disk, directory / MARK_NAME, json.dumps(fields, indent=1).encode())
@@ -245,4 +249,78 @@ def _read_mark_file(directory: Path) -> tuple[str, int] | None:
 
 def _belongs_to(directory: Path, home: Path) -> bool:
     fields = parse_json_object(directory / MARK_NAME, read_verified(directory / MARK_NAME))
-    return fields["home"] == str(home.absolute())
+    return bool(fields["home"] == str(home.absolute()))
+
+
+def check_tier_directories(ssd: Sequence[StorageLocation], mapped: StorageLocation | None) -> None:
+    """Check the directories of both tiers (`check_storage_locations`), and that no two names lead to one directory.
+
+    Symlinks and mounts are followed. Raises ConfigError. Changes nothing.
+    """
+    check_storage_locations("ssd", ssd)
+    check_storage_locations("mapped", () if mapped is None else (mapped,))
+    for place in ssd:
+        # Size of one write of a store; a smaller directory could not take a row.
+        if place.bytes is not None and place.bytes < DEFAULT_CHUNK_BYTES:
+            raise ConfigError(
+                f"plan.memory.ssd: {place.path}: got {place.bytes:,} bytes, wanted at least {DEFAULT_CHUNK_BYTES:,}, "
+                "which are written at once; raise the size, or leave it out to use what there is"
+            )
+    locations = [("ssd", place) for place in ssd]
+    locations += [] if mapped is None else [("mapped", mapped)]
+    for (tier, location), (other_tier, other) in combinations(locations, 2):
+        if _identity(location) == _identity(other):
+            raise ConfigError(
+                f"plan.memory.{other_tier}: {other.path} is the same directory as {location.path} of "
+                f"plan.memory.{tier} ({os.path.realpath(location.path)}), wanted directories that differ; name it once"
+            )
+
+
+def _identity(place: StorageLocation) -> tuple[int, int, Path]:
+    """Return a value that is equal for two names of one directory, even before it is created."""
+    path = Path(os.path.realpath(place.path))
+    ancestor = _existing_ancestor(path)
+    status = ancestor.stat()
+    return status.st_dev, status.st_ino, path.relative_to(ancestor)
+
+
+def _existing_ancestor(path: Path) -> Path:
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return path
+
+
+def check_storage_locations(setting: str, places: Sequence[StorageLocation]) -> None:
+    """Check that the directories of `plan.memory.<name>` can be written and that their file systems are large enough.
+
+    Raises ConfigError. Changes nothing.
+    """
+    for place in places:
+        path = Path(place.path)
+        ancestor = _existing_ancestor(path)
+        if not ancestor.is_dir():
+            raise ConfigError(
+                f"plan.memory.{setting}: {path}: {ancestor} is a file, wanted a directory; give another, or move "
+                "the file"
+            )
+        if not os.access(ancestor, os.W_OK | os.X_OK):
+            raise ConfigError(
+                f"plan.memory.{setting}: {path}: {ancestor} is not writable, wanted a directory that is; make it "
+                "so for "
+                "this user, or choose another"
+            )
+        if os.statvfs(ancestor).f_flag & os.ST_RDONLY:
+            raise ConfigError(
+                f"plan.memory.{setting}: {path}: the file system is read-only; choose a directory on another"
+            )
+        size = shutil.disk_usage(ancestor).total
+        if size == 0:
+            raise ConfigError(
+                f"plan.memory.{setting}: {path}: its file system has no room at all (0 bytes), so it cannot hold rows; "
+                "choose a directory on another"
+            )
+        if place.bytes is not None and place.bytes > size:
+            raise ConfigError(
+                f"plan.memory.{setting}: {path}: got {place.bytes:,} bytes, the file system has {size:,}; lower the "
+                "size, or leave it out to use what there is"
+            )

@@ -8,15 +8,23 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Protocol
 from weakref import ref
 
+from colonnade import _native
 from colonnade.errors import StorageError
-from colonnade.store.background_worker import BackgroundWorker
+from colonnade.files.disk import Disk
+from colonnade.store.log.background_worker import BackgroundWorker
+from colonnade.store.log.compaction import Collector
 
 DEFAULT_PENDING_BYTES = 64 << 20
 LOW_PRIORITY_SHARE = 0.5
 """Share of the limit on unwritten bytes that rows of commits and garbage collection may fill."""
+
+
+READ_DEPTH = 32
+"""Reads in flight. An SSD is near its best rate from about six on; a deeper queue merges more reads."""
 
 
 class WriteSource(Protocol):
@@ -28,7 +36,7 @@ class WriteSource(Protocol):
 
     @property
     def has_work(self) -> bool:
-        """True if `write_next` would do something now; cheap."""
+        """True if `write_next_chunk` would do something now; cheap."""
         ...
 
     def list_sealed_unfinished(self) -> set[int]: ...
@@ -202,3 +210,15 @@ def _copy_error_for_thread(error: BaseException) -> BaseException:
         copy.__cause__ = error
         return copy
     return error
+
+
+@dataclass(frozen=True, slots=True)
+class LogWorkers:
+    """Disk, reader and threads, which the logs of a rank share. A log that is only read starts no thread."""
+
+    disk: Disk = field(default_factory=Disk)
+    reader: _native.PageReader = field(
+        default_factory=lambda: _native.PageReader("auto", READ_DEPTH)
+    )
+    writer: LogWriter = field(default_factory=LogWriter)
+    collector: Collector = field(default_factory=Collector)

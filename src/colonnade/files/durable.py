@@ -7,14 +7,16 @@ lower-case hexadecimal digits.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from colonnade import _native
-from colonnade.errors import CorruptionError, StorageError
-from colonnade.store.disk import Disk
-from colonnade.store.untrusted import read_regular
+from colonnade.errors import CheckpointError, CorruptionError, StorageError
+from colonnade.files.disk import Disk
+from colonnade.files.untrusted import read_regular
 
 TEMPORARY_SUFFIX = ".tmp"
 
@@ -58,6 +60,35 @@ def verify_content(path: Path, data: bytes) -> bytes:
             "go back to an older commit"
         )
     return content
+
+
+@dataclass(frozen=True, slots=True)
+class VerifiedFile:
+    """Result of the verification of one file."""
+
+    path: Path
+    num_bytes: int
+    problem: str = ""
+    """Description of the damage; "" if every byte is right."""
+
+
+def verify_file(path: Path, read: Callable[[], object]) -> VerifiedFile:
+    """Verify one file. read: reads the file and raises what is wrong with it."""
+    try:
+        read()
+        return VerifiedFile(path, path.stat().st_size)
+    except (CorruptionError, CheckpointError, StorageError) as error:
+        problem = (
+            str(error.strerror if error.strerror else error)
+            if isinstance(error, OSError)
+            else str(error)
+        )
+        return VerifiedFile(path, path.stat().st_size if path.is_file() else 0, problem)
+
+
+def verify_durable(path: Path) -> VerifiedFile:
+    """Verify a small file that has a checksum line."""
+    return verify_file(path, lambda: read_verified(path))
 
 
 def read_checksum(path: Path) -> str:

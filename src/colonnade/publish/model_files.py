@@ -14,16 +14,16 @@ from pydantic import Field
 from colonnade import _native
 from colonnade.data.contract import Schema
 from colonnade.errors import CorruptionError
-from colonnade.formats import make_format_stamp
-from colonnade.store.checksums import FileChecksums, open_checked
-from colonnade.store.untrusted import (
+from colonnade.files.checksums import FileChecksums, open_checked
+from colonnade.files.durable import VerifiedFile, verify_file
+from colonnade.files.untrusted import (
     FileName,
     StrictRecord,
     check_file_name,
     parse_stamped,
     read_regular,
 )
-from colonnade.store.verification import VerifiedFile, verify_file
+from colonnade.formats import make_format_stamp
 from colonnade.table import ITEM_BYTES, RowDtype
 
 if TYPE_CHECKING:

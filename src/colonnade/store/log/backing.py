@@ -1,6 +1,7 @@
-"""Append-only log of files that stores rows: one per (table, rank). Format: format.md.
+"""Append-only log of files that stores rows: one per (table, rank). Format: store/format.md.
 
-    store = open_log(directory, table_name="item", record_bytes=72, identity="run/rank0", step=None)
+    table = LogTable(name="item", record_bytes=72, identity="run/rank0")
+    store = open_log(directory, table, step=None)
     store.write(ids, records).wait()
     store.commit(100)                  # durable
     store.prune([100])                 # delete older commits
@@ -18,46 +19,68 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from colonnade import _native
 from colonnade.errors import CheckpointError, CorruptionError, StorageError
-from colonnade.store import live as lives
-from colonnade.store import manifest as manifests
-from colonnade.store.compaction import Collector, SegmentRewriter
-from colonnade.store.contract import Manifest, RowBatch, SegmentEntry
-from colonnade.store.disk import Disk, DiskFile
-from colonnade.store.durable import TEMPORARY_SUFFIX, write_durably
-from colonnade.store.live import LiveRecords
-from colonnade.store.log_files import (
+from colonnade.files.disk import Disk, DiskFile
+from colonnade.files.durable import TEMPORARY_SUFFIX, write_durably
+from colonnade.store.contract import (
+    DeferredResult,
+    Manifest,
+    Pending,
+    RowBatch,
+    SegmentEntry,
+    TierCounts,
+)
+from colonnade.store.log import live as lives
+from colonnade.store.log import manifest as manifests
+from colonnade.store.log.compaction import SegmentRewriter
+from colonnade.store.log.live import LiveRecords
+from colonnade.store.log.manifest import LogTable
+from colonnade.store.log.rows import (
+    PendingRead,
+    check_id_array,
+    check_record_arrays,
+    scan_live_rows,
+)
+from colonnade.store.log.segment import (
+    DEFAULT_CHUNK_BYTES,
+    HEADER,
+    crc32c,
+    verify_records,
+)
+from colonnade.store.log.segment_files import (
     LogFiles,
     SegmentFile,
     allow_many_files,
     list_segment_files,
 )
-from colonnade.store.log_rows import (
-    PendingRead,
-    Written,
-    check_id_array,
-    check_record_arrays,
-    scan_live_rows,
-)
-from colonnade.store.segment import HEADER, SegmentShape, crc32c, owner_digest, verify_records
-from colonnade.store.stripes import LOCK_NAME, Stripe, Stripes, open_stripes
-from colonnade.store.writer import LogWriter
+from colonnade.store.log.stripes import LOCK_NAME, Stripe, Stripes, open_stripes
+from colonnade.store.log.writer import LogWorkers, LogWriter
 
 DEFAULT_SEGMENT_BYTES = 256 << 20
-DEFAULT_CHUNK_BYTES = 1 << 20
-READ_DEPTH = 32  # of a store with a reader of its own
 # Streams: new rows; rows moved by garbage collection, the most used ones apart.
-FRESH, MOVED, MOVED_HOT = range(3)
-Access = Literal["direct", "mapped"]
+NUM_STREAMS = 3
+FRESH, MOVED, MOVED_HOT = range(NUM_STREAMS)
+
+
+@dataclass(frozen=True, slots=True)
+class LogLayout:
+    """Directories and sizes of the segments that a log writes."""
+
+    stripes: Sequence[Stripe] = ()
+    """Directories of this log's own that take its segments; every one it ever had must be among them. (): its home."""
+    segment_bytes: int = DEFAULT_SEGMENT_BYTES
+    """Size at which a new segment starts."""
+    chunk_bytes: int = DEFAULT_CHUNK_BYTES
+    """Size of one write, a multiple of 4096."""
 
 
 class LogBacking:
@@ -66,34 +89,25 @@ class LogBacking:
     def __init__(
         self,
         directory: Path,
-        *,
-        table_name: str,
-        identity: str,
-        shape: SegmentShape,
-        disk: Disk,
-        log: _native.RowLog,
+        table: LogTable,
         files: LogFiles,
-        stripes: Stripes,
-        reader: _native.PageReader,
-        writer: LogWriter | None,
-        collector: Collector | None,
-        segment_bytes: int,
+        workers: LogWorkers,
+        *,
+        is_read_only: bool,
     ) -> None:
-        """writer, collector: None if read-only."""
         self.directory = directory
-        self.table_name = table_name
-        self.identity = identity
-        self.shape = shape
-        self.record_bytes = shape.record_bytes
-        self.log = log
+        self.table_name = table.name
+        self.identity = table.identity
+        self.record_bytes = table.record_bytes
         self.files = files
-        self._disk = disk
-        self._stripes = stripes
-        self._reader = reader
-        self._writer = writer
-        self._collector = collector
-        full_records = max(1, (segment_bytes - HEADER.size) // shape.stride)
-        self._rewriter = SegmentRewriter(log, files, full_records, MOVED, MOVED_HOT)
+        self.log = files.log
+        self.reader = workers.reader
+        self.writer = None if is_read_only else workers.writer
+        """Writer of the log; None if open read-only."""
+        self._disk = files.disk
+        self._stripes = files.stripes
+        self._collector = None if is_read_only else workers.collector
+        self._rewriter = SegmentRewriter(files, MOVED, MOVED_HOT)
         self._manifests: dict[int, Manifest] = {}  # of the retained commits, by step
         self._damaged: frozenset[int] = frozenset()  # retained commits with an unreadable manifest
         # Of failed commits with a manifest that may be on the disk: their files may not be removed before it.
@@ -114,15 +128,6 @@ class LogBacking:
     def __len__(self) -> int:
         """Return the number of live rows."""
         return self.log.num_rows
-
-    @property
-    def reader(self) -> _native.PageReader:
-        return self._reader
-
-    @property
-    def writer(self) -> LogWriter | None:
-        """Writer of the log; None if open read-only."""
-        return self._writer
 
     def path_of(self, segment: int) -> Path:
         """Return the path of a segment's file, for messages."""
@@ -145,7 +150,7 @@ class LogBacking:
         """Start a read as `Backing.read`. After an error in `wait`, `out` has whole new rows or none."""
         check_record_arrays(ids, out, self.record_bytes)
         self._check_open()
-        return PendingRead(self.log.read(self._reader, ids, out, demand), out, self.files.path_of)
+        return PendingRead(self.log.read(self.reader, ids, out, demand), out, self.files.path_of)
 
     def write(
         self,
@@ -153,7 +158,7 @@ class LogBacking:
         records: Tensor,
         frequencies: Tensor | None = None,
         for_commit: bool = False,
-    ) -> Written:
+    ) -> Pending:
         """Write as `Backing.write`: in memory when this returns, all or nothing.
 
         Waits while unwritten bytes exceed the writer's limit; raises StorageError if the disk refuses a write (nothing
@@ -164,7 +169,7 @@ class LogBacking:
         writer.wait_for_room()
         self.log.write(ids, records, frequencies, FRESH, for_commit)
         writer.wake()
-        return Written(len(ids))
+        return DeferredResult(lambda: torch.ones(len(ids), dtype=torch.bool))
 
     def delete(self, ids: Tensor) -> None:
         """Delete rows as `Backing.delete`: ids (N,) int64, absent ones ignored."""
@@ -176,14 +181,19 @@ class LogBacking:
         """Yield rows as `Backing.scan`, in disk order. Raises CorruptionError naming file and record."""
         self._check_open()
         with self._rewriter.moving:
-            return scan_live_rows(self.log, self.files, self._reader)
+            return scan_live_rows(self.log, self.files, self.reader)
 
     def verify_records(self) -> None:
         """Read every record on the disk. Raises CorruptionError naming file and record."""
         self._check_open()
         for part in self.files.complete_segments().values():
             verify_records(
-                part.file, part.number, self.shape, part.read_keys(), part.header_crc, part.checksum
+                part.file,
+                part.number,
+                self.files.shape,
+                part.read_keys(),
+                part.header_crc,
+                part.checksum,
             )
 
     def count_rows_and_bytes(self) -> dict[str, int]:
@@ -197,13 +207,29 @@ class LogBacking:
         stored_bytes = sum(part.num_bytes + part.keys_bytes for part in parts)
         records = sum(part.num_records for part in parts)
         live_bytes = (
-            len(self) * stored_bytes // records if records else len(self) * self.shape.stride
+            len(self) * stored_bytes // records if records else len(self) * self.files.shape.stride
         )
         totals = {"bytes_written": written, "lifetime_bytes": lifetime}
         return (
             dict(self.log.counts())
             | totals
             | {"bytes_held": stored_bytes, "bytes_live": live_bytes}
+        )
+
+    def count_tier(self) -> TierCounts:
+        """Return the counts of the tier of files, lookups of evaluations included."""
+        counts = self.count_rows_and_bytes()
+        return TierCounts(
+            hits=counts["rows_copied"] + counts["rows_planned"],
+            misses=counts["rows_absent"],
+            row_bytes=counts["rows_planned"] * self.record_bytes,
+            rows_written=counts["rows_written"],
+            rows_moved=counts["rows_rewritten"],
+            payload_bytes=counts["rows_written"] * self.record_bytes,
+            written_bytes=counts["bytes_written"],
+            lifetime_bytes=counts["lifetime_bytes"],
+            held_bytes=counts["bytes_held"],
+            live_bytes=counts["bytes_live"],
         )
 
     # ---- commits
@@ -217,7 +243,7 @@ class LogBacking:
         lost = manifests.find_lost_commits(self._manifests.values(), self._stripes)
         missing = {step: f"{path}, which has rows of it, is missing" for step, path in lost.items()}
         return missing | {
-            step: f"{self.directory / manifests.file_name(step)} is damaged"
+            step: f"{self.directory / manifests.manifest_file_name(step)} is damaged"
             for step in self._damaged
         }
 
@@ -350,9 +376,9 @@ class LogBacking:
                 f"{self.directory}: a sync failed under the frozen content. Thaw, freeze and commit again; the "
                 "last commit is intact"
             )
-        assert self._writer is not None
+        assert self.writer is not None
         self.log.seal()
-        self._writer.flush(self.files)
+        self.writer.flush(self.files)
         complete = self.files.complete_segments()
         entries = []
         bitmaps = []
@@ -383,13 +409,16 @@ class LogBacking:
             lifetime_bytes=self._other_bytes + self.files.bytes_written + len(content),
             live_bytes=len(content),
             live_crc=crc32c(content),
+            identity=self.identity,
+            store_id=self._stripes.store_id,
+            stripe_paths=self._stripes.paths_outside_home(),
             segments=tuple(entries),
         )
         if self._doubtful:
             self._remove_manifests()
-        write_durably(self._disk, self.directory / lives.file_name(step), content)
+        write_durably(self._disk, self.directory / lives.live_file_name(step), content)
         self._doubtful.append(manifest)
-        manifests.write_manifest(self._disk, self.directory, manifest, self._stripes, self.identity)
+        manifests.write_manifest(self._disk, self.directory, manifest)
         self._doubtful.clear()
         self._other_bytes += len(content)
         return manifest
@@ -411,11 +440,13 @@ class LogBacking:
     def _remove_manifests(self) -> None:
         """Delete manifests of commits that are not retained; then their bitmaps."""
         steps = {*self._manifests, *self._damaged}
-        self._remove_files(manifests.FILE_NAME, {manifests.file_name(step) for step in steps})
+        self._remove_files(
+            manifests.FILE_NAME, {manifests.manifest_file_name(step) for step in steps}
+        )
         # A manifest must be gone for good before a file that only it lists is removed.
         self._disk.sync_dir(self.directory)
         self._doubtful.clear()
-        self._remove_files(lives.FILE_NAME, {lives.file_name(step) for step in steps})
+        self._remove_files(lives.FILE_NAME, {lives.live_file_name(step) for step in steps})
 
     def _remove_files(self, pattern: re.Pattern[str], retained: Collection[str]) -> None:
         for name in sorted(os.listdir(self.directory)):
@@ -430,7 +461,7 @@ class LogBacking:
             self.files.load_segment(entry, bitmap)
         if len(self) != manifest.num_rows:
             raise CorruptionError(
-                f"{self.directory / manifests.file_name(manifest.step)}: got {len(self)} live rows in its "
+                f"{self.directory / manifests.manifest_file_name(manifest.step)}: got {len(self)} live rows in its "
                 f"segments, wanted {manifest.num_rows}. Go back to an older commit"
             )
         self._other_bytes = manifest.lifetime_bytes
@@ -441,12 +472,11 @@ class LogBacking:
         step: int | None,
         by_step: dict[int, Manifest],
         damaged: Collection[int],
-        read_only: bool,
     ) -> None:
         """Load the commit of `step`, if any, and start writing unless the store is only read."""
         if step is not None:
             self._load_commit(by_step[step])
-        if not read_only:
+        if self.writer is not None:
             self._start_writing(by_step, damaged)
 
     def _start_writing(self, retained: dict[int, Manifest], damaged: Collection[int]) -> None:
@@ -463,16 +493,16 @@ class LogBacking:
         for manifest in retained.values():
             for entry in manifest.segments:
                 self.files.track_removable(entry)
-        assert self._writer is not None and self._collector is not None
-        self._writer.add_source(self.files)
+        assert self.writer is not None and self._collector is not None
+        self.writer.add_source(self.files)
         self._collector.add_source(self)
 
     def _stop_threads(self) -> None:
         """Detach the log from the writer and the garbage collector."""
         if self._collector is not None:
             self._collector.remove_source(self)
-        if self._writer is not None:
-            self._writer.remove_source(self.files)
+        if self.writer is not None:
+            self.writer.remove_source(self.files)
 
     # ---- what callers may get wrong
 
@@ -482,86 +512,76 @@ class LogBacking:
 
     def _check_writable(self) -> LogWriter:
         self._check_open()
-        if not self._stripes.locks or self._writer is None:
+        if not self._stripes.locks or self.writer is None:
             raise StorageError(
                 f"{self.directory}: got a change, but the store is open read-only. Open it with read_only=False"
             )
-        return self._writer
+        return self.writer
+
+
+def count_shared_io(backings: Sequence[LogBacking]) -> TierCounts:
+    """Return the counts of the reader and the writer that a rank's logs share."""
+    readers = {id(backing.reader): backing.reader for backing in backings}.values()
+    writers = {id(b.writer): b.writer for b in backings if b.writer is not None}.values()
+    counts = [reader.counts() for reader in readers]
+    return TierCounts(
+        reads=int(sum(count["reads"] for count in counts)),
+        read_bytes=int(sum(count["bytes"] for count in counts)),
+        stall_seconds=sum(writer.stall_seconds for writer in writers),
+    )
 
 
 def open_log(
     directory: Path | str,
+    table: LogTable,
     *,
-    table_name: str,
-    record_bytes: int,
-    identity: str,
     step: int | None,
-    rows: int | None = None,
-    num_owners: int = 1,
-    owner_index: int = 0,
     read_only: bool = False,
-    disk: Disk | None = None,
-    reader: _native.PageReader | None = None,
-    writer: LogWriter | None = None,
-    collector: Collector | None = None,
-    stripes: Sequence[Stripe] = (),
-    access: Access = "direct",
-    segment_bytes: int = DEFAULT_SEGMENT_BYTES,
-    chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+    workers: LogWorkers | None = None,
+    layout: LogLayout | None = None,
 ) -> LogBacking:
     """Open one table's rows of one rank, as committed at `step`; None: an empty store, created if absent.
 
-    `identity` names run, rank and world: opening with another raises CheckpointError, as do another table, width or
-    format version, and a step that was never committed. Altered, torn or missing files raise CorruptionError; then
-    nothing on the disk has changed. Records themselves are checked when they are read.
+    Opening with another table, width, identity or format version raises CheckpointError, as does a step that was never
+    committed. Altered, torn or missing files raise CorruptionError; then nothing on the disk has changed. Records
+    themselves are checked when they are read.
 
     For writing: commits newer than `step` (None: all) are deleted, and files that no retained commit lists. Raises
     StoreLocked if the store is open for writing elsewhere. `read_only` changes nothing and needs no lock.
-
-    rows, num_owners, owner_index: of a vocabulary table, with ids of owner `owner_index` only; None: any id.
-    reader, writer, collector: share one of each among the stores of a rank. stripes: directories of this store's own
-    that take its segments instead of `directory`; every one it ever had must be among them. access "mapped": files
-    are read by loads, for memory that is mounted as files. `segment_bytes`: size at which a new segment starts;
-    `chunk_bytes`: size of one write, a multiple of 4096.
     """
+    if table.record_bytes < 1:
+        raise ValueError(f"got record_bytes={table.record_bytes}, wanted at least 1")
     directory = Path(directory)
-    disk = disk or Disk()
+    workers = workers or LogWorkers()
+    layout = layout or LogLayout()
+    disk = workers.disk
     home_lock = None if read_only else _lock_store_directory(directory, disk, step)
     store = opened = None
     try:
-        by_step, damaged, store_id, known = _read_commits(
-            directory, table_name, identity, record_bytes, step, read_only
-        )
+        allow_many_files()
+        by_step, damaged = _read_manifests(directory, table, step, read_only)
         opened = open_stripes(
             directory,
-            stripes,
+            layout.stripes,
+            None if step is None else by_step[step],
             disk=None if read_only else disk,
             home_lock=home_lock,
-            known=known,
-            store_id=store_id,
         )
-        shape = SegmentShape(record_bytes, owner_digest(table_name, identity))
-        longest = max(segment_bytes, HEADER.size + shape.stride)
-        first_number = 1 + _find_last_segment_number(by_step, damaged, opened)
-        keys = (record_bytes, rows or 0, num_owners, owner_index)
-        log = _native.RowLog(*keys, longest, shape.chunk_bytes(chunk_bytes), 3, first_number)
-        pages = -(-longest // 4096) * 4096
-        is_mapped = access == "mapped"
-        store = LogBacking(
-            directory,
-            table_name=table_name,
-            identity=identity,
-            shape=shape,
-            disk=disk,
-            log=log,
-            files=LogFiles(log, disk, opened, shape, longest_bytes=pages, is_mapped=is_mapped),
-            stripes=opened,
-            reader=reader or _native.PageReader("auto", READ_DEPTH),
-            writer=None if read_only else writer or LogWriter(),
-            collector=None if read_only else collector or Collector(),
-            segment_bytes=longest,
+        shape = table.shape
+        segment_bytes = max(layout.segment_bytes, HEADER.size + shape.stride)
+        log = _native.RowLog(
+            table.record_bytes,
+            table.rows or 0,
+            table.num_owners,
+            table.owner_index,
+            segment_bytes,
+            shape.chunk_bytes(layout.chunk_bytes),
+            NUM_STREAMS,
+            1 + _find_last_segment_number(by_step, damaged, opened),
         )
-        store._start(step, by_step, damaged, read_only)
+        files = LogFiles(log, disk, opened, shape, segment_bytes)
+        store = LogBacking(directory, table, files, workers, is_read_only=read_only)
+        store._start(step, by_step, damaged)
     except BaseException:
         _close_partially_opened(store, opened, home_lock)
         raise
@@ -578,50 +598,25 @@ def _find_last_segment_number(
     return max(numbers, default=0)
 
 
-def _read_commits(
-    directory: Path,
-    table_name: str,
-    identity: str,
-    record_bytes: int,
-    step: int | None,
-    read_only: bool,
-) -> tuple[dict[int, Manifest], list[int], str, dict[int, str]]:
-    """Read the manifest of `step` and, for writing, the earlier ones, as `_read_manifests` does."""
-    if record_bytes < 1:
-        raise ValueError(f"got record_bytes={record_bytes}, wanted at least 1")
-    allow_many_files()
-    read = partial(
-        manifests.read_manifest,
-        directory,
-        table=table_name,
-        identity=identity,
-        record_bytes=record_bytes,
-    )
-    older = () if read_only else manifests.committed_steps(directory)
-    return _read_manifests(read, step, older)
-
-
 def _read_manifests(
-    read: Callable[[int], tuple[Manifest, str, dict[int, str]]],
-    step: int | None,
-    steps: Iterable[int],
-) -> tuple[dict[int, Manifest], list[int], str, dict[int, str]]:
-    """Read the manifest of `step` and, of `steps`, the earlier ones.
+    directory: Path, table: LogTable, step: int | None, read_only: bool
+) -> tuple[dict[int, Manifest], list[int]]:
+    """Read the manifest of `step` and, for writing, the earlier ones; all empty for a new store.
 
-    Returns them by step, the steps of earlier ones that cannot be read, and the store's id and directories from the
-    manifest of `step`; all empty for a new store.
+    Returns them by step, and the steps of earlier ones that cannot be read.
     """
     if step is None:
-        return {}, [], "", {}
-    manifest, store_id, known = read(step)
+        return {}, []
+    manifest = manifests.read_manifest(directory, step, table)
     by_step = {}
     damaged = []
-    for other in (other for other in steps if other < step):
+    older = () if read_only else manifests.committed_steps(directory)
+    for other in (other for other in older if other < step):
         try:
-            by_step[other] = read(other)[0]
+            by_step[other] = manifests.read_manifest(directory, other, table)
         except StorageError:
             damaged.append(other)
-    return {**by_step, step: manifest}, damaged, store_id, known
+    return {**by_step, step: manifest}, damaged
 
 
 def _lock_store_directory(directory: Path, disk: Disk, step: int | None) -> DiskFile:

@@ -16,13 +16,12 @@ from weakref import ref
 
 import numpy as np
 
-from colonnade import _native
 from colonnade.errors import CorruptionError, StorageError
-from colonnade.store.background_worker import RETRY_SECONDS, BackgroundWorker
-from colonnade.store.key_list import Keys
-from colonnade.store.live import unpack_flags
-from colonnade.store.log_files import LogFiles, SegmentFile
-from colonnade.store.segment import read_frames
+from colonnade.store.log.background_worker import RETRY_SECONDS, BackgroundWorker
+from colonnade.store.log.key_list import Keys
+from colonnade.store.log.live import unpack_flags
+from colonnade.store.log.segment import read_frames
+from colonnade.store.log.segment_files import LogFiles, SegmentFile
 
 
 class SegmentRewriter:
@@ -31,16 +30,13 @@ class SegmentRewriter:
     Rows move only under the lock `moving`, and not while a commit is frozen.
     """
 
-    def __init__(
-        self, log: _native.RowLog, files: LogFiles, full_records: int, stream: int, hot: int
-    ) -> None:
-        """full_records: capacity of a segment; stream, hot: the log's streams for moved rows."""
-        self.log = log
+    def __init__(self, files: LogFiles, stream: int, hot: int) -> None:
+        """stream, hot: the log's streams for moved rows."""
+        self.log = files.log
         self.files = files
         self.moving = threading.RLock()
         self.is_frozen = False
         self.corruption: CorruptionError | None = None  # of the last corrupt record
-        self._full_records = full_records
         self._streams = (stream, hot)
         self._victims: list[int] = []  # segments to rewrite
         self._next_record = 0  # of the first victim
@@ -97,13 +93,13 @@ class SegmentRewriter:
     def is_space_short(self) -> bool:
         """True if the disk has far more records than live rows justify."""
         _, records, live, _ = (np.asarray(column) for column in self.log.segments())
-        return int(records.sum()) > 2 * int(live.sum()) + self._full_records
+        return int(records.sum()) > 2 * int(live.sum()) + self.files.full_records
 
     def _choose_victims(self) -> list[int]:
         ready = self.files.complete_segments().keys() - self._corrupt_segments
         columns = [np.asarray(column).tolist() for column in self.log.segments()[:3]]
         uses = [SegmentUse(*use) for use in zip(*columns, strict=True)]
-        return choose_victim_segments(uses, ready=ready, full_records=self._full_records)
+        return choose_victim_segments(uses, ready=ready, full_records=self.files.full_records)
 
     def _rewrite_piece(self, part: SegmentFile, first: int) -> tuple[int, int]:
         """Append live rows of a piece from record `first` on. Returns bytes read (at least 1) and the next record."""

@@ -35,12 +35,12 @@ from colonnade.checkpoint.states import load_state
 from colonnade.checkpoint.stores import open_recorded_stores
 from colonnade.config.run import load_config
 from colonnade.errors import CheckpointError, ConfigError, NonFiniteError, StorageError
+from colonnade.files.checksums import compute_checksums
+from colonnade.files.disk import Disk, storage_error
 from colonnade.formats import VERSIONS
-from colonnade.publish.exported import DENSE, FORMAT, MODEL, serialize_model_json
-from colonnade.store.checksums import compute_checksums
+from colonnade.publish.model_files import DENSE, FORMAT, MODEL, serialize_model_json
 from colonnade.store.contract import RowBatch
-from colonnade.store.disk import Disk, storage_error
-from colonnade.store.log import LogBacking
+from colonnade.store.log.backing import LogBacking
 from colonnade.store.row_file import DTYPES
 from colonnade.store.table_shards import ColumnShardReader
 from colonnade.table import ITEM_BYTES

@@ -14,10 +14,10 @@ from torch import Tensor
 from colonnade import _native
 from colonnade.errors import StorageError
 from colonnade.store.contract import Pending, RowBatch
-from colonnade.store.key_list import Keys
-from colonnade.store.live import unpack_flags
-from colonnade.store.log_files import LogFiles, SegmentFile
-from colonnade.store.segment import corrupt_record_error, read_frames
+from colonnade.store.log.key_list import Keys
+from colonnade.store.log.live import unpack_flags
+from colonnade.store.log.segment import corrupt_record_error, read_frames
+from colonnade.store.log.segment_files import LogFiles, SegmentFile
 
 SNAPSHOT_TRIES = 100
 
@@ -34,16 +34,6 @@ class PendingRead(Pending):
         exists, fault = self._job.wait()
         raise_read_fault(fault, self._path_of)
         return torch.as_tensor(np.asarray(exists).astype(bool))
-
-
-class Written(Pending):
-    """Finished write."""
-
-    def __init__(self, num_rows: int) -> None:
-        self._num_rows = num_rows
-
-    def wait(self) -> Tensor:
-        return torch.ones(self._num_rows, dtype=torch.bool)
 
 
 def check_id_array(ids: Tensor) -> None:
@@ -122,8 +112,8 @@ def scan_live_rows(
         if _count_changes(log) == before:
             return _read_row_batches(on_disk, in_memory, files)
     raise StorageError(
-        f"{files.stripes.home}: got changes all along while a scan was to begin, wanted a moment without. "
-        "Scan between two steps"
+        f"{files.stripes.home}: got changes during each of {SNAPSHOT_TRIES} attempts to start a scan, wanted none "
+        "during one. Scan between two steps"
     )
 
 

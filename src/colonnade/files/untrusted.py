@@ -14,8 +14,8 @@ from typing import Annotated, Any, TypeVar, cast
 from pydantic import AfterValidator, ConfigDict, TypeAdapter, ValidationError
 
 from colonnade.errors import CorruptionError, StorageError
+from colonnade.files.disk import DiskFile, storage_error
 from colonnade.formats import describe_file_kind, parse_stamped_json
-from colonnade.store.disk import DiskFile, storage_error
 
 T = TypeVar("T")
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.=-]{0,254}")
@@ -56,7 +56,8 @@ def parse_json(value_type: type[T], content: bytes, path: Path, remedy: str) -> 
     """Read a value of this type from JSON. Raises CorruptionError naming path and field for other types, unknown or
     missing fields, or invalid JSON."""
     try:
-        return _adapter(cast(Hashable, value_type)).validate_json(content)
+        value: T = _adapter(cast(Hashable, value_type)).validate_json(content)
+        return value
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         field = ".".join(map(str, first["loc"]))

@@ -1,4 +1,4 @@
-"""Live bitmaps: `live-<step>.bits` marks the records of each segment that are a commit's rows. Format: format.md.
+"""Live bitmaps: `live-<step>.bits` marks the records of each segment that are a commit's rows. Format: store/format.md.
 
 A bitmap is (ceil(N / 8),) uint8 of a segment's N records, least significant bit first.
 """
@@ -37,7 +37,7 @@ class LiveRecords:
         return int(np.count_nonzero(np.unpackbits(self.bitmap).view(bool)))
 
 
-def file_name(step: int) -> str:
+def live_file_name(step: int) -> str:
     return f"live-{step}.bits"
 
 

@@ -1,4 +1,6 @@
-"""Key lists: `segment-<number>.keys` has the ids of a segment's records, which no other file has. Format: format.md.
+"""Key lists: `segment-<number>.keys` has the ids of a segment's records, which no other file has.
+
+Format: store/format.md.
 
 Legend: N records of a segment.
 """
@@ -13,10 +15,10 @@ from pathlib import Path
 import numpy as np
 
 from colonnade.errors import CorruptionError
+from colonnade.files.disk import DiskFile, storage_error
+from colonnade.files.durable import append_checksum, checksum_line, verify_content
 from colonnade.formats import VERSIONS, check_version
-from colonnade.store.disk import DiskFile, storage_error
-from colonnade.store.durable import append_checksum, checksum_line, verify_content
-from colonnade.store.segment import open_listed_file
+from colonnade.store.log.segment import open_listed_file
 
 MAGIC = b"CLNDKEYS"
 FORMAT = "colonnade key list"
@@ -63,10 +65,10 @@ class Keys:
         wide = np.ndarray((count,), "<u8", self.packed, at, (self.width,))
         beyond = wide & np.uint64((1 << 8 * self.width) - 1)
         beyond += np.uint64(self.base % (1 << 64))
-        return beyond.view(np.int64)
+        return np.asarray(beyond).view(np.int64)
 
 
-def file_name(number: int) -> str:
+def key_list_file_name(number: int) -> str:
     return f"segment-{number:08d}.keys"
 
 

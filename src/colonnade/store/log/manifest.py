@@ -1,4 +1,4 @@
-"""Manifests: `manifest-<step>.json` lists the segments of one commit. Format: format.md."""
+"""Manifests: `manifest-<step>.json` lists the segments of one commit. Format: store/format.md."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from pydantic import Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from colonnade.errors import CheckpointError, CorruptionError
+from colonnade.files.disk import Disk
+from colonnade.files.durable import read_verified, write_durably
 from colonnade.formats import check_format_version, make_format_stamp, parse_json_object
-from colonnade.store import key_list, live, segment
 from colonnade.store.contract import Manifest, SegmentEntry
-from colonnade.store.disk import Disk
-from colonnade.store.durable import read_verified, write_durably
-from colonnade.store.stripes import Stripes
+from colonnade.store.log import key_list, live, segment
+from colonnade.store.log.segment import SegmentShape, owner_digest
+from colonnade.store.log.stripes import Stripes
 
 FORMAT = "colonnade store manifest"
 FILE_NAME = re.compile(r"manifest-(0|[1-9]\d*)\.json")
@@ -46,7 +47,7 @@ class _Segment(TypedDict):
 
 
 class _Fields(TypedDict):
-    """Fields of a manifest in format.md, other than its format and version."""
+    """Fields of a manifest in store/format.md, other than its format and version."""
 
     step: int
     table: str
@@ -63,7 +64,25 @@ class _Fields(TypedDict):
 _FIELDS = TypeAdapter(_Fields)
 
 
-def file_name(step: int) -> str:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogTable:
+    """Table of a log, and the share of its rows. A log opens for its own table, width and identity alone."""
+
+    name: str
+    record_bytes: int
+    identity: str
+    """Name of the run, rank and world."""
+    rows: int | None = None
+    """Size of a vocabulary table, of which the log has the ids of owner `owner_index` only; None: any id."""
+    num_owners: int = 1
+    owner_index: int = 0
+
+    @property
+    def shape(self) -> SegmentShape:
+        return SegmentShape(self.record_bytes, owner_digest(self.name, self.identity))
+
+
+def manifest_file_name(step: int) -> str:
     return f"manifest-{step}.json"
 
 
@@ -75,28 +94,26 @@ def committed_steps(directory: Path) -> list[int]:
     return sorted(int(match[1]) for match in matches if match)
 
 
-def write_manifest(
-    disk: Disk, directory: Path, manifest: Manifest, stripes: Stripes, identity: str
-) -> None:
+def write_manifest(disk: Disk, directory: Path, manifest: Manifest) -> None:
     """Write a manifest; it is durable when this returns."""
     fields = {
         **make_format_stamp(FORMAT),
         "step": manifest.step,
         "table": manifest.table,
-        "identity": identity,
+        "identity": manifest.identity,
         "record_bytes": manifest.record_bytes,
         "num_rows": manifest.num_rows,
         "lifetime_bytes": manifest.lifetime_bytes,
         "live": {
-            "file": live.file_name(manifest.step),
+            "file": live.live_file_name(manifest.step),
             "bytes": manifest.live_bytes,
             "crc": f"{manifest.live_crc:08x}",
         },
-        "store": stripes.store_id,
-        "stripes": {str(number): path for number, path in stripes.paths_outside_home().items()},
+        "store": manifest.store_id,
+        "stripes": {str(number): path for number, path in manifest.stripe_paths.items()},
         "segments": [
             {
-                "file": segment.file_name(entry.number),
+                "file": segment.segment_file_name(entry.number),
                 "stripe": entry.stripe,
                 "bytes": entry.num_bytes,
                 "keys": entry.keys_bytes,
@@ -108,12 +125,12 @@ def write_manifest(
             for entry in manifest.segments
         ],
     }
-    write_durably(disk, directory / file_name(manifest.step), json.dumps(fields).encode())
+    write_durably(disk, directory / manifest_file_name(manifest.step), json.dumps(fields).encode())
 
 
 def read_manifest_fields(directory: Path, step: int) -> dict[str, Any]:
     """Read a commit's manifest without knowing the table. Raises CorruptionError, CheckpointError."""
-    path = directory / file_name(step)
+    path = directory / manifest_file_name(step)
     if not path.exists():
         raise CheckpointError(
             f"{path}: missing, but its run's commit names it. Restore it from a copy"
@@ -150,13 +167,13 @@ def list_commit_files(directory: Path, fields: dict[str, Any]) -> Iterator[Commi
         rows = stripes.find_stripe_file(part["file"], part["stripe"])
         yield CommitFile(rows, part["bytes"], content)
         keys = stripes.find_stripe_file(
-            key_list.file_name(segment_number(part["file"])), part["stripe"]
+            key_list.key_list_file_name(segment_number(part["file"])), part["stripe"]
         )
         yield CommitFile(keys, part["keys"], content)
 
 
 def live_bitmap_path(directory: Path, fields: dict[str, Any]) -> Path:
-    return directory / fields["live"]["file"]
+    return directory / str(fields["live"]["file"])
 
 
 def segment_number(file: str) -> int:
@@ -164,22 +181,24 @@ def segment_number(file: str) -> int:
     return int(file[8:16])
 
 
-def read_manifest(
-    directory: Path, step: int, *, table: str, identity: str, record_bytes: int
-) -> tuple[Manifest, str, dict[int, str]]:
-    """Read a manifest. Returns it, the store's id and its stripes outside the directory.
+def read_manifest(directory: Path, step: int, table: LogTable | None = None) -> Manifest:
+    """Read a manifest. table: the log's; None: whatever the manifest says.
 
     Raises CorruptionError (altered), CheckpointError (absent, or of another table, run or version).
     """
-    path = directory / file_name(step)
-    if not path.exists():
+    path = directory / manifest_file_name(step)
+    if table is not None and not path.exists():
         known = ", ".join(map(str, committed_steps(directory))) or "none"
         raise CheckpointError(
             f"{directory}: step {step} was not committed here; committed steps: {known}. Open one of "
             "these, or step=None for an empty store"
         )
     fields = read_manifest_fields(directory, step)
-    wanted = {"step": step, "table": table, "identity": identity, "record_bytes": record_bytes}
+    wanted: dict[str, object] = {"step": step}
+    if table is not None:
+        wanted["table"] = table.name
+        wanted["identity"] = table.identity
+        wanted["record_bytes"] = table.record_bytes
     for name, value in wanted.items():
         if fields.get(name) != value:
             raise CheckpointError(
@@ -199,17 +218,19 @@ def read_manifest(
         )
         for part in fields["segments"]
     )
-    manifest = Manifest(
+    return Manifest(
         step=step,
-        table=table,
-        record_bytes=record_bytes,
+        table=fields["table"],
+        record_bytes=fields["record_bytes"],
         num_rows=fields["num_rows"],
         lifetime_bytes=fields["lifetime_bytes"],
         live_bytes=fields["live"]["bytes"],
         live_crc=int(fields["live"]["crc"], 16),
+        identity=fields["identity"],
+        store_id=fields["store"],
+        stripe_paths={int(n): stripe for n, stripe in fields["stripes"].items()},
         segments=segments,
     )
-    return manifest, fields["store"], {int(n): path for n, path in fields["stripes"].items()}
 
 
 def find_lost_commits(commits: Iterable[Manifest], stripes: Stripes) -> dict[int, str]:
@@ -218,13 +239,13 @@ def find_lost_commits(commits: Iterable[Manifest], stripes: Stripes) -> dict[int
         m.step: stripes.known.get(entry.stripe, f"stripe {entry.stripe}")
         for m in commits
         for entry in m.segments
-        if stripes.find_stripe(segment.file_name(entry.number), entry.stripe) is None
+        if stripes.find_stripe(segment.segment_file_name(entry.number), entry.stripe) is None
     }
 
 
 def read_live_bitmaps(directory: Path, manifest: Manifest) -> list[live.LiveRecords]:
     """Read the live bitmaps of a commit, in order of its segments. Raises CorruptionError, StorageError."""
-    path = directory / live.file_name(manifest.step)
+    path = directory / live.live_file_name(manifest.step)
     if not path.exists():
         raise segment.missing_file_error(path)
     content = read_verified(path)
@@ -239,6 +260,6 @@ def read_live_bitmaps(directory: Path, manifest: Manifest) -> list[live.LiveReco
     listed = [(p.segment, p.num_records, p.num_live) for p in parts]
     if listed != [(s.number, s.num_records, s.num_live) for s in manifest.segments]:
         raise CorruptionError(
-            f"{path}: got other segments than {file_name(manifest.step)} lists. Go back to an older commit"
+            f"{path}: got other segments than {manifest_file_name(manifest.step)} lists. Go back to an older commit"
         )
     return parts
