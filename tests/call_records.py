@@ -21,7 +21,7 @@ from typing import Any
 import torch.distributed as dist
 
 from colonnade.comm import mesh as meshes
-from colonnade.comm.mesh import ALL, Mesh, Scope, issuing_thread
+from colonnade.comm.mesh import ALL, THREADS, Mesh, Scope
 from colonnade.comm.peer_status import PeerMonitor
 
 FOLDER = "COLONNADE_CALL_RECORDS"
@@ -58,7 +58,7 @@ def _record_and_begin(
 ) -> Any:
     folder, monitor = os.environ.get(FOLDER), mesh.peer_monitor
     if folder and monitor is not None and not monitor.lost:
-        group = mesh.group(issuing_thread(channel), scope)
+        group = mesh.group(THREADS[channel], scope)
         ranks = ",".join(map(str, dist.get_process_group_ranks(group)))
         call = group.group_name, ranks, mesh.prefix + mesh.call_name(channel, scope)
         _append(folder, monitor, "\t".join((*call, _describe(start_call), _find_caller())))

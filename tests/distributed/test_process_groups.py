@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
-from colonnade.comm.mesh import ALL, CHANNELS, THREADS, TRAINING, Scope, issuing_thread
+from colonnade.comm.mesh import ALL, CHANNELS, THREADS, TRAINING, Scope
 from colonnade.comm.process_groups import assign_server_ranks, open_tower_scopes
 
 
@@ -35,7 +35,7 @@ def test_threads_have_groups_of_their_own():
 
 
 def on_two_hosts(mesh):
-    threads = {*THREADS.values(), TRAINING}
+    threads = set(THREADS.values())
     assert {thread for thread, scope in mesh.groups if scope == ALL} == threads
     assert len(mesh.groups) == len(threads) + 4  # two threads call in hosts and over them
     assert len({id(group) for group in mesh.groups.values()}) == len(mesh.groups)
@@ -51,7 +51,7 @@ def calls_overlap(mesh):
     """Threads begin in another order on each rank; each keeps its own order."""
     by_thread = defaultdict(list)
     for number, channel in enumerate(CHANNELS):
-        by_thread[issuing_thread(channel)].append((number, channel))
+        by_thread[THREADS[channel]].append((number, channel))
     errors = []
 
     def call(channels):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from colonnade import Mesh, World
-from colonnade.comm.mesh import ALL, TRAINING, Scope, issuing_thread
+from colonnade.comm.mesh import ALL, THREADS, TRAINING, Scope
 
 PATIENCE = 60.0
 """Seconds that a rank waits for another."""
@@ -76,7 +76,7 @@ class Simulated(Mesh):
     ):
         members = scope.members(self.rank, self.num_ranks)
         if 1 < len(members) < self.num_ranks:
-            assert self.group(issuing_thread(channel), scope) == scope, (
+            assert self.group(THREADS[channel], scope) == scope, (
                 f"{channel}: a group that nobody opened"
             )
         width = send.element_size() * (send[0].numel() if send.dim() > 1 and len(send) else 1)

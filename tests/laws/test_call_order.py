@@ -17,7 +17,7 @@ from colonnade import (
     build_plan,
 )
 from colonnade.batch import Batch, Ids
-from colonnade.comm.mesh import TRAINING, issuing_thread
+from colonnade.comm.mesh import THREADS, TRAINING
 from colonnade.topology.sharding import table_wise
 
 TABLES = [Table("kept", 4, eviction=MaxRowsEviction(rows=8)), Table("whole", 4, rows=50)]
@@ -29,7 +29,7 @@ def calls_of(mesh: Mesh, staleness: int) -> list[str]:
     calls, begin = [], Mesh._begin_call
 
     def record(self, channel, start, *scope):
-        if issuing_thread(channel) == TRAINING:
+        if THREADS[channel] == TRAINING:
             calls.append(self.prefix + self.call_name(channel, *scope))
         return begin(self, channel, start, *scope)
 

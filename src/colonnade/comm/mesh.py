@@ -39,14 +39,13 @@ from colonnade.ops.memory import empty
 from colonnade.topology.world import World
 
 CHANNELS = ("route", "fetch", "push", "dense", "gather", "evaluate", "checkpoint", "control")
-THREADS = {"route": "lookahead", "dense": "dense", "checkpoint": "checkpoint"}
-"""Thread that issues the calls of a channel; the training thread issues those of all other channels."""
 TRAINING = "training"
-
-
-def issuing_thread(channel: str) -> str:
-    """Return the name of the thread that issues the calls of a channel."""
-    return THREADS.get(channel, TRAINING)
+THREADS = dict.fromkeys(CHANNELS, TRAINING) | {
+    "route": "lookahead",
+    "dense": "dense",
+    "checkpoint": "checkpoint",
+}
+"""Thread that issues the calls of a channel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,7 +319,7 @@ class Mesh:
         links = self._links.get(scope) or self._links_in(scope)
         name = self.prefix + channel + links.suffix
         self.peer_monitor.begin_call(name)
-        group = self.groups[issuing_thread(channel), links.groups]
+        group = self.groups[THREADS[channel], links.groups]
         try:
             return PendingCall(self.peer_monitor, name, start_call(group=group, async_op=True))
         except RuntimeError as error:

@@ -34,7 +34,7 @@ from colonnade.errors import ConfigError, WorldError
 from colonnade.topology.world import World
 
 TIMEOUT = timedelta(minutes=5)
-ISSUING_THREADS = (*THREADS.values(), TRAINING)
+ISSUING_THREADS = tuple(dict.fromkeys(THREADS.values()))
 HOST_SCOPE_THREADS = ("dense", TRAINING)
 """Threads that issue calls inside hosts, and across hosts among the ranks with the same local rank."""
 TRAINER_THREADS = ("dense", TRAINING)
