@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import contextlib
 import gc
+import resource
+import shutil
 from pathlib import Path
 
 import pytest
@@ -33,6 +36,17 @@ def open_logs(place, step=None):
         )
         for table in TABLES
     ]
+
+
+@contextlib.contextmanager
+def files_of_at_most(num_bytes):
+    """Let this process write no larger file meanwhile."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def add_one(store, slots, offsets):
@@ -90,10 +104,14 @@ class TestDramOverCache(TestDramOverFiles):
         with pytest.raises(StorageError, match=r"mapped files: .*mapped.*name another directory"):
             self.open(tmp_path, [9, 9])
         with pytest.raises(StorageError, match=r"could not map a file of .* bytes for rows"):
-            open_dram_store(
-                TABLES, [9, 9], seed=1, backings=open_logs(tmp_path / "logs"),
-                mapped=MappedTier(cache_directory=tmp_path, cache_rows=[2**32 - 2, 0]),
-            )  # fmt: skip
+            with files_of_at_most(2**20):
+                open_dram_store(
+                    TABLES,
+                    [9, 9],
+                    seed=1,
+                    backings=open_logs(tmp_path / "logs"),
+                    mapped=MappedTier(cache_directory=tmp_path, cache_rows=[2**32 - 2, 0]),
+                )
 
 
 class TestDramOverCacheOfOneRow(TestDramOverCache):
@@ -125,6 +143,15 @@ class TestMappedOverFiles(TestDramOverFiles):
         with pytest.raises(StorageError, match=r"could not map a file of .* bytes for rows"):
             huge = [Table("huge", 2**16)]  # a petabyte
             open_dram_store(huge, [2**32 - 2], seed=1, mapped=MappedTier([tmp_path]))
+
+    def test_more_than_the_disk_has_is_refused_before_any_of_it_is_taken(self, tmp_path):
+        """A larger file than this process may write would be refused as such, were any written."""
+        table = Table("large", 2**16)
+        num_rows = 2 * shutil.disk_usage(tmp_path).free // (table.dim * 4)
+        with files_of_at_most(2**20), pytest.raises(StorageError, match="No space left"):
+            open_dram_store(
+                [table], [min(num_rows, 2**32 - 2)], seed=1, mapped=MappedTier([tmp_path])
+            )
 
 
 class TestDramOnItsOwn(ResidentContract):
