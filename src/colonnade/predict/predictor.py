@@ -10,14 +10,13 @@ Legend: B samples, T tasks.
 
 from __future__ import annotations
 
+import queue
 import threading
-from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +50,7 @@ from colonnade.train.objective import get_objective
 
 READ_AHEAD = 2
 """Number of batches read ahead of scoring."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -387,18 +387,42 @@ class Predictor:
         self.close()
 
 
-def _read_ahead(items: Iterable[Any]) -> Any:
+def _read_ahead(items: Iterable[T]) -> Any:
     """Yield the items, read ahead in a thread. An error of the iteration is raised at its position."""
-    iterator = iter(items)
-    end = object()
-    with ThreadPoolExecutor(1, "read ahead") as thread:
-        ahead = deque(thread.submit(next, iterator, end) for _ in range(READ_AHEAD))
+    ready_items: queue.Queue[tuple[str, Any]] = queue.Queue(READ_AHEAD)
+    stop = threading.Event()
+
+    def put_item(kind: str, item: Any) -> None:
+        while not stop.is_set():
+            try:
+                ready_items.put((kind, item), timeout=0.1)
+                return
+            except queue.Full:
+                continue
+
+    def read_items() -> None:
         try:
-            while (item := ahead.popleft().result()) is not end:
-                ahead.append(thread.submit(next, iterator, end))
-                yield item
-        finally:
-            thread.shutdown(cancel_futures=True)
+            for item in items:
+                put_item("item", item)
+                if stop.is_set():
+                    return
+            put_item("end", None)
+        except BaseException as error:
+            put_item("error", error)
+
+    thread = threading.Thread(target=read_items, name="read ahead", daemon=True)
+    thread.start()
+    try:
+        while True:
+            kind, item = ready_items.get()
+            if kind == "end":
+                return
+            if kind == "error":
+                raise item
+            yield item
+    finally:
+        stop.set()
+        thread.join()
 
 
 def _parse_published_step(path: Path, at: int | str) -> int:
