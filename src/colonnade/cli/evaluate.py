@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from colonnade.cli.predict import PARTS, AtOption, check_part
+from colonnade.cli.predict import AtOption
+from colonnade.cli.settings import PARTS, check_part
 from colonnade.errors import ConfigError, DataError
 
 EXAMPLES = (

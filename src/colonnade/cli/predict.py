@@ -25,15 +25,6 @@ EXAMPLES = (
 )
 
 
-PARTS = ("train", "validation", "test")
-
-
-def check_part(part: str) -> None:
-    """Raise ConfigError for a part that no data set has."""
-    if part not in PARTS:
-        raise ConfigError(f"unknown part {part!r}; choose from {', '.join(PARTS)}")
-
-
 AtOption = Annotated[
     str | None,
     typer.Option(

@@ -7,7 +7,7 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
-from colonnade.cli.predict import check_part
+from colonnade.cli.settings import check_part
 from colonnade.data import SOURCES, open_source
 from colonnade.data.contract import Source
 from colonnade.data.lines import locate_data_file, open_line_file

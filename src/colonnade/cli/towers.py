@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from colonnade.cli.predict import check_part
+from colonnade.cli.settings import check_part
 from colonnade.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
