@@ -13,11 +13,15 @@ from math import hypot, isnan
 import numpy as np
 from numpy.typing import ArrayLike
 
-from colonnade.report.intervals import student
+from colonnade.report.intervals import compute_confidence_interval
 
 
 def interval(differences: Sequence[ArrayLike]) -> tuple[float, float]:
     """Return the mean of differences (K,) by seed, and half the width of its 95 % interval."""
-    mean, of_samples = student(np.mean(np.asarray(differences), axis=0).tolist())
-    of_seeds = student([float(np.mean(np.asarray(difference))) for difference in differences])[1]
+    mean, of_samples = compute_confidence_interval(
+        np.mean(np.asarray(differences), axis=0).tolist()
+    )
+    of_seeds = compute_confidence_interval(
+        [float(np.mean(np.asarray(difference))) for difference in differences]
+    )[1]
     return mean, of_samples if isnan(of_seeds) else hypot(of_samples, of_seeds)

@@ -88,13 +88,17 @@ def has_one_sample(ids: object) -> bool:
     )
 
 
-def repeat_sample(ids: Ids, size: int) -> Ids:
-    """Return `size` copies of the ids of one sample."""
-    offsets = None if ids.offsets is None else torch.arange(size + 1) * ids.values.numel()
-    weights = ids.weights
+def repeat_sample(sample_ids: Ids, num_copies: int) -> Ids:
+    """Return `num_copies` copies of the ids of one sample."""
+    offsets = (
+        None
+        if sample_ids.offsets is None
+        else torch.arange(num_copies + 1) * sample_ids.values.numel()
+    )
+    weights = sample_ids.weights
     if isinstance(weights, Tensor) and not weights.requires_grad:  # others are refused as they are
-        weights = weights.repeat(size)
-    return Ids(ids.values.repeat(size), offsets, weights)
+        weights = weights.repeat(num_copies)
+    return Ids(sample_ids.values.repeat(num_copies), offsets, weights)
 
 
 def share_samples(batch: Batch) -> Batch:
@@ -153,10 +157,10 @@ class Batch:
             return self
         return self._move_tensors(Tensor.pin_memory)
 
-    def _move_tensors(self, move: Callable[[Tensor], Tensor]) -> Batch:
+    def _move_tensors(self, move_tensor: Callable[[Tensor], Tensor]) -> Batch:
         before = {name: getattr(self, name) for name in MOVED}
         after: dict[str, Any] = {
-            name: None if tensor is None else move(tensor) for name, tensor in before.items()
+            name: None if tensor is None else move_tensor(tensor) for name, tensor in before.items()
         }
         if all(after[name] is tensor for name, tensor in before.items()):
             return self

@@ -25,17 +25,18 @@ MAX_WORKERS = 256
 """Limit on threads, or processes, of one setting, or 8 for each usable processor if that is more."""
 
 
-def check_worker_count(setting: str, count: int) -> int:
+def check_worker_count(setting_name: str, num_workers: int) -> int:
     """Return a number of threads or processes. Raises ConfigError for so many that starting them would bring down this
     process, or the machine."""
     processors = count_usable_processors()
     limit = max(MAX_WORKERS, 8 * processors)
-    if count > limit:
+    if num_workers > limit:
         raise ConfigError(
-            f"{setting}: got {count:,}, wanted at most {limit:,} on this machine of {processors} usable processors; "
+            f"{setting_name}: got {num_workers:,}, wanted at most {limit:,} on this machine of {processors} "
+            "usable processors; "
             "give about one per processor"
         )
-    return count
+    return num_workers
 
 
 def collect_machine_facts(path: Path) -> dict[str, Any]:

@@ -295,11 +295,11 @@ class RowOptimizer(Optimizer):
             return votes
         return mesh.all_reduce("push", torch.tensor(votes), traffic_tag="control").tolist()
 
-    def _raise_non_finite_error(self, what: str) -> NoReturn:
+    def _raise_non_finite_error(self, gradient_label: str) -> NoReturn:
         self.zero_grad()
         self.collection.discard_batches()
         raise NonFiniteError(
-            f"step {self.collection.step}: got NaN or inf in {what}, wanted finite "
+            f"step {self.collection.step}: got NaN or inf in {gradient_label}, wanted finite "
             "numbers; no row was changed on any rank. Lower the learning rate or clip the loss"
         )
 

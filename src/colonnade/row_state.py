@@ -393,13 +393,13 @@ class StatefulRows(nn.Module):
 
     # ---- loading
 
-    def _store_or_defer_state(self, kind: str, state: Any) -> None:
+    def _store_or_defer_state(self, state_kind: str, loaded_state: Any) -> None:
         """Store loaded rows or optimizer states; if the collection is not open yet, defer this to `open`."""
         if not self.is_open:
-            self._loaded_state[kind] = state
+            self._loaded_state[state_kind] = loaded_state
             return
         self._check_in_memory("load_state_dict()")
-        self._store_state(kind, state)
+        self._store_state(state_kind, loaded_state)
 
     def _apply_loaded_state(self) -> None:
         if self._exported_rows is not None:
@@ -427,15 +427,15 @@ class StatefulRows(nn.Module):
             if kind in state:
                 self._store_state(kind, state.pop(kind))
 
-    def _store_state(self, kind: str, state: Any) -> None:
+    def _store_state(self, state_kind: str, loaded_state: Any) -> None:
         self.pipeline.updates.apply_pending()
-        if kind == "states":
-            self._store_optimizer_states(state)
+        if state_kind == "states":
+            self._store_optimizer_states(loaded_state)
             return
         for t, table in enumerate(self.declaration.tables):
-            if table.name in state["tables"]:
-                self._replace_table_rows(t, table, state["tables"][table.name])
-        self.step = state["step"]
+            if table.name in loaded_state["tables"]:
+                self._replace_table_rows(t, table, loaded_state["tables"][table.name])
+        self.step = loaded_state["step"]
 
     def warn_of_missing_optimizer_state(self) -> None:
         """Warn, before the first step, of trained rows that were loaded without their optimizer's state."""

@@ -21,17 +21,19 @@ from typing import SupportsIndex
 from colonnade.errors import ConfigError
 
 
-def list_steps_ahead(bounds: Sequence[int], is_read: Sequence[bool]) -> list[int]:
+def list_steps_ahead(read_bounds: Sequence[int], is_read_table: Sequence[bool]) -> list[int]:
     """Return the steps that each table is read ahead.
 
-    bounds: staleness of each table, in steps. is_read: whether a feature reads the table; a table that no feature reads
-    gets the largest bound. The largest bound sets the length of the delay line."""
+    read_bounds: staleness of each table, in steps. is_read_table: whether a feature reads the table; a table that no
+    feature reads gets the largest bound. The largest bound sets the length of the delay line."""
     latest = max(
-        bound for bound, is_table_read in zip(bounds, is_read, strict=True) if is_table_read
+        bound
+        for bound, is_table_read in zip(read_bounds, is_read_table, strict=True)
+        if is_table_read
     )
     return [
         bound if is_table_read else latest
-        for bound, is_table_read in zip(bounds, is_read, strict=True)
+        for bound, is_table_read in zip(read_bounds, is_read_table, strict=True)
     ]
 
 

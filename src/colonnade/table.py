@@ -247,19 +247,20 @@ def select_table_side(table: Table, side: HotOrCold) -> TableSide:
     return TableSide(f"{table.name}[{side}]", **settings, whole=table, side=side)
 
 
-def slice_table_columns(table: Table, first: int, last: int) -> TableSlice:
+def slice_table_columns(table: Table, first_column: int, end_column: int) -> TableSlice:
     """Return columns first .. last - 1 of `table` as a table. Initial values and updates equal those of whole rows, for
     tables that pass `check_column_slices`."""
     overlaps = [
-        (part, min(last, part.column + part.dim) - max(first, part.column)) for part in table.parts
+        (part, min(end_column, part.column + part.dim) - max(first_column, part.column))
+        for part in table.parts
     ]
     overlaps = [(part, dim) for part, dim in overlaps if dim > 0]
     columns = {part.name: dim for part, dim in overlaps}
     scales = {part.name: Uniform(scale=part.init_scale) for part, _ in overlaps}
     has_parts = isinstance(table.dim, Mapping)
     return TableSlice(
-        f"{table.name}[{first}:{last}]",
-        columns if has_parts else last - first,
+        f"{table.name}[{first_column}:{end_column}]",
+        columns if has_parts else end_column - first_column,
         rows=table.rows,
         optimizer={part.name: part.optimizer for part, _ in overlaps}
         if has_parts
@@ -272,17 +273,17 @@ def slice_table_columns(table: Table, first: int, last: int) -> TableSlice:
         admission=table.admission,
         eviction=table.eviction,
         whole=table,
-        first=first,
+        first=first_column,
     )
 
 
-def check_column_slices(table: Table, slices: Sequence[Table]) -> None:
+def check_column_slices(table: Table, column_slices: Sequence[Table]) -> None:
     """Raise ConfigError if a table that is sharded into column slices has a setting that needs whole rows."""
     dims = {part.name: part.dim for part in table.parts}
     cut_parts = {
-        part.name for piece in slices for part in piece.parts if part.dim < dims[part.name]
+        part.name for piece in column_slices for part in piece.parts if part.dim < dims[part.name]
     }
-    if len(slices) > 1 and (problem := describe_whole_row_setting(table, cut_parts)):
+    if len(column_slices) > 1 and (problem := describe_whole_row_setting(table, cut_parts)):
         raise ConfigError(
             f"table {table.name!r}: got column_wise or grid, which cut rows by columns, for what needs whole rows: "
             f"{problem}, or choose row_wise, host_wise or table_wise"

@@ -386,7 +386,7 @@ class BackingContract:
         twin.store.freeze()
         frozen = dict(twin.rows)
         late = make_records(range(40, 60), 16, 4)
-        twin.store.write(torch.arange(40, 60), late, for_commit=True)
+        twin.store.write(torch.arange(40, 60), late, is_for_commit=True)
         for i, record in zip(range(40, 60), late.numpy(), strict=True):
             twin.rows[i] = frozen[i] = bytes(record)
         twin.write(range(50, 250), salt=3)

@@ -28,7 +28,7 @@ from colonnade import (
     build_plan,
 )
 from colonnade.errors import ConfigError
-from colonnade.exchange.operator_cut import choose_consumers_in_towers, explain_not_in_towers
+from colonnade.exchange.operator_cut import choose_tower_evaluated_consumers, explain_not_in_towers
 from colonnade.interaction import TowerModule
 from colonnade.lookup.layout import declare
 from colonnade.plan.plan import Codecs
@@ -500,4 +500,4 @@ def test_nothing_is_evaluated_inside_where_that_saves_nothing():
     pair = {**MODULES, "again": (Concat(), ("tags", "seen"))}
     for consumers, wanted in ((MODULES, ("first", "second")), (wide, ()), (pair, ("first", "second"))):  # fmt: skip
         declaration = declare(tables("float64"), LOOKED_UP, consumers)
-        assert choose_consumers_in_towers(declaration, places, world, num_towers=2) == wanted
+        assert choose_tower_evaluated_consumers(declaration, places, world, num_towers=2) == wanted

@@ -37,7 +37,9 @@ def encode_rows(codec: Codec, rows: Tensor, dims: Sequence[int], key: RoundingKe
             if key is None:
                 steps = steps.round()
             else:
-                random = draw_rounding_bits(key.ids, _steps(key), key.seed, dim, column=column)
+                random = draw_rounding_bits(
+                    key.ids, _steps(key), key.seed, dim, first_column=column
+                )
                 steps = (steps + random.float() * 2**-16).floor()
             is_odd = ~scales.isfinite()[:, None]  # one step of inf or NaN
             steps = torch.where(scales[:, None] > 0, steps, 0.0).clamp(-127, 127)
@@ -68,7 +70,7 @@ def decode_rows(codec: Codec, data: Tensor, dims: Sequence[int]) -> Tensor:
 def _halves(part: Tensor, dtype: torch.dtype, key: RoundingKey | None, column: int) -> Tensor:
     if key is None:
         return part.to(dtype)
-    return round_stochastically(part, key.ids, _steps(key), key.seed, dtype, column=column)
+    return round_stochastically(part, key.ids, _steps(key), key.seed, dtype, first_column=column)
 
 
 def _steps(key: RoundingKey) -> Tensor:

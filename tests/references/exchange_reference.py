@@ -41,9 +41,9 @@ class ReferenceRows:
             seed, ids = table_seed(self.seed, name), torch.tensor([row_id])
             dtype = getattr(torch, table.dtype)
             born = [
-                ops.initial_values(ids, p.dim, seed, p.init_scale, dtype, column=first + p.column)[
-                    0
-                ]
+                ops.initial_values(
+                    ids, p.dim, seed, p.init_scale, dtype, first_column=first + p.column
+                )[0]
                 for p in table.parts
             ]
             self.weights[key] = torch.cat(born)

@@ -90,15 +90,15 @@ class RowLog:
     # ---- rows
 
     def write(
-        self, ids, records, frequencies=None, stream: int = 0, for_commit: bool = False
+        self, ids, records, access_frequencies=None, stream: int = 0, is_for_commit: bool = False
     ) -> None:
         ids, records = np.asarray(ids), np.asarray(records)
         with self._lock:
             self._counts["rows_written"] += len(ids)
             for i, row_id in enumerate(ids.tolist()):
-                if frequencies is not None:
-                    self._frequency[row_id] = int(frequencies[i])
-                self._append(row_id, records[i], stream, for_commit)
+                if access_frequencies is not None:
+                    self._frequency[row_id] = int(access_frequencies[i])
+                self._append(row_id, records[i], stream, is_for_commit)
 
     def delete(self, ids) -> int:
         with self._lock:
@@ -129,8 +129,8 @@ class RowLog:
                 if row_id in self._place:
                     self._frequency[row_id] = int(frequency)
 
-    def read(self, reader, ids, out, demand: bool = True) -> LogRead:
-        ids, out = np.asarray(ids), np.asarray(out)
+    def read(self, reader, ids, records_out, demand: bool = True) -> LogRead:
+        ids, records_out = np.asarray(ids), np.asarray(records_out)
         faults: list[Fault] = []
         with self._lock:
             result = np.zeros(len(ids), bool)
@@ -143,7 +143,7 @@ class RowLog:
                 if fault is None and self._is_bad(row_id, frame, place):
                     fault = ("checksum", place, 0)
                 if fault is None:
-                    out[i] = frame[0, 4 : 4 + self._record_bytes]
+                    records_out[i] = frame[0, 4 : 4 + self._record_bytes]
                 else:
                     faults.append(fault)
         return LogRead(result, min(faults, key=lambda fault: fault[1], default=None))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from colonnade import Table
-from colonnade.plan.placement import MemoryBalancer, describe_change
+from colonnade.plan.placement import MemoryBalancer, describe_slot_changes
 from colonnade.store import traffic as traffic_module
 from colonnade.store.budget import slot_bytes
 from colonnade.store.traffic import MIN_BATCHES, TrafficSample
@@ -41,7 +41,7 @@ def test_memory_goes_where_the_traffic_is_and_stays_there():
         assert choose(balancer, chosen, 0, step) == {}
     moved = choose(balancer, chosen, 1, 7000)
     assert moved[1] > 1.5 * EVEN[1] and sum(moved.values()) <= sum(EVEN.values())
-    words = describe_change(list(TABLES.values()), chosen, moved)
+    words = describe_slot_changes(list(TABLES.values()), chosen, moved)
     assert (
         words.startswith("memory moves with the traffic: rows of ")
         and f"b {chosen[1]:,} ->" in words
@@ -138,5 +138,5 @@ def test_an_empty_table_has_a_demand():
 def test_a_description_names_the_tables_that_change_most(count):
     tables = [Table(f"t{t}", 8) for t in range(6)]
     after = {t: 100 - 10 * (count - t) if t < count else 100 for t in range(6)}
-    words = describe_change(tables, dict.fromkeys(range(6), 100), after)
+    words = describe_slot_changes(tables, dict.fromkeys(range(6), 100), after)
     assert ("and 1 other tables" in words) == (count == 5) and "t0 100 ->" in words

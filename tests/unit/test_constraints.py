@@ -88,7 +88,7 @@ def test_a_settled_plan_leaves_nothing_open():
     for world in (WORLD, World()):
         plan = build_plan(TABLES, world, resolve_plan_config(config, TABLES, world))
         assert {(t.sharding.kind, t.exchange) for t in plan.tables} == {("row_wise", "rows")}
-    hot = resolve_plan_config(config, TABLES, WORLD, hot={"a": [3, 1]})
+    hot = resolve_plan_config(config, TABLES, WORLD, table_hot_ids={"a": [3, 1]})
     assert build_plan(TABLES, WORLD, hot).tables[0].sharding.hot.ids == (1, 3)
     assert build_plan(TABLES, 1, PlanConfig(exchange="pooled")).exchanges == ("pooled",)
 

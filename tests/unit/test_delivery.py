@@ -309,7 +309,7 @@ def test_a_disk_with_room_for_changes_only(tmp_path, monkeypatch):
         assert equal(scores(predictor, samples), expected)
     residuals = published / ".base-000000000009-0123456789abcdef.4711.tmp"
     residuals.mkdir()
-    writer._write_current(writer._with_base(read_current(published)))
+    writer._write_current(writer._export_new_base(read_current(published)))
     assert not residuals.exists() and len(read_current(published).bases) == 2
 
 

@@ -95,7 +95,7 @@ def test_the_layout_is_in_reverse_order_and_has_every_parameter_once():
     kinds = [(SINGLE, CPU), (SINGLE, CPU), (DOUBLE, CPU), (SINGLE, CPU), (SINGLE, GPU)]
     layout = assign_parameters_to_buckets(kinds, [10, whole, 3, whole // 2, 5])
     assert layout == [[4], [2], [3, 1], [0]]  # as they are full
-    layout = assign_parameters_to_buckets(kinds, [10, whole, 3, whole // 2, 5], late={2, 3})
+    layout = assign_parameters_to_buckets(kinds, [10, whole, 3, whole // 2, 5], late_indices={2, 3})
     assert layout == [[4], [1], [0], [3], [2]]
     for dtype in (HALF, torch.float16):  # has no room for a loss
         assert assign_parameters_to_buckets([(dtype, CPU)] * 2, [3, 4]) == [[1, 0], []]

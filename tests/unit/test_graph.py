@@ -93,7 +93,7 @@ def test_hops_go_from_neighbour_to_neighbour(edges, key):
         for a, b in zip(above.tolist(), below.tolist(), strict=True):
             assert b in (lists[a] or [a])
     # Draws belong to numbers, not to calls.
-    rest = sample_hops("x", nodes[4:], graph, (3, 2), key, first=4)
+    rest = sample_hops("x", nodes[4:], graph, (3, 2), key, first_sample=4)
     assert torch.equal(rest["x_hop2"].values, two[6 * 4 :])
 
 

@@ -159,7 +159,7 @@ def test_known_answers_are_those_of_a_search(seed, size):
     every, outcomes = triples(seed, size), triples(seed + 1, 7)
     facts = TripleIndex(every, ENTITIES)
     known, listed = facts.find_answers(outcomes), {tuple(row) for row in every.tolist()}
-    counts = facts.count_known_answers(outcomes)
+    counts = facts.count_known_tails_and_heads(outcomes)
     for i, (h, r, t) in enumerate(outcomes.tolist()):
         tails = sorted({c for a, b, c in listed if (a, b) == (h, r)})
         heads = sorted({a for a, b, c in listed if (b, c) == (r, t)})

@@ -87,7 +87,7 @@ def test_no_rates(text):
 
 
 def test_planned_worlds():
-    world = build_planned_world("2x4", uplink="10Gbit", local="5GB/s")
+    world = build_planned_world("2x4", uplink_rate="10Gbit", local_rate="5GB/s")
     assert (world.num_hosts, world.ranks_per_host, world.origin) == (2, 4, "planned")
     assert world.remote_bytes_per_second == 1.25e9
     assert build_planned_world("3").num_ranks == 3 and build_planned_world("3").num_hosts == 1
@@ -95,7 +95,7 @@ def test_planned_worlds():
         with pytest.raises(ConfigError, match="HOSTSxRANKS"):
             build_planned_world(wrong)
     with pytest.raises(ConfigError, match="uplink: got"):
-        build_planned_world("2x2", uplink="quick")
+        build_planned_world("2x2", uplink_rate="quick")
 
 
 def test_a_world_without_speed_is_refused():

@@ -48,7 +48,7 @@ from colonnade.pipeline.prepared_batches import (
     ],
 )
 def test_depth_follows_what_training_waits_for(depth, stalled, window, wanted):
-    assert choose_next_depth(depth, stalled=stalled, window=window) == wanted
+    assert choose_next_depth(depth, stalled_fraction=stalled, pinned_fraction=window) == wanted
 
 
 class Context:

@@ -162,7 +162,7 @@ def test_parts_are_born_each_in_its_own_way(dtype, split):
     ids = torch.arange(-5, 20)
     masters = torch.cat(
         [
-            reference.initial_values(ids, dim, 7, scale, computed, column=column)
+            reference.initial_values(ids, dim, 7, scale, computed, first_column=column)
             for column, dim, scale in ((0, 3, 0.1), (3, 2, 0.0), (5, 4, 2.0))
         ],
         dim=1,

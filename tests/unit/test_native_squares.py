@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from colonnade import _native
-from colonnade.lookup.reads import compute_terms, pool_squares
+from colonnade.lookup.reads import compute_lookup_gradients, pool_squares
 from colonnade.table import POOLINGS
 
 
@@ -34,7 +34,7 @@ def test_bits_are_those_of_torch(num_bags, dim, pooling, is_weighted, dtype) -> 
     for sources in ((gradient, of_squares), (gradient, None), (None, of_squares)):
         out = torch.full_like(rows, float("nan"))
         _native.square_gradients(rows, offsets, code, weights, *sources, out)
-        assert torch.equal(out, compute_terms(*sources, rows, bag, len(rows)))
+        assert torch.equal(out, compute_lookup_gradients(*sources, rows, bag, len(rows)))
 
 
 @pytest.mark.parametrize("is_weighted", [False, True])
@@ -45,7 +45,7 @@ def test_one_lookup_per_sample_needs_no_offsets(is_weighted: bool) -> None:
     bag = (None, "sequence", weights)
     assert torch.equal(out, pool_squares(rows, bag))
     _native.square_gradients(rows, None, POOLINGS.index("sequence"), weights, None, gradient, out)
-    assert torch.equal(out, compute_terms(None, gradient, rows, bag, len(rows)))
+    assert torch.equal(out, compute_lookup_gradients(None, gradient, rows, bag, len(rows)))
 
 
 def test_gradients_are_autograds() -> None:

@@ -220,7 +220,7 @@ class Table:
             )
             if self.weights.dtype.itemsize == 2:
                 values = optimizers.round_stochastically(
-                    values, self.ids, self.clocks, self.seed, self.row_dtype, column=column
+                    values, self.ids, self.clocks, self.seed, self.row_dtype, first_column=column
                 )
             updated[:, column : column + dim] = values
         self.weights = updated

@@ -89,7 +89,7 @@ def request(seed, num_ids=200, with_codes=True):
     codes = torch.from_numpy(random.integers(0, 256, len(unique)).astype(np.uint8))
     messages = packing.pack_id_requests(
         unique, firsts, lasts, ROWS, OWNERS, np.tile(np.arange(RANKS)[:, None], 3),
-        codes=codes if with_codes else None,
+        next_use_codes=codes if with_codes else None,
     )  # fmt: skip
     rows_asked = [[unique[f:n] for f, n in zip(*b, strict=True)] for b in zip(firsts, lasts, strict=True)]  # fmt: skip
     known = [[codes[f:n] for f, n in zip(*b, strict=True)] for b in zip(firsts, lasts, strict=True)]  # fmt: skip

@@ -271,17 +271,19 @@ def test_a_new_segment_goes_where_there_is_room(tmp_path):
     stripes.spaces = {1: SpaceAccount(tmp_path / "a", 100), 2: SpaceAccount(tmp_path / "b", 1000)}
     stripes.spaces[1].adjust_used(40)
     stripes.spaces[2].adjust_used(500)
-    assert stripes.choose_stripe({}, 10, 50) == 1  # the least full
-    assert stripes.choose_stripe({}, 10, 70) == 2  # that has room for all of it
+    assert stripes.choose_stripe_number({}, 10, 50) == 1  # the least full
+    assert stripes.choose_stripe_number({}, 10, 70) == 2  # that has room for all of it
     stripes.spaces[2].adjust_growth(450)
-    assert stripes.choose_stripe({}, 10, 70) == 1  # neither has room for all: the freest of the two
+    assert (
+        stripes.choose_stripe_number({}, 10, 70) == 1
+    )  # neither has room for all: the freest of the two
     stripes.spaces[1].adjust_used(60)
-    assert stripes.choose_stripe({}, 10, 70) == 2
+    assert stripes.choose_stripe_number({}, 10, 70) == 2
     stripes.spaces[2].adjust_used(500)
     with pytest.raises(
         StorageError, match=r"a holds 100 of 100 bytes, .*b holds 1,000 of 1,000 bytes"
     ):
-        stripes.choose_stripe({}, 10, 70)
+        stripes.choose_stripe_number({}, 10, 70)
     assert choose_segment_size([None]) == choose_segment_size([]) == 256 << 20
     assert choose_segment_size([None, 80 << 20]) == 10 << 20 and choose_segment_size([5]) == 1 << 20
 

@@ -109,8 +109,8 @@ class SeenTwice:
         self.times: dict[int, int] = {}
         self.last: dict[int, int] = {}
 
-    def select_rows_to_delete(self, ids, clocks, step):
-        assert len(ids) == len(clocks) == len(ids.unique())
+    def select_rows_to_delete(self, ids, update_counts, step):
+        assert len(ids) == len(update_counts) == len(ids.unique())
         for i in ids.tolist():
             self.times[i] = self.times.get(i, 0) + 1
             self.last[i] = step

@@ -155,7 +155,7 @@ def test_an_older_step_has_the_bits_of_its_export(trained, batch, steps):
 def test_steps_of_several_bases_are_listed(tmp_path, monkeypatch):
     """Each checkpoint outgrows the base: the two newest bases are there, and nothing before."""
     monkeypatch.setattr(deltas, "MIN_BYTES_FOR_BASE", 1)
-    monkeypatch.setattr(deltas.DeltaPublisher, "_with_base", count_bases := CountBases())
+    monkeypatch.setattr(deltas.DeltaPublisher, "_export_new_base", count_bases := CountBases())
     served.train(tmp_path / "run", tmp_path / "published", {"train.checkpoint_steps": 2})
     assert count_bases.number > 2
     current = read_current(tmp_path / "published")
@@ -168,10 +168,10 @@ def test_steps_of_several_bases_are_listed(tmp_path, monkeypatch):
 
 
 class CountBases:
-    """`_with_base` that counts."""
+    """`_export_new_base` that counts."""
 
     def __init__(self) -> None:
-        self.number, self.original = 0, deltas.DeltaPublisher._with_base
+        self.number, self.original = 0, deltas.DeltaPublisher._export_new_base
 
     def __get__(self, publisher, kind):
         def with_base(current):

@@ -270,7 +270,7 @@ def test_copies_and_pickles_have_rows_of_their_own(duplicate):
 
 def test_a_policy_of_ones_own_is_not_copied():
     class Stays:
-        def select_rows_to_delete(self, ids, clocks, step):
+        def select_rows_to_delete(self, ids, update_counts, step):
             return ids[:0]
 
     loop = Loop()

@@ -126,7 +126,7 @@ def test_processors_have_fewer_messages_in_more_calls():
         2 * (15 - 6 - CALL_MESSAGES) * item
     )
     turns = 2 * (15 - 9 - 2 * CALL_MESSAGES) * item
-    assert predict_saved_processor_seconds(world, 4, chunks=2) == pytest.approx(turns)
+    assert predict_saved_processor_seconds(world, 4, num_chunks=2) == pytest.approx(turns)
     assert (
         predict_saved_processor_seconds(world, 16)
         == predict_saved_processor_seconds(world, 1)

@@ -76,24 +76,30 @@ class CachedRows(ABC):
 
     def store_received_rows(
         self,
-        counts: np.ndarray,
-        slots: np.ndarray,
-        ids: np.ndarray,
+        received_row_counts: np.ndarray,
+        row_slots: np.ndarray,
+        row_ids: np.ndarray,
         message: Tensor,
-        widths: np.ndarray,
+        row_widths: np.ndarray,
     ) -> np.ndarray:
         """Store rows received in messages, and return which of them have pending gradients, (n,) bool.
 
-        counts (N, T), slots and ids (n,); message: the first `widths` (T,) bytes of their records, one after another
-        (uint8, on the CPU). Missing bytes of a record are 0.
+        received_row_counts (N, T), slots and ids (n,); message: the first `row_widths` (T,) bytes of their records,
+        one after another (uint8, on the CPU). Missing bytes of a record are 0.
         """
-        self._store_records(counts, slots, message, widths)
-        has_pending = _native.name_slots(self.ids, self.num_pending, counts.ravel(), slots, ids)
+        self._store_records(received_row_counts, row_slots, message, row_widths)
+        has_pending = _native.name_slots(
+            self.ids, self.num_pending, received_row_counts.ravel(), row_slots, row_ids
+        )
         return np.asarray(has_pending).view(bool)
 
     @abstractmethod
     def _store_records(
-        self, counts: np.ndarray, slots: np.ndarray, message: Tensor, widths: np.ndarray
+        self,
+        received_row_counts: np.ndarray,
+        row_slots: np.ndarray,
+        message: Tensor,
+        row_widths: np.ndarray,
     ) -> None:
         """Store the records of `store_received_rows`."""
 
@@ -108,12 +114,12 @@ class CachedRows(ABC):
     @abstractmethod
     def add_pending_gradients(
         self,
-        counts: np.ndarray,
-        slots: np.ndarray,
+        table_row_counts: np.ndarray,
+        row_slots: np.ndarray,
         gradient_sums: GradientSums,
         is_leaving: np.ndarray,
     ) -> None:
-        """Add one batch's gradients to the pending gradient_sums: counts (T,), slots (U,), their sums.
+        """Add one batch's gradients to the pending gradient_sums: table_row_counts (T,), row_slots (U,), their sums.
 
         Rows of `is_leaving` (U,) bool are left out: take them with `take_pending_gradients`.
         """
@@ -121,21 +127,24 @@ class CachedRows(ABC):
     @abstractmethod
     def take_pending_gradients(
         self,
-        counts: np.ndarray,
-        slots: np.ndarray,
+        rank_row_counts: np.ndarray,
+        row_slots: np.ndarray,
         batch_indices: np.ndarray,
         batch_sums: GradientSums,
-        out: Tensor,
+        sums_out: Tensor,
     ) -> None:
-        """Write pending sums of rows to `out`, and clear them: counts (N, T), slots (n,) in the order of messages.
+        """Write pending sums of rows to `sums_out`, and clear them: rank_row_counts (N, T), slots (n,) in the order of
+        messages.
 
-        origin (n,): index of the row in the batch, to add the batch's sum, too; -1: not in the batch. out: elements on
-        the CPU, row after row.
+        origin (n,): index of the row in the batch, to add the batch's sum, too; -1: not in the batch. sums_out:
+        elements on the CPU, row after row.
         """
 
     @abstractmethod
-    def gather_pending_sums(self, counts: np.ndarray, slots: np.ndarray) -> GradientSums:
-        """Return the pending sums of rows (n,) listed table by table: counts (T,)."""
+    def gather_pending_sums(
+        self, table_row_counts: np.ndarray, row_slots: np.ndarray
+    ) -> GradientSums:
+        """Return the pending sums of rows (n,) listed table by table: table_row_counts (T,)."""
 
     def table_pending_sums(self, table_index: int, slots: np.ndarray) -> Tensor:
         """Return the pending sums of one table's rows, (n, D) on the CPU."""
@@ -151,28 +160,32 @@ class CachedRows(ABC):
         slots = np.flatnonzero(self.num_pending[table_index])
         return slots[np.argsort(self.ids[table_index][slots])]
 
-    def export_rows(self, table_index: int, slots: np.ndarray) -> dict[str, Tensor]:
+    def export_rows(self, table_index: int, row_slots: np.ndarray) -> dict[str, Tensor]:
         """Return the contents of these slots, on the CPU, for `load_rows` in memory or on a device."""
-        num_pending = torch.from_numpy(self.num_pending[table_index][slots])
-        pending = self.table_pending_sums(table_index, slots)
+        num_pending = torch.from_numpy(self.num_pending[table_index][row_slots])
+        pending = self.table_pending_sums(table_index, row_slots)
         pending[num_pending == 0] = 0  # never written; zeros make checkpoints of equal runs equal
         return {
-            "ids": torch.from_numpy(self.ids[table_index][slots]),
-            "records": self.read_records(table_index, slots),
+            "ids": torch.from_numpy(self.ids[table_index][row_slots]),
+            "records": self.read_records(table_index, row_slots),
             "pending": pending,
             "ticks": num_pending,
         }
 
-    def load_rows(self, table_index: int, slots: np.ndarray, state: dict[str, Tensor]) -> None:
+    def load_rows(
+        self, table_index: int, row_slots: np.ndarray, exported_rows: dict[str, Tensor]
+    ) -> None:
         """Load the result of `export_rows` into these slots."""
-        if not len(slots):
+        if not len(row_slots):
             return
-        self.grow_table(table_index, int(slots.max()) + 1)
-        self.ids[table_index][slots] = state["ids"].numpy()
-        self.write_records(table_index, slots, state["records"])
+        self.grow_table(table_index, int(row_slots.max()) + 1)
+        self.ids[table_index][row_slots] = exported_rows["ids"].numpy()
+        self.write_records(table_index, row_slots, exported_rows["records"])
         pending = self.pending[table_index]
-        pending[torch.from_numpy(slots).to(pending.device)] = state["pending"].to(pending.device)
-        self.num_pending[table_index][slots] = state["ticks"].numpy()
+        pending[torch.from_numpy(row_slots).to(pending.device)] = exported_rows["pending"].to(
+            pending.device
+        )
+        self.num_pending[table_index][row_slots] = exported_rows["ticks"].numpy()
 
     def _extend_slot_arrays(self, table_index: int, num_slots: int) -> None:
         """Extend `ids` and `num_pending` to `num_slots` slots. New slots have no pending gradients."""
@@ -229,9 +242,15 @@ class NativeCachedRows(CachedRows):
         self._extend_slot_arrays(table_index, num_allocated + count)
 
     def _store_records(
-        self, counts: np.ndarray, slots: np.ndarray, message: Tensor, widths: np.ndarray
+        self,
+        received_row_counts: np.ndarray,
+        row_slots: np.ndarray,
+        message: Tensor,
+        row_widths: np.ndarray,
     ) -> None:
-        self.native.unpack_blocks(_int32(slots), counts.ravel(), widths, message)
+        self.native.unpack_blocks(
+            _int32(row_slots), received_row_counts.ravel(), row_widths, message
+        )
 
     def read_records(self, table_index: int, slots: np.ndarray) -> Tensor:
         records = torch.empty(len(slots), self.tables[table_index].record_bytes, dtype=torch.uint8)
@@ -243,8 +262,8 @@ class NativeCachedRows(CachedRows):
 
     def add_pending_gradients(
         self,
-        counts: np.ndarray,
-        slots: np.ndarray,
+        table_row_counts: np.ndarray,
+        row_slots: np.ndarray,
         gradient_sums: GradientSums,
         is_leaving: np.ndarray,
     ) -> None:
@@ -252,8 +271,8 @@ class NativeCachedRows(CachedRows):
         _native.add_pending(
             self._pending_arrays(),
             self.num_pending,
-            counts,
-            slots,
+            table_row_counts,
+            row_slots,
             gradient_sums.index,
             gradient_sums.values,
             is_leaving.view(np.uint8),
@@ -261,33 +280,33 @@ class NativeCachedRows(CachedRows):
 
     def take_pending_gradients(
         self,
-        counts: np.ndarray,
-        slots: np.ndarray,
+        rank_row_counts: np.ndarray,
+        row_slots: np.ndarray,
         batch_indices: np.ndarray,
         batch_sums: GradientSums,
-        out: Tensor,
+        sums_out: Tensor,
     ) -> None:
         assert isinstance(batch_sums, RowSums)
         _native.take_pending(
             self._pending_arrays(),
             self.num_pending,
-            counts.ravel(),
-            slots,
+            rank_row_counts.ravel(),
+            row_slots,
             batch_indices,
             batch_sums.index,
             batch_sums.values,
-            out,
+            sums_out,
         )
 
-    def gather_pending_sums(self, counts: np.ndarray, slots: np.ndarray) -> RowSums:
-        by_table = np.split(slots, counts.cumsum()[:-1])
+    def gather_pending_sums(self, table_row_counts: np.ndarray, row_slots: np.ndarray) -> RowSums:
+        by_table = np.split(row_slots, table_row_counts.cumsum()[:-1])
         values = torch.cat(
             [
                 sums[torch.from_numpy(table_slots)].flatten()
                 for sums, table_slots in zip(self.pending, by_table, strict=True)
             ]
         )
-        widths = np.repeat([table.width for table in self.tables], counts)
+        widths = np.repeat([table.width for table in self.tables], table_row_counts)
         firsts = (widths.cumsum() - widths).astype(np.uint32).view(np.int32)
         return RowSums(values, torch.from_numpy(firsts))
 
@@ -367,14 +386,20 @@ class DeviceCachedRows(CachedRows):
         self._extend_slot_arrays(table_index, num_slots)
 
     def _store_records(
-        self, counts: np.ndarray, slots: np.ndarray, message: Tensor, widths: np.ndarray
+        self,
+        received_row_counts: np.ndarray,
+        row_slots: np.ndarray,
+        message: Tensor,
+        row_widths: np.ndarray,
     ) -> None:
-        sizes = (counts * widths[None, :]).ravel().tolist()
+        sizes = (received_row_counts * row_widths[None, :]).ravel().tolist()
         blocks = torch.split(message.to(self.device), sizes)
-        listed = self._copy_to_device(_group_rows_by_table(counts, slots))
+        listed = self._copy_to_device(_group_rows_by_table(received_row_counts, row_slots))
         for table_index, (rows, table_slots) in enumerate(zip(self.rows, listed, strict=True)):
             if len(table_slots):
-                records = torch.cat(blocks[table_index :: len(widths)]).view(len(table_slots), -1)
+                records = torch.cat(blocks[table_index :: len(row_widths)]).view(
+                    len(table_slots), -1
+                )
                 absent = rows.table.record_bytes - records.shape[1]
                 rows.write_records(table_slots, functional.pad(records, (0, absent)))
 
@@ -386,15 +411,17 @@ class DeviceCachedRows(CachedRows):
 
     def add_pending_gradients(
         self,
-        counts: np.ndarray,
-        slots: np.ndarray,
+        table_row_counts: np.ndarray,
+        row_slots: np.ndarray,
         gradient_sums: GradientSums,
         is_leaving: np.ndarray,
     ) -> None:
         assert not isinstance(gradient_sums, RowSums)
-        is_staying = np.split(~is_leaving, counts.cumsum()[:-1])
+        is_staying = np.split(~is_leaving, table_row_counts.cumsum()[:-1])
         indices = []
-        for table_index, table_slots in enumerate(np.split(slots, counts.cumsum()[:-1])):
+        for table_index, table_slots in enumerate(
+            np.split(row_slots, table_row_counts.cumsum()[:-1])
+        ):
             batch_rows = np.flatnonzero(is_staying[table_index])
             table_slots = table_slots[batch_rows]
             indices.append(
@@ -413,18 +440,18 @@ class DeviceCachedRows(CachedRows):
 
     def take_pending_gradients(
         self,
-        counts: np.ndarray,
-        slots: np.ndarray,
+        rank_row_counts: np.ndarray,
+        row_slots: np.ndarray,
         batch_indices: np.ndarray,
         batch_sums: GradientSums,
-        out: Tensor,
+        sums_out: Tensor,
     ) -> None:
         assert not isinstance(batch_sums, RowSums)
         indices = []
         first = 0
         pairs = zip(
-            _group_rows_by_table(counts, slots),
-            _group_rows_by_table(counts, batch_indices),
+            _group_rows_by_table(rank_row_counts, row_slots),
+            _group_rows_by_table(rank_row_counts, batch_indices),
             strict=True,
         )
         for table_index, (table_slots, batch_rows) in enumerate(pairs):
@@ -444,14 +471,21 @@ class DeviceCachedRows(CachedRows):
                 with_batch = torch.where(was_pending.bool()[:, None], added + total, added)
                 total = torch.where(is_used.bool()[:, None], with_batch, total)
             totals.append(total)
-        blocks = [torch.split(total, n) for total, n in zip(totals, counts.T.tolist(), strict=True)]
-        by_rank = [
-            table_blocks[rank].flatten() for rank in range(len(counts)) for table_blocks in blocks
+        blocks = [
+            torch.split(total, n)
+            for total, n in zip(totals, rank_row_counts.T.tolist(), strict=True)
         ]
-        out.copy_(torch.cat(by_rank))
+        by_rank = [
+            table_blocks[rank].flatten()
+            for rank in range(len(rank_row_counts))
+            for table_blocks in blocks
+        ]
+        sums_out.copy_(torch.cat(by_rank))
 
-    def gather_pending_sums(self, counts: np.ndarray, slots: np.ndarray) -> list[Tensor]:
-        table_slots = self._copy_to_device(np.split(slots, counts.cumsum()[:-1]))
+    def gather_pending_sums(
+        self, table_row_counts: np.ndarray, row_slots: np.ndarray
+    ) -> list[Tensor]:
+        table_slots = self._copy_to_device(np.split(row_slots, table_row_counts.cumsum()[:-1]))
         return [sums[where] for sums, where in zip(self.pending, table_slots, strict=True)]
 
     def update(
@@ -475,10 +509,11 @@ class DeviceCachedRows(CachedRows):
         return torch.from_numpy(slots.astype(np.int64)).to(self.device)
 
 
-def _group_rows_by_table(counts: np.ndarray, values: np.ndarray) -> list[np.ndarray]:
-    """Group values (n,) of rows in the order of messages, counts (N, T), by table; within a table rank by rank."""
-    blocks = np.split(values, counts.ravel().cumsum()[:-1])
+def _group_rows_by_table(rank_row_counts: np.ndarray, row_values: np.ndarray) -> list[np.ndarray]:
+    """Group values (n,) of rows in the order of messages, rank_row_counts (N, T), by table; within a table rank by
+    rank."""
+    blocks = np.split(row_values, rank_row_counts.ravel().cumsum()[:-1])
     return [
-        np.concatenate(blocks[table_index :: counts.shape[1]])
-        for table_index in range(counts.shape[1])
+        np.concatenate(blocks[table_index :: rank_row_counts.shape[1]])
+        for table_index in range(rank_row_counts.shape[1])
     ]

@@ -63,11 +63,11 @@ class VersionLog:
         return np.split(newest, self._firsts[1:-1])
 
     def record_row_changes(
-        self, table_indices: np.ndarray | int, ids: np.ndarray, batch_number: int
+        self, table_indices: np.ndarray | int, row_ids: np.ndarray, batch_number: int
     ) -> OverwrittenVersions:
         """Record that batch `batch_number` changes these rows (n,) of tables (n,), or of one table. Return what
         `undo_row_changes` needs."""
-        indices = self._version_indices(table_indices, ids)
+        indices = self._version_indices(table_indices, row_ids)
         overwritten_versions = OverwrittenVersions(indices, self._newest[indices])
         self._newest[indices] = batch_number
         return overwritten_versions
@@ -232,17 +232,22 @@ class Directory:
 
     def decide_batch(
         self,
-        ids: np.ndarray,
-        next_uses: np.ndarray | None = None,
+        batch_row_ids: np.ndarray,
+        next_use_batches: np.ndarray | None = None,
         entering_ids: np.ndarray | None = None,
-        window: int = 0,
+        window_batches: int = 0,
     ) -> Decision:
-        """Decide about the next batch. ids: its rows, (U,) int64, ascending, each once.
+        """Decide about the next batch. batch_row_ids: its rows, (U,) int64, ascending, each once.
 
-        For policy lookahead: next_uses (U,) int32, batches from this one to the next use of each row, 0 if unknown;
-        coming, rows of the batch `window` after this one, ascending, which is new in the window.
+        For policy lookahead: next_use_batches (U,) int32, batches from this one to the next use of each row, 0 if
+        unknown; coming, rows of the batch `window_batches` after this one, ascending, which is new in the window.
         """
-        arguments = np.ascontiguousarray(ids), next_uses, entering_ids, window
+        arguments = (
+            np.ascontiguousarray(batch_row_ids),
+            next_use_batches,
+            entering_ids,
+            window_batches,
+        )
         try:
             done = self._native.step(*arguments)
         except OverflowError:
@@ -322,22 +327,22 @@ class Directory:
             "score": score.view(np.uint32).astype(np.int64),
         }
 
-    def load_state(self, state: dict[str, np.ndarray]) -> None:
+    def load_state(self, directory_state: dict[str, np.ndarray]) -> None:
         """Load a state, its bounds included, into an empty directory, which keeps its own capacity.
 
         The next step evicts rows beyond the capacity and sends their pending gradients. Slots do not change. Raises
         ValueError for rows that no directory has.
         """
         if not len(self):
-            self.set_staleness_bounds(*state["bounds"].tolist())
+            self.set_staleness_bounds(*directory_state["bounds"].tolist())
         self._native.load(
-            state["ids"],
-            state["slots"],
-            state["copied"].astype(np.int32),
-            state["ticks"],
-            state["score"].astype(np.uint32).view(np.int32),
-            int(state["number"][0]),
-            int(state["time"][0]),
+            directory_state["ids"],
+            directory_state["slots"],
+            directory_state["copied"].astype(np.int32),
+            directory_state["ticks"],
+            directory_state["score"].astype(np.uint32).view(np.int32),
+            int(directory_state["number"][0]),
+            int(directory_state["time"][0]),
         )
 
 
@@ -347,18 +352,23 @@ def surplus_batches(number: int) -> int:
 
 
 def shift_batch_numbers(
-    state: dict[str, np.ndarray], policy: str, shift: int
+    directory_state: dict[str, np.ndarray], eviction_policy: str, num_batches: int
 ) -> dict[str, np.ndarray]:
-    """Return a directory's state as if it had begun `shift` batches later, a multiple of FORGET_INTERVAL. Its decisions
-    are the same, because they depend on differences only. Copies from before count as read and used at the new
-    beginning."""
-    copied = np.maximum(state["copied"] - shift, 0)
-    score = state["score"]
-    if policy in ("lru", "lookahead"):
-        is_known = (score >= KNOWN_USE) & (policy == "lookahead")
-        later = np.minimum(score + shift, 2 * KNOWN_USE - 1)
-        score = np.where(is_known, later, np.maximum(score - shift, 1))
-    return {**state, "number": state["number"] - shift, "copied": copied, "score": score}
+    """Return a directory's state as if it had begun `num_batches` batches later, a multiple of FORGET_INTERVAL. Its
+    decisions are the same, because they depend on differences only. Copies from before count as read and used at the
+    new beginning."""
+    copied = np.maximum(directory_state["copied"] - num_batches, 0)
+    score = directory_state["score"]
+    if eviction_policy in ("lru", "lookahead"):
+        is_known = (score >= KNOWN_USE) & (eviction_policy == "lookahead")
+        later = np.minimum(score + num_batches, 2 * KNOWN_USE - 1)
+        score = np.where(is_known, later, np.maximum(score - num_batches, 1))
+    return {
+        **directory_state,
+        "number": directory_state["number"] - num_batches,
+        "copied": copied,
+        "score": score,
+    }
 
 
 def _check_cache_bounds(capacity: int, read_bound: int, write_bound: int) -> None:

@@ -23,12 +23,12 @@ from colonnade import _native
 from colonnade.errors import WorldError
 
 
-def pack_row_bits(row_flags: np.ndarray, counts: np.ndarray) -> tuple[Tensor, list[int]]:
-    """Pack marks (R,) bool of counts (N,) rows of each rank into bits, each rank's in bytes of its own.
+def pack_row_bits(row_flags: np.ndarray, rank_row_counts: np.ndarray) -> tuple[Tensor, list[int]]:
+    """Pack marks (R,) bool of rank_row_counts (N,) rows of each rank into bits, each rank's in bytes of its own.
 
     Returns the bytes (B,) uint8 and how many belong to each rank.
     """
-    ends = counts.cumsum().tolist()
+    ends = rank_row_counts.cumsum().tolist()
     parts = [np.packbits(row_flags[a:b]) for a, b in zip([0, *ends], ends, strict=False)]
     return torch.from_numpy(np.concatenate(parts)), [len(part) for part in parts]
 
@@ -38,11 +38,11 @@ def packed_bit_sizes(counts: np.ndarray) -> list[int]:
     return [-(-count // 8) for count in counts.tolist()]
 
 
-def unpack_bits(data: Tensor, counts: np.ndarray) -> np.ndarray:
-    """Unpack the result of `pack_row_bits`: marks (R,) bool of counts (N,) rows of each rank."""
-    firsts = [0, *np.cumsum(packed_bit_sizes(counts)).tolist()]
-    marks = data.numpy()
-    sizes = counts.tolist()
+def unpack_row_bits(packed_bits: Tensor, rank_row_counts: np.ndarray) -> np.ndarray:
+    """Unpack the result of `pack_row_bits`: marks (R,) bool of rank_row_counts (N,) rows of each rank."""
+    firsts = [0, *np.cumsum(packed_bit_sizes(rank_row_counts)).tolist()]
+    marks = packed_bits.numpy()
+    sizes = rank_row_counts.tolist()
     bits = [np.unpackbits(marks[a:], count=n) for a, n in zip(firsts, sizes, strict=False)]
     return np.concatenate(bits).view(bool)
 
@@ -70,12 +70,12 @@ class RowRequests:
 
 
 def prepend_row_flags(
-    row_requests: RowRequests, requests: Sequence[np.ndarray]
+    row_requests: RowRequests, rank_requests: Sequence[np.ndarray]
 ) -> list[np.ndarray]:
     """Prepend flags and ages to the requests, by rank, uint8. Return the whole messages."""
     borders = np.concatenate([[0], row_requests.counts.sum(1).cumsum()]).tolist()
     messages = []
-    for rank, request in enumerate(requests):
+    for rank, request in enumerate(rank_requests):
         mask = slice(borders[rank], borders[rank + 1])
         renewed = row_requests.renewed[mask]
         bits = np.packbits(
@@ -101,11 +101,13 @@ def split_row_flags(messages: Sequence[np.ndarray]) -> tuple[list[np.ndarray], l
     return headers, requests
 
 
-def parse_row_flags(headers: Sequence[np.ndarray], counts: np.ndarray) -> RowRequests:
-    """Parse the flags and ages of `counts` (N, T) rows. Raises WorldError."""
+def parse_row_flags(flag_headers: Sequence[np.ndarray], rank_row_counts: np.ndarray) -> RowRequests:
+    """Parse the flags and ages of `rank_row_counts` (N, T) rows. Raises WorldError."""
     flags = []
     ages = []
-    for rank, (header, rows) in enumerate(zip(headers, counts.sum(1).tolist(), strict=True)):
+    for rank, (header, rows) in enumerate(
+        zip(flag_headers, rank_row_counts.sum(1).tolist(), strict=True)
+    ):
         size = -(-3 * rows // 8)
         bits = np.unpackbits(header[:size], count=min(3 * rows, 8 * len(header))).astype(bool)
         if len(bits) != 3 * rows or 2 * bits[::3].sum() != len(header) - size:
@@ -115,7 +117,7 @@ def parse_row_flags(headers: Sequence[np.ndarray], counts: np.ndarray) -> RowReq
         age[flags[-1][:, 0]] = header[size:].copy().view("<u2")
         ages.append(age)
     renewed, wanted, written = np.concatenate(flags).T
-    return RowRequests(counts, renewed, wanted, written, np.concatenate(ages))
+    return RowRequests(rank_row_counts, renewed, wanted, written, np.concatenate(ages))
 
 
 def _bad_message_error(rank: int, size: int) -> WorldError:

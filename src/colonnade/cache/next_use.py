@@ -74,18 +74,18 @@ class NextUseWindow:
         )
         self._num_added = self._num_popped = 0  # batches
 
-    def add_batch_rows(self, ids: np.ndarray) -> None:
+    def add_batch_rows(self, batch_row_ids: np.ndarray) -> None:
         """Add the next batch: its rows, (U,) int64, ascending, each once."""
         self._num_added += 1
-        before = np.empty(len(ids), np.int64)
-        self._newest.get(ids, before)
+        before = np.empty(len(batch_row_ids), np.int64)
+        self._newest.get(batch_row_ids, before)
         self._next_batch[before[before >= 0] - self._base] = self._num_added
-        self._grow_use_buffer(len(ids))
-        numbers = np.arange(self._end, self._end + len(ids))
+        self._grow_use_buffer(len(batch_row_ids))
+        numbers = np.arange(self._end, self._end + len(batch_row_ids))
         self._next_batch[numbers - self._base] = 0
-        self._newest.put(ids, numbers)
-        self._end += len(ids)
-        self._batches.append(ids)
+        self._newest.put(batch_row_ids, numbers)
+        self._end += len(batch_row_ids)
+        self._batches.append(batch_row_ids)
 
     def pop_next_uses(self) -> RowNextUses:
         """Return the next uses of the rows of the oldest batch that was not popped yet."""
@@ -128,11 +128,13 @@ class PreviewedBatch:
     )  # by table, once the batch is returned
 
 
-def sort_plan_rows_by_id(plan: _native.Plan, table_ends: Sequence[int]) -> list[TableRows]:
+def sort_plan_rows_by_id(
+    lookup_plan: _native.Plan, table_row_ends: Sequence[int]
+) -> list[TableRows]:
     """Sort a plan's unique rows by id within each table. ends (T + 1,): of the tables' rows in the plan."""
-    unique = np.asarray(plan.unique_ids)
+    unique = np.asarray(lookup_plan.unique_ids)
     by_table = []
-    for first, last in pairwise(table_ends):
+    for first, last in pairwise(table_row_ends):
         order = np.argsort(unique[first:last])
         by_table.append((order + first, unique[first:last][order]))
     return by_table
@@ -140,12 +142,13 @@ def sort_plan_rows_by_id(plan: _native.Plan, table_ends: Sequence[int]) -> list[
 
 def yield_batch_previews(
     batches: Iterable[Batch],
-    preview: Callable[[Batch], PreviewedBatch],
+    preview_batch: Callable[[Batch], PreviewedBatch],
     window_sizes: Sequence[int],
 ) -> Iterator[tuple[Batch, PreviewedBatch]]:
     """Yield batches with their previews, after the window of batches behind them was read. window_sizes: sizes by
     table, all
-    equal or 0, for tables without next uses. An error of reading or `preview` is raised that many batches early."""
+    equal or 0, for tables without next uses. An error of reading or `preview_batch` is raised that many batches
+    early."""
     next_use_windows = [NextUseWindow(window) if window else None for window in window_sizes]
     waiting: deque[tuple[Batch, PreviewedBatch]] = deque()
     max_window = max(window_sizes)
@@ -160,7 +163,7 @@ def yield_batch_previews(
 
     for batch in batches:
         own = copy.copy(batch)  # the reader may yield the same object twice
-        previewed = preview(own)
+        previewed = preview_batch(own)
         for next_use_window, (_, ids) in zip(next_use_windows, previewed.rows, strict=True):
             if next_use_window is not None:
                 next_use_window.add_batch_rows(ids)
@@ -249,9 +252,11 @@ class EpochCodes:
         self._newest = []
         self._first = []
 
-    def batch_codes(self, step: int, batch: Batch, rank: int = 0) -> dict[str, torch.Tensor]:
-        """Return `Batch.next_use` of a rank's part of the epoch's batch `step`."""
-        start = self._starts[step * self._num_ranks + rank]
+    def get_batch_codes(
+        self, epoch_step: int, batch: Batch, rank: int = 0
+    ) -> dict[str, torch.Tensor]:
+        """Return `Batch.next_use` of a rank's part of the epoch's batch `epoch_step`."""
+        start = self._starts[epoch_step * self._num_ranks + rank]
         codes = {}
         for name in self._names:
             end = start + len(batch.ids[name].values)
@@ -300,15 +305,17 @@ class NextUseSource:
     ) -> Iterator[Batch]:
         codes = self._compute_epoch_codes(start.epoch, read)
         for step, batch in enumerate(read(rank=rank, start=start), start.step):
-            yield dataclasses.replace(batch, next_use=codes.batch_codes(step, batch, rank))
+            yield dataclasses.replace(batch, next_use=codes.get_batch_codes(step, batch, rank))
 
-    def _compute_epoch_codes(self, epoch: int, read: partial[Iterator[Batch]]) -> EpochCodes:
-        key = (epoch, *read.args, *read.keywords.values())
+    def _compute_epoch_codes(
+        self, epoch: int, read_batches: partial[Iterator[Batch]]
+    ) -> EpochCodes:
+        key = (epoch, *read_batches.args, *read_batches.keywords.values())
         if self._known is None or self._known[0] != key:
             self._known = None  # frees its memory first
-            num_ranks = read.keywords["num_ranks"]
+            num_ranks = read_batches.keywords["num_ranks"]
             codes = EpochCodes(self.schema, num_ranks)
-            parts = [read(rank=r, start=Position(epoch)) for r in range(num_ranks)]
+            parts = [read_batches(rank=r, start=Position(epoch)) for r in range(num_ranks)]
             for batch in zip(*parts, strict=True):
                 codes.add_batch(*batch)
             codes.finish_epoch(is_last=epoch >= self._epochs - 1)

@@ -40,7 +40,7 @@ from colonnade.checkpoint.stores import (
     RowFiles,
     SavedShards,
     copy_rows_to_new_shards,
-    find_new_shards,
+    find_new_shard_indices,
     list_store_folders,
     open_saved_shards,
     open_stores,
@@ -111,7 +111,7 @@ class Checkpoints:
         self._print_line: Callable[[str], None] | None = None
         self._error: BaseException | None = None
 
-    def begin_checkpoint(self, trainer: TrainerState, prefetched: Sequence[dict]) -> None:
+    def begin_checkpoint(self, trainer: TrainerState, prefetched_batches: Sequence[dict]) -> None:
         """Take a snapshot of this step and write it in the background. Collective, between steps.
 
         Waits for the previous checkpoint, and raises as `finish_checkpoint` does.
@@ -120,7 +120,7 @@ class Checkpoints:
         if change := trainer.collection.opened.balance_memory(trainer.collection.step):
             trainer.progress.print_line(change)
         with trainer.rows.synchronized_view() as pending_copies:
-            snapshot = take_trainer_snapshot(trainer, prefetched, self.run, pending_copies)
+            snapshot = take_trainer_snapshot(trainer, prefetched_batches, self.run, pending_copies)
             trainer.collection.store.begin_commit()
         self._print_line = trainer.progress.print_line
         # A daemon thread, because an aborted checkpoint may hang in a system call of the disk.
@@ -254,14 +254,14 @@ class Checkpoints:
         writers = [backing.writer for backing in self.backings if isinstance(backing, LogBacking)]
         return list(dict.fromkeys(writer for writer in writers if writer is not None))
 
-    def _raise_on_all_ranks(self, error: Exception | None, step: int) -> None:
+    def _raise_on_all_ranks(self, own_error: Exception | None, step: int) -> None:
         """Raise StorageError on every rank if any rank has an error. Collective."""
-        own_message = b"" if error is None else str(error).encode()
+        own_message = b"" if own_error is None else str(own_error).encode()
         for rank, message in enumerate(self.mesh.all_gather_bytes("checkpoint", own_message)):
             if message:
                 raise StorageError(
                     f"checkpoint of step {step} failed on rank {rank}: {message.decode()}"
-                ) from error
+                ) from own_error
 
     def _delete_old_checkpoints(self) -> None:
         """Delete all but the newest checkpoints and the best: first their headers, then their data."""
@@ -310,12 +310,12 @@ def describe_slow_checkpoint(log_writers: Sequence[LogWriter]) -> str:
     )
 
 
-def _read_intact_headers(folder: Path, steps: Sequence[int]) -> dict[int, dict[str, Any]]:
+def _read_intact_headers(run_folder: Path, steps: Sequence[int]) -> dict[int, dict[str, Any]]:
     """Read the headers of these checkpoints by step, less damaged ones, which `describe_lost_checkpoints` names."""
     headers = {}
     for step in steps:
         with suppress(StorageError):
-            headers[step] = read_header(folder, step)
+            headers[step] = read_header(run_folder, step)
     return headers
 
 
@@ -371,7 +371,7 @@ def open_checkpoints(
         )
     saved_shards = shard_tables(tables, saved_shardings)
     shards = shard_tables(tables, wanted_shardings)
-    new_shards = find_new_shards(saved_shards, shards, mesh.rank)
+    new_shards = find_new_shard_indices(saved_shards, shards, mesh.rank)
     if read_only and new_shards and step is not None:
         saved = SavedShards(files, step, tables, saved_shards)
         readers = open_saved_shards(saved, shards, mesh.rank)
@@ -393,28 +393,32 @@ def open_checkpoints(
 
 
 def _delete_overwritten_checkpoints(
-    folder: Path,
+    run_folder: Path,
     mesh: Mesh,
     disk: Disk,
     older_steps: Sequence[int],
-    shards: Sequence[TableShard],
-    new_shards: Sequence[int],
+    table_shards: Sequence[TableShard],
+    new_shard_indices: Sequence[int],
 ) -> None:
     """Delete the headers of older checkpoints with rows in folders that are about to be overwritten. Collective.
 
     Such checkpoints are from an earlier time when the run had these shardings. Their data is deleted later.
     """
     own_paths = [
-        str(store_folder(shards[shard_index].sharding, mesh.rank, shards[shard_index].label))
-        for shard_index in new_shards
+        str(
+            store_folder(
+                table_shards[shard_index].sharding, mesh.rank, table_shards[shard_index].label
+            )
+        )
+        for shard_index in new_shard_indices
     ]
     gathered = mesh.all_gather_bytes("control", json.dumps(own_paths).encode())
     overwritten_paths = {path for paths_of_rank in gathered for path in json.loads(paths_of_rank)}
     if overwritten_paths and mesh.rank == 0:
         for step in older_steps:
-            if overwritten_paths & used_store_folders(folder, [step]):
-                disk.unlink(header_path(folder, step))
-        disk.sync_dir(folder / "checkpoints")
+            if overwritten_paths & used_store_folders(run_folder, [step]):
+                disk.unlink(header_path(run_folder, step))
+        disk.sync_dir(run_folder / "checkpoints")
     mesh.barrier()
 
 
@@ -470,42 +474,45 @@ def restore_trainer(trainer: TrainerState, folder: Path, step: int) -> None:
 
 
 def _restore_dense_state(
-    trainer: TrainerState, dense: Mapping[str, Any], header: Mapping[str, Any], step: int
+    trainer: TrainerState, dense_state: Mapping[str, Any], header: Mapping[str, Any], step: int
 ) -> None:
     """Restore the state that is equal on all ranks: dense weights, optimizer, best score, learning rate schedules."""
-    load_dense(trainer.model, dense["model"])
+    load_dense(trainer.model, dense_state["model"])
     # Optimizer state comes from the checkpoint, but learning rates and other settings from this run.
     configured = [
         settings_without_parameters(group) for group in trainer.dense_optimizer.param_groups
     ]
-    trainer.dense_optimizer.load_state_dict(dense["dense_optimizer"])
+    trainer.dense_optimizer.load_state_dict(dense_state["dense_optimizer"])
     for group, settings in zip(trainer.dense_optimizer.param_groups, configured, strict=True):
         group.update(settings)
     monitor = trainer.best.monitor
     if header.get("monitor", monitor) == monitor:  # else scores are not comparable
-        trainer.best.restore(dense["best"])
-    trainer.days = dense["days"]
-    trainer.loss_scale.restore(dense.get("loss_scale"))
-    groups = {"rows": dense["row_groups"], "dense": dense["dense_optimizer"]["param_groups"]}
-    trainer.restore_schedules(dense["lr_schedules"], groups, step)
+        trainer.best.restore(dense_state["best"])
+    trainer.days = dense_state["days"]
+    trainer.loss_scale.restore(dense_state.get("loss_scale"))
+    groups = {
+        "rows": dense_state["row_groups"],
+        "dense": dense_state["dense_optimizer"]["param_groups"],
+    }
+    trainer.restore_schedules(dense_state["lr_schedules"], groups, step)
 
 
 def _restore_data_position(
     trainer: TrainerState,
-    folder: Path,
+    run_folder: Path,
     position: tuple[int, int],
-    ranks: Sequence[Mapping[str, Any]],
+    rank_states: Sequence[Mapping[str, Any]],
 ) -> None:
     """Restore each rank's position in its data, its random state, and the residuals of dense gradients.
 
-    position: (epoch, step of the epoch); ranks: state by rank of the saving world. Raises CheckpointError.
+    position: (epoch, step of the epoch); rank_states: state by rank of the saving world. Raises CheckpointError.
     """
-    sources = [state for state in ranks if not state.get("is_server")]
+    sources = [state for state in rank_states if not state.get("is_server")]
     mesh = trainer.mesh.trainers
     own_state = None
     if len(sources) != mesh.num_ranks and any(state.get("source") is not None for state in sources):
         raise CheckpointError(
-            f"{folder} was saved by {len(sources)} ranks in the middle of an epoch of data sets of their own, and "
+            f"{run_folder} was saved by {len(sources)} ranks in the middle of an epoch of data sets of their own, and "
             f"this run has {mesh.num_ranks}; go on with {len(sources)}, or from a checkpoint at the end of an epoch"
         )
     if not trainer.mesh.is_server and mesh.rank < len(sources):
@@ -522,33 +529,35 @@ def _restore_data_position(
 
 def _restore_prefetched_reads(
     trainer: TrainerState,
-    folder: Path,
+    run_folder: Path,
     header: Mapping[str, Any],
-    ranks: Sequence[Mapping[str, Any]],
+    rank_states: Sequence[Mapping[str, Any]],
 ) -> None:
     """Restore the prefetched rows of coming batches. Raises CheckpointError if tables are sharded differently now."""
     collection = trainer.collection
     shards = collection.slices.table_shards
     # At most as many batches as this run reads ahead: rows for later batches must be read later, to be fresh enough.
-    num_reads = min(collection.opened.reads_ahead, *(len(state["held"]) for state in ranks))
+    num_reads = min(collection.opened.reads_ahead, *(len(state["held"]) for state in rank_states))
     if num_reads and len(collection.opened.staleness_bounds) == 1:
         # If all tables have one bound, reads of only some tables are repeated.
-        num_reads *= len(prefetched_tables([ranks[0]["held"][0]], len(shards))) == len(shards)
+        num_reads *= len(prefetched_tables([rank_states[0]["held"][0]], len(shards))) == len(shards)
     saved_shards = shard_tables(collection.tables, read_table_shardings(header))
     if num_reads and [shard.label for shard in saved_shards] != [shard.label for shard in shards]:
         raise CheckpointError(
-            f"{folder}: got a checkpoint with rows read ahead of tables that were cut by columns otherwise, or "
+            f"{run_folder}: got a checkpoint with rows read ahead of tables that were cut by columns otherwise, or "
             "had other hot rows; go on with the shardings of the checkpoint, or from one of a run without staleness"
         )
-    trainer.restored_reads = [(i, [state["held"][i] for state in ranks]) for i in range(num_reads)]
+    trainer.restored_reads = [
+        (i, [state["held"][i] for state in rank_states]) for i in range(num_reads)
+    ]
 
 
 def _restore_cached_rows(
-    trainer: TrainerState, header: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]]
+    trainer: TrainerState, header: Mapping[str, Any], rank_states: Sequence[Mapping[str, Any]]
 ) -> None:
     """Restore this rank's cached rows, if the checkpoint has the shardings of this run."""
     cached: CachedExchange | None = trainer.collection.cached
-    copies: list[Any] = [state.get("cache") for state in ranks]
+    copies: list[Any] = [state.get("cache") for state in rank_states]
     shardings = [sharding.to_dict() for sharding in trainer.collection.plan.shardings]
     is_same = shardings == list(header["shardings"].values())
     if cached is not None and is_same and can_load_cache(cached, copies):

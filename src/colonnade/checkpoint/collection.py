@@ -107,15 +107,15 @@ def save_collection(
 
 
 def _save_rows_in_memory(
-    collection: EmbeddingCollection, folder: Path, step: int, optimizer: RowOptimizer | None
+    collection: EmbeddingCollection, save_folder: Path, step: int, optimizer: RowOptimizer | None
 ) -> str:
     """Save a collection with all rows in memory; return the run name of the folder's saves."""
     previous = collection.checkpoint
     memory = collection.opened.memory
-    if previous is None or previous.folder != folder.resolve():
+    if previous is None or previous.folder != save_folder.resolve():
         memory.mark_all_dirty()
         memory.deleted = [[] for _ in memory.tables]
-    checkpoints = _open_row_stores(collection, folder, collection.plan, collection.mesh, None)
+    checkpoints = _open_row_stores(collection, save_folder, collection.plan, collection.mesh, None)
     try:
         with _attach_backings_for_save(memory, checkpoints.backings):
             _write_collection_checkpoint(collection, checkpoints, step, optimizer)
@@ -269,7 +269,7 @@ def _write_collection_checkpoint(
 
 
 def _take_collection_snapshot(
-    collection: EmbeddingCollection, run: str, step: int, optimizer: RowOptimizer | None
+    collection: EmbeddingCollection, run_name: str, step: int, optimizer: RowOptimizer | None
 ) -> Snapshot:
     rank_state = {"held": [], "is_server": collection.mesh.is_server}
     dense_state = {
@@ -284,7 +284,7 @@ def _take_collection_snapshot(
     for policy in policies.values():
         policy.begin_state()
     is_first = collection.mesh.rank == 0
-    header = build_checkpoint_header(collection, collection, run, step)
+    header = build_checkpoint_header(collection, collection, run_name, step)
     return Snapshot(step, rank_state, dense_state if is_first else None, policies, header)
 
 

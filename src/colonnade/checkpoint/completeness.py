@@ -53,27 +53,33 @@ VISIBLE_SECONDS = (
 
 
 def collect_file_entries(
-    folder: Path, stores: Iterable[Path], step: int, states: Sequence[str], mesh: Mesh
+    run_folder: Path,
+    store_folders: Iterable[Path],
+    step: int,
+    state_names: Sequence[str],
+    mesh: Mesh,
 ) -> dict[str, Any]:
     """Return the header's entries for all files, after every rank has written its stores and state files.
 
-    Collective, on the channel `checkpoint`. states: names of this rank's state files.
+    Collective, on the channel `checkpoint`. state_names: names of this rank's state files.
     "rows": by folder of rows, for each rank with tables in it, the table folders and a digest of their manifests.
     "states": checksums of all ranks' state files by name.
     """
     tables: dict[str, list[str]] = {}
-    for store in stores:
-        rows_folder, table = store.relative_to(folder / "rows").parts
+    for store in store_folders:
+        rows_folder, table = store.relative_to(run_folder / "rows").parts
         tables.setdefault(rows_folder, []).append(table)
     own_files = {
         "rows": {
             rows_folder: [
                 *names,
-                _compute_manifest_digest(folder / "rows" / rows_folder, names, step),
+                _compute_manifest_digest(run_folder / "rows" / rows_folder, names, step),
             ]
             for rows_folder, names in sorted(tables.items())
         },
-        "states": {name: read_checksum(state_folder(folder, step) / name) for name in states},
+        "states": {
+            name: read_checksum(state_folder(run_folder, step) / name) for name in state_names
+        },
     }
     rows: dict[str, list[list[str]]] = {}
     checksums: dict[str, str] = {}
@@ -117,17 +123,17 @@ def check_checkpoint_complete(folder: Path, step: int | None, mesh: Mesh) -> Non
 
 
 def find_file_problems(
-    folder: Path, header: Mapping[str, Any], share: slice = slice(None)
+    run_folder: Path, header: Mapping[str, Any], file_slice: slice = slice(None)
 ) -> Iterator[tuple[Path, str]]:
     """Yield files and folders of a checkpoint that are missing or wrong, with a description of the problem.
 
-    share: slice of the files to check. Reads manifests and the last lines of state files.
+    file_slice: slice of the files to check. Reads manifests and the last lines of state files.
     """
     step = header["step"]
-    if not share.start and (edit := find_edited_setting(folder, header)):
-        yield folder / "config.yaml", edit
-    for name, checksum in list(header["states"].items())[share]:
-        path = state_folder(folder, step) / name
+    if not file_slice.start and (edit := find_edited_setting(run_folder, header)):
+        yield run_folder / "config.yaml", edit
+    for name, checksum in list(header["states"].items())[file_slice]:
+        path = state_folder(run_folder, step) / name
         shown_path = f"checkpoints/{path.parent.name}/{name}"
         if not path.is_file():
             yield path, f"{shown_path} is missing"
@@ -141,8 +147,8 @@ def find_file_problems(
         for name, entries_of_folder in header["rows"].items()
         for entry in entries_of_folder
     ]
-    for name, (*tables, digest) in entries[share]:
-        rows = folder / "rows" / name
+    for name, (*tables, digest) in entries[file_slice]:
+        rows = run_folder / "rows" / name
         if not rows.is_dir():
             yield rows, f"rows/{name} is missing"
         elif not any(rows.glob(f"*/{manifest_file_name(step)}")):
@@ -160,7 +166,7 @@ def find_file_problems(
 EDITED = "config.yaml was edited"
 
 
-def find_edited_setting(folder: Path, header: Mapping[str, Any]) -> str | None:
+def find_edited_setting(run_folder: Path, header: Mapping[str, Any]) -> str | None:
     """Describe how a run's config.yaml, which has no checksum, differs from what a checkpoint was trained with.
 
     None: it does not, or the header does not record it, as those of collections and of an older Colonnade. Raises
@@ -169,7 +175,7 @@ def find_edited_setting(folder: Path, header: Mapping[str, Any]) -> str | None:
     if not header.get("settings"):
         return None
     defaults = list_fixed_settings(RunConfig())  # for settings that a later Colonnade has added
-    got = defaults | list_fixed_settings(load_config(folder / "config.yaml"))
+    got = defaults | list_fixed_settings(load_config(run_folder / "config.yaml"))
     wanted = defaults | header["settings"]
     edited = [name for name in got | wanted if got.get(name) != wanted.get(name)]
     if not edited:
@@ -178,25 +184,26 @@ def find_edited_setting(folder: Path, header: Mapping[str, Any]) -> str | None:
     return f"{EDITED}: {values}, as this checkpoint was trained"
 
 
-def print_missing_seal(folder: Path, at: int | str | None) -> None:
-    """Print if a run's checkpoint does not record the settings that decide its scores. at: as of `resolve_step`."""
-    if (folder / "checkpoints").is_dir() and (folder / "config.yaml").is_file():
-        step = resolve_step(folder, at)
-        if not read_header(folder, step).get("settings"):
+def print_missing_seal(run_folder: Path, checkpoint_choice: int | str | None) -> None:
+    """Print if a run's checkpoint does not record the settings that decide its scores. checkpoint_choice: as of
+    `resolve_step`."""
+    if (run_folder / "checkpoints").is_dir() and (run_folder / "config.yaml").is_file():
+        step = resolve_step(run_folder, checkpoint_choice)
+        if not read_header(run_folder, step).get("settings"):
             print_text(
                 f"The checkpoint of step {step} is of an older Colonnade, which did not record the settings that "
-                f"decide scores: edits of {folder / 'config.yaml'} are not noticed. New checkpoints record them"
+                f"decide scores: edits of {run_folder / 'config.yaml'} are not noticed. New checkpoints record them"
             )
 
 
-def _raise_checkpoint_problems(folder: Path, step: int | None, problems: Iterable[str]) -> None:
+def _raise_checkpoint_problems(run_folder: Path, step: int | None, problems: Iterable[str]) -> None:
     """Raise CheckpointError that lists the first problems, if there are any."""
     if texts := list(problems):
         if texts[0].startswith(EDITED):
-            raise CheckpointError(f"{folder}: {texts[0]}. Set it back in config.yaml")
+            raise CheckpointError(f"{run_folder}: {texts[0]}. Set it back in config.yaml")
         more_text = f" (and {len(texts) - MAX_SHOWN} more)" if len(texts) > MAX_SHOWN else ""
         raise CheckpointError(
-            f"{folder}: the checkpoint of step {step} is not whole: {'; '.join(texts[:MAX_SHOWN])}{more_text}. "
+            f"{run_folder}: the checkpoint of step {step} is not whole: {'; '.join(texts[:MAX_SHOWN])}{more_text}. "
             f"{REMEDY[:1].upper()}{REMEDY[1:]}"
         )
 
@@ -240,9 +247,11 @@ def check_folder_is_shared(folder: Path, mesh: Mesh) -> None:
         )
 
 
-def _find_damaged_manifest(rows_folder: Path, tables: Sequence[str], step: int) -> str | None:
+def _find_damaged_manifest(
+    rows_folder: Path, table_folders: Sequence[str], step: int
+) -> str | None:
     """Return the error of the first damaged manifest; None if all have the right checksum."""
-    for path in (rows_folder / table / manifest_file_name(step) for table in tables):
+    for path in (rows_folder / table / manifest_file_name(step) for table in table_folders):
         try:
             if path.is_file():
                 read_verified(path)
@@ -251,10 +260,10 @@ def _find_damaged_manifest(rows_folder: Path, tables: Sequence[str], step: int) 
     return None
 
 
-def _compute_manifest_digest(rows_folder: Path, tables: Sequence[str], step: int) -> str:
+def _compute_manifest_digest(rows_folder: Path, table_folders: Sequence[str], step: int) -> str:
     """Compute the digest of the manifests of tables in a folder of rows. A missing one counts as empty."""
     digest = hashlib.sha256()
-    for table in tables:
+    for table in table_folders:
         path = rows_folder / table / manifest_file_name(step)
         digest.update(f"{table}/".encode() + (path.read_bytes() if path.is_file() else b""))
     return digest.hexdigest()
@@ -268,7 +277,7 @@ def verify_other_checkpoints(folder: Path, step: int) -> Iterator[VerifiedFile]:
 
 
 def verify_checkpoint(
-    folder: Path, step: int, moved_folders: Sequence[Path] = ()
+    run_folder: Path, step: int, moved_folders: Sequence[Path] = ()
 ) -> Iterator[VerifiedFile]:
     """Verify every byte of a checkpoint and yield each file.
 
@@ -277,12 +286,12 @@ def verify_checkpoint(
     header cannot be read, which lists all other files.
     """
     damaged: list[Path] = []
-    header = read_header(folder, step)
-    for file in _verify_listed_files(folder, header, moved_folders):
+    header = read_header(run_folder, step)
+    for file in _verify_listed_files(run_folder, header, moved_folders):
         if file.problem:
             damaged.append(file.path)
         yield file
-    for path, problem in find_file_problems(folder, header):
+    for path, problem in find_file_problems(run_folder, header):
         if not any(
             damaged_path == path or path in damaged_path.parents for damaged_path in damaged
         ):

@@ -54,8 +54,10 @@ class Destination(Protocol):
     The checkpoint thread calls `send`; the training thread opens and closes it.
     """
 
-    def send(self, step: int, retained: Sequence[int], print_line: Callable[[str], None]) -> None:
-        """Send the checkpoint of `step`, the newest of those retained. Prints failures; raises nothing."""
+    def send(
+        self, newest_step: int, retained_steps: Sequence[int], print_line: Callable[[str], None]
+    ) -> None:
+        """Send the checkpoint of `newest_step`, the newest of those retained. Prints failures; raises nothing."""
         ...
 
     def close(self) -> None:

@@ -113,15 +113,15 @@ def describe_dtype(table: Table) -> str:
     return f"{table.dtype} with master" if table.master else table.dtype
 
 
-def find_first_difference(saved: Any, current: Any, path: str = "") -> str:
+def find_first_difference(saved_value: Any, current_value: Any, value_path: str = "") -> str:
     """Describe the first difference between two plain values."""
-    if isinstance(saved, dict) and isinstance(current, dict):
-        for key in [*saved, *current]:
-            key_path = f"{path}.{key}" if path else str(key)
-            if key not in saved:
+    if isinstance(saved_value, dict) and isinstance(current_value, dict):
+        for key in [*saved_value, *current_value]:
+            key_path = f"{value_path}.{key}" if value_path else str(key)
+            if key not in saved_value:
                 return f"it has no {key_path}"
-            if key not in current:
+            if key not in current_value:
                 return f"it has {key_path}, this model does not"
-            if saved[key] != current[key]:
-                return find_first_difference(saved[key], current[key], key_path)
-    return f"{path} was {saved}, is {current}"
+            if saved_value[key] != current_value[key]:
+                return find_first_difference(saved_value[key], current_value[key], key_path)
+    return f"{value_path} was {saved_value}, is {current_value}"

@@ -118,44 +118,49 @@ def _check_rank_state_files(path: Path, header: Mapping[str, Any]) -> None:
         )
 
 
-def resolve_step(folder: Path, at: int | str | None) -> int:
-    """Return the saved step for `at`: a step, "last", "best" (by the validation part), or None.
+def resolve_step(run_folder: Path, checkpoint_choice: int | str | None) -> int:
+    """Return the saved step for `checkpoint_choice`: a step, "last", "best" (by the validation part), or None.
 
     None means the best if a validation part chose one that is still saved, else the last. Raises CheckpointError that
     lists the saved steps if there is no such checkpoint.
     """
-    steps = list_checkpoints(folder)
+    steps = list_checkpoints(run_folder)
     if not steps:
         raise CheckpointError(
-            f"{folder} holds no checkpoint; name the folder of a run (`colonnade train --run`), or one that "
+            f"{run_folder} holds no checkpoint; name the folder of a run (`colonnade train --run`), or one that "
             "`collection.save` wrote"
         )
-    if at == "last":
+    if checkpoint_choice == "last":
         return steps[-1]
-    if at is None:
-        best = read_header(folder, steps[-1]).get("best_step")
+    if checkpoint_choice is None:
+        best = read_header(run_folder, steps[-1]).get("best_step")
         return best if best in steps else steps[-1]
-    if at == "best":
-        best = read_header(folder, steps[-1]).get("best_step")
+    if checkpoint_choice == "best":
+        best = read_header(run_folder, steps[-1]).get("best_step")
         if best is None:
             raise CheckpointError(
-                f"{folder}: no checkpoint is known to be the best: the data had no validation part, or it was "
+                f"{run_folder}: no checkpoint is known to be the best: the data had no validation part, or it was "
                 "not evaluated yet. Ask for the last"
             )
-        at = best
-    if isinstance(at, str) and at.isdecimal() and len(at) < MAX_DIGITS:
-        at = int(at)
-    if at not in steps:
+        checkpoint_choice = best
+    if (
+        isinstance(checkpoint_choice, str)
+        and checkpoint_choice.isdecimal()
+        and len(checkpoint_choice) < MAX_DIGITS
+    ):
+        checkpoint_choice = int(checkpoint_choice)
+    if checkpoint_choice not in steps:
         raise CheckpointError(
-            f"{folder} has no checkpoint of step {at!s:.{MAX_DIGITS}}; it has {steps}, also called best and last"
+            f"{run_folder} has no checkpoint of step {checkpoint_choice!s:.{MAX_DIGITS}}; it has {steps}, "
+            "also called best and last"
         )
-    return int(at)
+    return int(checkpoint_choice)
 
 
-def explain_chosen_step(folder: Path, step: int) -> str:
+def explain_chosen_step(run_folder: Path, step: int) -> str:
     """Describe why a saved step is chosen: "best of validation auc", "last; no validation part", ..."""
-    steps = list_checkpoints(folder)
-    header = read_header(folder, steps[-1])
+    steps = list_checkpoints(run_folder)
+    header = read_header(run_folder, steps[-1])
     best = header.get("best_step")
     if step == best:
         return f"best of {header.get('monitor', 'validation').replace('_', ' ')}"

@@ -84,7 +84,10 @@ class Snapshot:
 
 
 def take_trainer_snapshot(
-    trainer: TrainerState, prefetched: Sequence[dict], run: str, pending_copies: Sequence[SavedRows]
+    trainer: TrainerState,
+    prefetched_batches: Sequence[dict],
+    run_name: str,
+    pending_copies: Sequence[SavedRows],
 ) -> Snapshot:
     """Copy this rank's state between two steps; call it on every rank.
 
@@ -96,14 +99,14 @@ def take_trainer_snapshot(
     rank_state = {
         "random": torch.get_rng_state(),
         "random_gpus": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
-        "held": list(prefetched),  # `ExchangePart.prefetched` returns copies
+        "held": list(prefetched_batches),  # `ExchangePart.prefetched` returns copies
         "source": None if mesh.is_server else copy.deepcopy(trainer.position.state),
         "is_server": mesh.is_server,
         "dense_residuals": trainer.dense.export_residuals(),
         "work": trainer.count_work(),
         "cache": None if cached is None else capture_cache_state(cached, pending_copies),
     }
-    header = build_checkpoint_header(trainer.collection, trainer.model, run, step)
+    header = build_checkpoint_header(trainer.collection, trainer.model, run_name, step)
     header |= {
         "best_step": trainer.best.step,
         "monitor": trainer.best.monitor,
@@ -117,7 +120,7 @@ def take_trainer_snapshot(
 
 
 def build_checkpoint_header(
-    collection: EmbeddingCollection, model: torch.nn.Module, run: str, step: int
+    collection: EmbeddingCollection, model: torch.nn.Module, run_name: str, step: int
 ) -> dict[str, Any]:
     """Build the header of a checkpoint: step, run, shardings and the model it belongs to."""
     return {
@@ -126,7 +129,7 @@ def build_checkpoint_header(
         "step": step,
         "num_ranks": collection.mesh.num_ranks,
         "shardings": _describe_shardings(collection),
-        "run": run,
+        "run": run_name,
         "best_step": None,
         "model": build_model_fingerprint(collection.declaration, model),
         "schema": None,

@@ -15,37 +15,44 @@ from colonnade.formats import check_format_version, make_format_stamp
 FORMAT = "colonnade state"
 
 
-def serialize_rank_state(state: dict[str, Any], run: str, path: Path) -> bytes:
-    """Serialize the state file at `path` of a checkpoint of `run`."""
+def serialize_rank_state(rank_state: dict[str, Any], run_name: str, state_path: Path) -> bytes:
+    """Serialize the state file at `state_path` of a checkpoint of `run_name`."""
     buffer = io.BytesIO()
     torch.save(
-        {**make_format_stamp(FORMAT), "of": _describe_owner(run, path), "state": state}, buffer
+        {
+            **make_format_stamp(FORMAT),
+            "of": _describe_owner(run_name, state_path),
+            "state": rank_state,
+        },
+        buffer,
     )
     return buffer.getvalue()
 
 
-def load_state(path: Path, run: str) -> dict[str, Any]:
+def load_state(state_path: Path, run_name: str) -> dict[str, Any]:
     """Read a state file; tensors are on the CPU.
 
     Raises CorruptionError (torn, altered, another checkpoint's or another file), CheckpointError (another version),
     StorageError.
     """
     # Load to the CPU, because the checkpoint of a GPU run may be read on a machine without GPU.
-    data = io.BytesIO(read_verified(path))
+    data = io.BytesIO(read_verified(state_path))
     try:
         saved = torch.load(data, weights_only=True, map_location="cpu")
     except Exception:  # torch suggests to load such files unsafely, which must not happen
         saved = None
     if not isinstance(saved, dict):
         raise CorruptionError(
-            f"{path}: got a file that holds more than tensors and plain values, or none of them, wanted a checkpoint's "
+            f"{state_path}: got a file that holds more than tensors and plain values, or none of them, "
+            "wanted a checkpoint's "
             "state. It is not what was saved, and nothing in it was run. Restore it from a copy, or go back to an "
             "older checkpoint"
         )
-    check_format_version(path, saved, FORMAT)
-    if saved["of"] != _describe_owner(run, path):
+    check_format_version(state_path, saved, FORMAT)
+    if saved["of"] != _describe_owner(run_name, state_path):
         raise CorruptionError(
-            f"{path}: got the state {saved['of']}, wanted {_describe_owner(run, path)}: the file is another's. "
+            f"{state_path}: got the state {saved['of']}, wanted {_describe_owner(run_name, state_path)}: the "
+            "file is another's. "
             "Restore it from a copy, or go back to an older checkpoint"
         )
     return saved["state"]

@@ -117,7 +117,7 @@ def list_store_folders(header: Mapping[str, Any]) -> Iterator[StoreFolder]:
                 )
 
 
-def find_row_folders(
+def find_row_folders_by_slice(
     header: Mapping[str, Any], table_index: int
 ) -> list[tuple[tuple[int, int] | None, list[Path]]]:
     """Return the folders inside `rows` that together have each row of a table once, by columns of the slices.
@@ -170,7 +170,7 @@ def _stored_name(table: str, sharding: Sharding, columns: tuple[int, int] | None
 
 
 def open_recorded_stores(
-    folder: Path, header: dict[str, Any], table_index: int
+    run_folder: Path, header: dict[str, Any], table_index: int
 ) -> Sequence[LogBacking | ColumnShardReader]:
     """Open the stores of a saved table read-only. Together they have each row once, with all columns.
 
@@ -181,7 +181,7 @@ def open_recorded_stores(
     stores_of_slices = []
     for slice_sharding, columns in _list_table_slices(sharding, table_header):
         stores_of_slices.append(
-            _open_recorded_slice(folder, header, table_index, slice_sharding, columns)
+            _open_recorded_slice(run_folder, header, table_index, slice_sharding, columns)
         )
     if sharding.slices == 1:
         return [store for stores in stores_of_slices for store in stores]
@@ -210,32 +210,36 @@ def open_recorded_stores(
 
 
 def _open_recorded_slice(
-    folder: Path,
+    run_folder: Path,
     header: dict[str, Any],
     table_index: int,
-    sharding: Sharding,
-    columns: tuple[int, int] | None,
+    slice_sharding: Sharding,
+    column_range: tuple[int, int] | None,
 ) -> list[LogBacking]:
     """Open the recorded stores of a table or of some of its columns."""
     name, table_header = list(header["model"]["tables"].items())[table_index]
     step = header["step"]
     workers = LogWorkers()
     stores = []
-    for rank in sharding.row_owners:
-        shard = sharding.shard_of(rank)
-        path = store_folder(sharding, rank, label(table_index, columns, sharding.hot))
+    for rank in slice_sharding.row_owners:
+        shard = slice_sharding.shard_of(rank)
+        path = store_folder(
+            slice_sharding, rank, label(table_index, column_range, slice_sharding.hot)
+        )
         assert shard.owner_index is not None and path is not None
-        manifest = read_manifest(folder / "rows" / path, step)
+        manifest = read_manifest(run_folder / "rows" / path, step)
         table = LogTable(
-            name=_stored_name(name, sharding, columns),
+            name=_stored_name(name, slice_sharding, column_range),
             record_bytes=manifest.record_bytes,
             identity=manifest.identity,
-            rows=None if sharding.hot and sharding.is_replicated else table_header["rows"],
+            rows=None
+            if slice_sharding.hot and slice_sharding.is_replicated
+            else table_header["rows"],
             num_owners=shard.num_owners,
             owner_index=shard.owner_index,
         )
         stores.append(
-            open_log(folder / "rows" / path, table, step=step, read_only=True, workers=workers)
+            open_log(run_folder / "rows" / path, table, step=step, read_only=True, workers=workers)
         )
     return stores
 
@@ -359,47 +363,47 @@ def _open_rows_of_shard(
 
 
 def open_saved_shards(
-    saved: SavedShards, shards: Sequence[TableShard], rank: int
+    saved: SavedShards, table_shards: Sequence[TableShard], rank: int
 ) -> list[ShardReader | ColumnShardReader | HotColdReader | ColumnSliceReader | AbsentRows]:
     """Open readers of a checkpoint with other shardings, for each table or slice that this rank has rows of."""
     return [
         AbsentRows(table_shard.table.name, table_shard.table.record_bytes)
         if table_shard.sharding.shard_of(rank).owner_index is None
         else _open_rows_of_shard(saved, table_shard)
-        for table_shard in shards
+        for table_shard in table_shards
     ]
 
 
 def copy_rows_to_new_shards(
     saved: SavedShards,
-    shards: Sequence[TableShard],
+    table_shards: Sequence[TableShard],
     rank: int,
-    stores: RankStores,
-    new_shards: Collection[int],
+    rank_stores: RankStores,
+    new_shard_indices: Collection[int],
 ) -> None:
     """Copy the rows that this rank owns now from the stores of earlier owners, and commit them as of the saved step.
 
-    new_shards: indices into `shards` of tables or slices with rows still to copy.
+    new_shard_indices: indices into `table_shards` of tables or slices with rows still to copy.
     """
-    for shard_index in new_shards:
-        own_shard = shards[shard_index].sharding.shard_of(rank)
-        target = stores[shard_index]
-        source = _open_rows_of_shard(saved, shards[shard_index])
+    for shard_index in new_shard_indices:
+        own_shard = table_shards[shard_index].sharding.shard_of(rank)
+        target = rank_stores[shard_index]
+        source = _open_rows_of_shard(saved, table_shards[shard_index])
         for rows in source.scan():
-            is_owned = own_shard.owns(rows.ids, shards[shard_index].table.rows)
+            is_owned = own_shard.owns(rows.ids, table_shards[shard_index].table.rows)
             target.write(rows.ids[is_owned], rows.records[is_owned].contiguous()).wait()
         source.close()
         target.commit(saved.step)
 
 
-def find_new_shards(
-    saved_shards: Sequence[TableShard], shards: Sequence[TableShard], rank: int
+def find_new_shard_indices(
+    saved_shards: Sequence[TableShard], table_shards: Sequence[TableShard], rank: int
 ) -> list[int]:
-    """Return the indices in `shards` of tables or slices with no folder of this rank's rows yet. Pure."""
+    """Return the indices in `table_shards` of tables or slices with no folder of this rank's rows yet. Pure."""
     saved_by_label = {table_shard.label: table_shard.sharding for table_shard in saved_shards}
     return [
         shard_index
-        for shard_index, table_shard in enumerate(shards)
+        for shard_index, table_shard in enumerate(table_shards)
         if table_shard.sharding.shard_of(rank).owner_index is not None
         and not (
             (saved := saved_by_label.get(table_shard.label))
@@ -420,16 +424,16 @@ def choose_segment_size(directory_limits: Sequence[int | None]) -> int:
     return min(DEFAULT_SEGMENT_BYTES, max(DEFAULT_CHUNK_BYTES, smallest_limit // 8))
 
 
-def order_stripe_directories(directory_bytes: Sequence[int], store_index: int) -> list[int]:
+def order_stripe_directories(directory_limits: Sequence[int], store_index: int) -> list[int]:
     """Return the order in which a store fills directories. Pure.
 
     First choices of many small stores are in proportion to the sizes.
     """
-    if not directory_bytes:
+    if not directory_limits:
         return []
-    ends = list(accumulate(directory_bytes))
+    ends = list(accumulate(directory_limits))
     first = bisect_right(ends, store_index * GOLDEN_RATIO % 1 * ends[-1])
-    return [first, *(i for i in range(len(directory_bytes)) if i != first)]
+    return [first, *(i for i in range(len(directory_limits)) if i != first)]
 
 
 def _disk_bytes(path: Path) -> int:

@@ -259,7 +259,7 @@ def _inspect_data(path: Path, kind: str | None, options: Mapping[str, Any]) -> N
             )
 
 
-def _describe_field_type(kind: Any) -> str:
+def _describe_field_type(arrow_type: Any) -> str:
     names = {
         "int64": "integer",
         "double": "fraction",
@@ -267,15 +267,17 @@ def _describe_field_type(kind: Any) -> str:
         "bool": "true, false",
         "null": "empty",
     }
-    return names.get(str(kind), "time" if str(kind).startswith("timestamp") else str(kind))
+    return names.get(
+        str(arrow_type), "time" if str(arrow_type).startswith("timestamp") else str(arrow_type)
+    )
 
 
-def _count_distinct(array: Any) -> str:
+def _count_distinct(column_values: Any) -> str:
     import pyarrow as pa
     import pyarrow.compute as pc
 
     try:
-        return f"{pc.count_distinct(array).as_py():,}"
+        return f"{pc.count_distinct(column_values).as_py():,}"
     except pa.ArrowException:  # lists
         return "-"
 

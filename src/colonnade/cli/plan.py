@@ -125,7 +125,7 @@ def _build_plan_world(
             raise ConfigError(
                 f"got --ranks {ranks} with --world {shape}, which has a number of ranks; leave one of them out"
             )
-        return build_planned_world(shape or str(ranks or 1), uplink=uplink, local=local)
+        return build_planned_world(shape or str(ranks or 1), uplink_rate=uplink, local_rate=local)
     if forbidden := [name for name, value in options.items() if value is not None]:
         raise ConfigError(
             f"got {', '.join(forbidden)} under torchrun, where the links are measured; leave it out, or plan without "

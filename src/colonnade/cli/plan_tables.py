@@ -32,16 +32,22 @@ CACHE_NOT_PREDICTED = (
 
 
 def print_plan(
-    result: PlanningResult, tables: Sequence[Table], target: float | None, table: str | None = None
+    result: PlanningResult,
+    tables: Sequence[Table],
+    target_rate: float | None,
+    shown_table: str | None = None,
 ) -> None:
-    """Print a plan. target: samples/s for which bytes per second are shown; table: show only its candidates."""
+    """Print a plan. target_rate: samples/s for which bytes per second are shown; shown_table: show only its
+    candidates."""
     console = Terminal()
-    if table is not None:
+    if shown_table is not None:
         _print_table_choices(
-            console, result, next(t for t in result.choice.tables if t.name == table)
+            console, result, next(t for t in result.choice.tables if t.name == shown_table)
         )
         return
-    _print_table_memory(console, result, tables, target or result.prediction.samples_per_second)
+    _print_table_memory(
+        console, result, tables, target_rate or result.prediction.samples_per_second
+    )
     if result.world.num_ranks > 1:
         _print_exchanges(console, result)
     _print_total_costs(console, result, tables)
@@ -192,11 +198,15 @@ def _print_consumers(console: Console, result: PlanningResult) -> None:
         )
 
 
-def _print_table_choices(console: Console, result: PlanningResult, table: TableChoice) -> None:
-    console.print(f"choices of table {table.name}; bytes that a rank sends per step", markup=False)
+def _print_table_choices(
+    console: Console, result: PlanningResult, table_choice: TableChoice
+) -> None:
+    console.print(
+        f"choices of table {table_choice.name}; bytes that a rank sends per step", markup=False
+    )
     columns = ("choice", "route", "fetch", "push", "in host", "uplink", "takes", "more")
     grid = _create_text_table(columns, ("choice",))
-    for cost in (table.chosen, *table.others):
+    for cost in (table_choice.chosen, *table_choice.others):
         by_channel = [
             format_bytes(cost.sent[channel, "local"] + cost.sent[channel, "remote"])
             for channel in ("route", "fetch", "push")
@@ -207,11 +217,11 @@ def _print_table_choices(console: Console, result: PlanningResult, table: TableC
             format_bytes(cost.bytes_over("local")),
             format_bytes(cost.bytes_over("remote")),
             format_seconds(cost.seconds),
-            "chosen" if cost is table.chosen else _format_added_seconds(cost.more),
+            "chosen" if cost is table_choice.chosen else _format_added_seconds(cost.more),
         )
     console.print(grid)
-    reason = "set by you" if table.is_forced else "the fewest seconds of the whole step"
-    name = table.name.removesuffix("[cold]").removesuffix("[hot]")
+    reason = "set by you" if table_choice.is_forced else "the fewest seconds of the whole step"
+    name = table_choice.name.removesuffix("[cold]").removesuffix("[hot]")
     console.print(
         f"chosen: {reason}, with all other tables as they are. To set another: "
         f"--set plan.tables.{name}.exchange=... --set plan.tables.{name}.sharding=...",
@@ -258,14 +268,16 @@ def _print_total_costs(console: Console, result: PlanningResult, tables: Sequenc
     )
 
 
-def _print_link_costs(console: Console, choice: PlanDecision, result: PlanningResult) -> None:
-    prediction = result.prediction
-    seconds = choice.seconds
-    console.print(str(result.world))
-    if result.world.origin != "measured":
+def _print_link_costs(
+    console: Console, plan_decision: PlanDecision, planning_result: PlanningResult
+) -> None:
+    prediction = planning_result.prediction
+    seconds = plan_decision.seconds
+    console.print(str(planning_result.world))
+    if planning_result.world.origin != "measured":
         console.print("this world is not running: its links are as declared, not measured")
     total = {
-        link: sum(size for (_, over), size in choice.sent.items() if over == link)
+        link: sum(size for (_, over), size in plan_decision.sent.items() if over == link)
         for link in ("local", "remote")
     }
     dense = prediction.waited_seconds - seconds.waited
@@ -278,7 +290,7 @@ def _print_link_costs(console: Console, choice: PlanDecision, result: PlanningRe
     console.print(
         f"a step: {format_seconds(prediction.step_seconds)}: {format_seconds(prediction.processor_seconds)} computing "
         f"and {format_seconds(prediction.waited_seconds)} waiting for links; 16-bit values and gradients, which are "
-        f"not exact and never chosen, would save {format_seconds(choice.halved_seconds)}"
+        f"not exact and never chosen, would save {format_seconds(plan_decision.halved_seconds)}"
     )
 
 
@@ -306,13 +318,13 @@ def _describe_owners(sharding: Sharding, result: PlanningResult) -> str:
     return "servers" if result.world.has_servers else "all"
 
 
-def _label_exchange(cost: TableCost) -> str:
-    if cost.exchange == "replicated":
+def _label_exchange(table_cost: TableCost) -> str:
+    if table_cost.exchange == "replicated":
         return "copies"
     kinds = {
         "table_wise": "a rank", "host_wise": "a host", "column_wise": "columns", "grid": "a grid"
     }  # fmt: skip
-    return f"{cost.exchange}, {kinds.get(cost.sharding.kind, 'all')}"
+    return f"{table_cost.exchange}, {kinds.get(table_cost.sharding.kind, 'all')}"
 
 
 def _format_added_seconds(seconds: float) -> str:

@@ -37,9 +37,9 @@ END_SECONDS = 30.0  # between SIGTERM and SIGKILL
 
 
 @contextmanager
-def create_memory_file(name: str) -> Iterator[str]:
+def create_memory_file(file_label: str) -> Iterator[str]:
     """Yield the path of a nameless file in memory, valid in this process and in those that inherit its descriptor."""
-    number = os.memfd_create(name)
+    number = os.memfd_create(file_label)
     try:
         os.fchmod(number, 0o600)
         yield f"/proc/self/fd/{number}"
@@ -99,7 +99,7 @@ def run_ranks(
 
 
 def _wait_for_ranks(
-    rank_processes: Sequence[subprocess.Popen[bytes]], signals: list[int]
+    rank_processes: Sequence[subprocess.Popen[bytes]], received_signals: list[int]
 ) -> Mapping[int, int] | None:
     """Wait until all ranks have ended without failure, one has failed, or a second signal has come."""
     stopped_at = 0.0
@@ -107,9 +107,9 @@ def _wait_for_ranks(
         codes = [rank.poll() for rank in rank_processes]
         if any(codes) or None not in codes:
             failures = {rank: code for rank, code in enumerate(codes) if code}
-            return None if stopped_at or signals else failures
-        while signals:
-            number = signals.pop(0)
+            return None if stopped_at or received_signals else failures
+        while received_signals:
+            number = received_signals.pop(0)
             now = time.monotonic()
             if stopped_at and now - stopped_at > REPEAT_SECONDS:
                 return None
@@ -120,14 +120,14 @@ def _wait_for_ranks(
 
 
 def _terminate_ranks(
-    rank_processes: Sequence[subprocess.Popen[bytes]], signals: Sequence[int]
+    rank_processes: Sequence[subprocess.Popen[bytes]], received_signals: Sequence[int]
 ) -> None:
     """End the ranks that still run: by SIGTERM, then by SIGKILL after `END_SECONDS` or one more signal."""
     for rank in rank_processes:
         rank.terminate()
     deadline = time.monotonic() + END_SECONDS
     while any(rank.poll() is None for rank in rank_processes):
-        if signals or time.monotonic() > deadline:
+        if received_signals or time.monotonic() > deadline:
             for rank in rank_processes:
                 rank.kill()
         time.sleep(POLL_SECONDS)

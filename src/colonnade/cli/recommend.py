@@ -79,11 +79,15 @@ def recommend(
 
 
 def take_keys(
-    records: list[dict[str, Any]], key: str, path: Path, columns: Collection[str]
+    records: list[dict[str, Any]], key_column: str, file_path: Path, kept_columns: Collection[str]
 ) -> list[Any]:
-    """Return the values of the column `key`, and remove it from the records unless it is one of `columns`."""
-    if any(key not in record for record in records):
+    """Return the values of the column `key_column`, and remove it from the records unless it is one of
+    `kept_columns`."""
+    if any(key_column not in record for record in records):
         raise ConfigError(
-            f"{path}: got no column {key!r}, which --key names; its columns are {', '.join(records[0])}"
+            f"{file_path}: got no column {key_column!r}, which --key names; its columns are {', '.join(records[0])}"
         )
-    return [record[key] if key in columns else record.pop(key) for record in records]
+    return [
+        record[key_column] if key_column in kept_columns else record.pop(key_column)
+        for record in records
+    ]

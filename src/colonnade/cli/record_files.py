@@ -42,8 +42,10 @@ def read_record_batches(path: Path, size: int) -> Iterator[list[dict[str, Any]]]
     return _read_table(path, format, size)
 
 
-def _read_table(path: Path, format: TableFormat, size: int) -> Iterator[list[dict[str, Any]]]:
-    file: Any = format.open_file(check_regular_file(path))
+def _read_table(
+    file_path: Path, table_format: TableFormat, rows_per_batch: int
+) -> Iterator[list[dict[str, Any]]]:
+    file: Any = table_format.open_file(check_regular_file(file_path))
     if isinstance(file, CsvFile):
         file = replace(file, types=dict.fromkeys(file.names, pa.string()))
     rows: list[dict[str, Any]] = []
@@ -52,24 +54,24 @@ def _read_table(path: Path, format: TableFormat, size: int) -> Iterator[list[dic
             table = pa.table(dict(file.read_block(block, file.names)))
         except InvalidValue as fault:
             raise build_data_error(file, block, fault) from None
-        for part in table.to_batches(max_chunksize=size):
-            rows += _list_rows(part, path)
-            while len(rows) >= size:
-                yield rows[:size]
-                rows = rows[size:]
+        for part in table.to_batches(max_chunksize=rows_per_batch):
+            rows += _list_rows(part, file_path)
+            while len(rows) >= rows_per_batch:
+                yield rows[:rows_per_batch]
+                rows = rows[rows_per_batch:]
     if rows:
         yield rows
 
 
-def _list_rows(part: pa.RecordBatch, path: Path) -> list[dict[str, Any]]:
+def _list_rows(record_batch: pa.RecordBatch, file_path: Path) -> list[dict[str, Any]]:
     """Return the rows of a batch as records. Raises DataError for a time that Python cannot hold."""
     columns: dict[str, list[Any]] = {}
-    for name, array in zip(part.schema.names, part.columns, strict=True):
+    for name, array in zip(record_batch.schema.names, record_batch.columns, strict=True):
         try:
             columns[name] = array.to_pylist()
         except (OverflowError, ValueError) as error:
             raise DataError(
-                f"{path}, column {name}: got a time out of range ({error}), wanted times of the years 1 to "
+                f"{file_path}, column {name}: got a time out of range ({error}), wanted times of the years 1 to "
                 "9999. Repair the row"
             ) from None
     return [
@@ -77,33 +79,34 @@ def _list_rows(part: pa.RecordBatch, path: Path) -> list[dict[str, Any]]:
     ]
 
 
-def _read_json_lines(path: Path, size: int) -> Iterator[list[dict[str, Any]]]:
+def _read_json_lines(file_path: Path, rows_per_batch: int) -> Iterator[list[dict[str, Any]]]:
     rows: list[dict[str, Any]] = []
-    with check_regular_file(path).open(encoding="utf-8") as file:
-        for number, line in enumerate(_decode_lines(file, path), 1):
+    with check_regular_file(file_path).open(encoding="utf-8") as file:
+        for number, line in enumerate(_decode_lines(file, file_path), 1):
             try:
                 record = json.loads(line)
             except (ValueError, RecursionError) as error:
                 raise DataError(
-                    f"{path}, line {number}: got no JSON ({str(error)[:100]}), wanted an object on each line. Repair "
+                    f"{file_path}, line {number}: got no JSON ({str(error)[:100]}), wanted an object on each "
+                    "line. Repair "
                     "the line"
                 ) from None
             if not isinstance(record, dict):
                 raise DataError(
-                    f"{path}, line {number}: got {type(record).__name__}, wanted an object on each line. Repair it"
+                    f"{file_path}, line {number}: got {type(record).__name__}, wanted an object on each line. Repair it"
                 )
             rows.append(record)
-            if len(rows) == size:
+            if len(rows) == rows_per_batch:
                 yield rows
                 rows = []
     if rows:
         yield rows
 
 
-def _decode_lines(file: Any, path: Path) -> Iterator[str]:
+def _decode_lines(binary_file: Any, file_path: Path) -> Iterator[str]:
     try:
-        yield from file
+        yield from binary_file
     except UnicodeDecodeError as error:
         raise DataError(
-            f"{path}: got bytes that are not UTF-8 ({error.reason}), wanted UTF-8. Convert the file with iconv"
+            f"{file_path}: got bytes that are not UTF-8 ({error.reason}), wanted UTF-8. Convert the file with iconv"
         ) from None

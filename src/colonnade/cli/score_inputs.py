@@ -53,7 +53,7 @@ def open_inputs(
 
 def open_criteo_file(path: str | Path | None, options: Mapping[str, Any]) -> Source:
     """Open all lines of a Criteo file; the label may be missing from all of them (39 fields instead of 40)."""
-    file = open_line_file(locate_data_file(path, folder=FOLDER, file=FILE))
+    file = open_line_file(locate_data_file(path, data_set_folder=FOLDER, file_name=FILE))
     first = file.read_lines(0, 1)
     has_label = first.rstrip(b"\r\n").count(b"\t") != len(NAMES) - 2
     check_line(first if has_label else add_zero_labels(first), file.path, 1)

@@ -147,22 +147,22 @@ def _select_setting_lines(pattern: str) -> list[tuple[str, str, str, str]]:
     return chosen
 
 
-def _list_data_options(selected: str) -> list[tuple[str, str, str, str]]:
+def _list_data_options(data_kind: str) -> list[tuple[str, str, str, str]]:
     """Return the options of one kind of data, one option of every kind that has it, or all of all."""
     from inspect import signature
 
     from colonnade.data import SOURCES
 
-    is_kind = selected in SOURCES
-    if selected and not is_kind and selected not in MEANINGS:
+    is_kind = data_kind in SOURCES
+    if data_kind and not is_kind and data_kind not in MEANINGS:
         known = sorted(SOURCES) + sorted(MEANINGS)
         raise ConfigError(
-            f"unknown kind of data or option {selected!r}; {suggest_nearest(selected, known)}"
+            f"unknown kind of data or option {data_kind!r}; {suggest_nearest(data_kind, known)}"
         )
     lines = []
-    for name in [selected] if is_kind else sorted(SOURCES):
+    for name in [data_kind] if is_kind else sorted(SOURCES):
         for option in signature(SOURCES[name]).parameters.values():
-            if option.name != "path" and selected in ("", name, option.name):
+            if option.name != "path" and data_kind in ("", name, option.name):
                 default = "none" if option.default is None else str(option.default).lower()
                 default = default if len(default) < 40 else f"{default[:37]}..."
                 setting = f"{OPTIONS}.{option.name}"
@@ -171,15 +171,15 @@ def _list_data_options(selected: str) -> list[tuple[str, str, str, str]]:
     return lines
 
 
-def _walk_setting_fields(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _walk_setting_fields(config_section: Any, name_prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield (name, field) of every setting; a nested section comes before its own settings."""
-    for name, field in section.model_fields.items():
+    for name, field in config_section.model_fields.items():
         inner = _section_class(field.annotation)
-        if prefix or not hasattr(inner, "model_fields"):
-            yield f"{prefix}{name}", field
+        if name_prefix or not hasattr(inner, "model_fields"):
+            yield f"{name_prefix}{name}", field
         if hasattr(inner, "model_fields"):
             key = "NAME." if get_origin(field.annotation) is dict else ""
-            yield from _walk_setting_fields(inner, f"{prefix}{name}.{key}")
+            yield from _walk_setting_fields(inner, f"{name_prefix}{name}.{key}")
 
 
 def _section_class(annotation: Any) -> Any:
@@ -200,12 +200,12 @@ def _describe_own_values(field: Any) -> str:
     return next((part.words for part in field.metadata if isinstance(part, SettingWords)), "")
 
 
-def _describe_allowed_values(annotation: Any) -> str:
+def _describe_allowed_values(type_annotation: Any) -> str:
     """Describe the values of a type."""
-    if hasattr(annotation, "model_fields"):
+    if hasattr(type_annotation, "model_fields"):
         return "a section"
-    origin = get_origin(annotation)
-    inner = get_args(annotation)
+    origin = get_origin(type_annotation)
+    inner = get_args(type_annotation)
     if origin is Literal:
         return " | ".join(map(str, inner))
     if origin in (Union, types.UnionType):
@@ -218,7 +218,9 @@ def _describe_allowed_values(annotation: Any) -> str:
     if origin is tuple:
         return ", ".join(_describe_allowed_values(a) for a in inner if a is not Ellipsis)
     names = {int: "integer", float: "number", str: "text", bool: "true | false", dict: "mapping"}
-    return names.get(origin or annotation, getattr(annotation, "__name__", str(annotation)))
+    return names.get(
+        origin or type_annotation, getattr(type_annotation, "__name__", str(type_annotation))
+    )
 
 
 def suggest_nearest(name: str, known: Sequence[str]) -> str:

@@ -68,10 +68,10 @@ def _build_tier_table(counts_by_tier: Mapping[str, Mapping[str, Any]]) -> Grid:
     return build_grid(["", *counts_by_tier], rows, pad_edge=False, **options)
 
 
-def _build_traffic_table(sent_bytes: Mapping[str, Any], steps: int) -> Grid:
+def _build_traffic_table(sent_bytes: Mapping[str, Any], num_steps: int) -> Grid:
     """Build a table of the bytes and messages sent to other ranks."""
     lines = build_traffic_lines(
-        flatten_counts(sent_bytes["bytes"]), flatten_counts(sent_bytes["messages"]), steps
+        flatten_counts(sent_bytes["bytes"]), flatten_counts(sent_bytes["messages"]), num_steps
     )
     options: dict[str, Any] = {
         "title": "sent to other ranks (this rank)",

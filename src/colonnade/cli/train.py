@@ -147,41 +147,43 @@ def get_single_label(labels: list[str] | None) -> str | None:
     return labels[0] if labels else None
 
 
-def choose_run_folder(folder: Path | None, name: str) -> Path:
-    """Return `folder`, or a new one by name and time. Raises ConfigError for None under torchrun, where each rank would
-    choose another name."""
+def choose_run_folder(requested_folder: Path | None, run_name: str) -> Path:
+    """Return `requested_folder`, or a new one by name and time. Raises ConfigError for None under torchrun, where each
+    rank would choose another name."""
     from colonnade.cli.ranks import is_under_torchrun
 
-    if folder is None and is_under_torchrun():
+    if requested_folder is None and is_under_torchrun():
         raise ConfigError(
             "torchrun starts several ranks, and may restart them: give their run folder with --run"
         )
-    return folder or Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
+    return requested_folder or Path("runs") / f"{run_name}-{datetime.now():%Y%m%d-%H%M%S}"
 
 
 def build_config(
-    config: Path | None,
-    data: str | None,
-    path: str | None,
-    short: Mapping[str, Any],
-    set_: list[str] | None,
-    run: Path | None,
+    config_path: Path | None,
+    data_kind: str | None,
+    data_path: str | None,
+    short_options: Mapping[str, Any],
+    set_options: list[str] | None,
+    run_folder: Path | None,
 ) -> RunConfig:
     """Build the configuration of a command line.
 
-    short: settings that have an option of their own; None: not given. --set overrides them. run: a run folder, whose
-    recorded settings are the base if neither `config` nor `data` is given. Raises ConfigError.
+    short_options: settings that have an option of their own; None: not given. --set overrides them. run_folder: a run
+    folder, whose recorded settings are the base if neither `config_path` nor `data_kind` is given. Raises ConfigError.
     """
     from colonnade.config.run import OPTIMIZER_SETTINGS, override_settings
 
-    settings = {name: value for name, value in short.items() if value is not None}
-    settings |= parse_set_options(set_ or [])
-    base = _choose_base_config(config, data, path, settings.get("model.name"), run)
-    if config is None and data is not None and "embedding.optimizer" in settings:
+    settings = {name: value for name, value in short_options.items() if value is not None}
+    settings |= parse_set_options(set_options or [])
+    base = _choose_base_config(
+        config_path, data_kind, data_path, settings.get("model.name"), run_folder
+    )
+    if config_path is None and data_kind is not None and "embedding.optimizer" in settings:
         # The preset's settings are for its own optimizer; reset them for another one.
         settings = {f"embedding.{name}": None for name in OPTIMIZER_SETTINGS} | settings
-    if path is not None:
-        settings["data.path"] = path
+    if data_path is not None:
+        settings["data.path"] = data_path
     result = override_settings(base, settings)
     if result.data.path is not None:  # later commands may run in another working directory
         result = override_settings(
@@ -191,45 +193,49 @@ def build_config(
 
 
 def _choose_base_config(
-    config: Path | None, data: str | None, path: str | None, model: str | None, run: Path | None
+    config_path: Path | None,
+    data_kind: str | None,
+    data_path: str | None,
+    model_name: str | None,
+    run_folder: Path | None,
 ) -> RunConfig:
     """Load the settings that the command line overrides: a file's, a preset's, both, or a run's. Raises ConfigError."""
     from colonnade.config.run import load_config, override_settings
     from colonnade.formats import flatten_to_dotted_names
     from colonnade.run.defaults import get_preset
 
-    if config is not None:
-        reader = _guess_reader(config)
-        if reader and config.suffix.lower() not in (".yaml", ".yml"):
+    if config_path is not None:
+        reader = _guess_reader(config_path)
+        if reader and config_path.suffix.lower() not in (".yaml", ".yml"):
             raise ConfigError(
-                f"got {config} as the config, wanted a YAML file; data goes to --path: "
-                f"colonnade train --data {reader} --path {config}"
+                f"got {config_path} as the config, wanted a YAML file; data goes to --path: "
+                f"colonnade train --data {reader} --path {config_path}"
             )
-        loaded = load_config(config)
+        loaded = load_config(config_path)
         named_data = loaded.data.name if "name" in loaded.data.model_fields_set else None
-        if named_data is None and data is not None:
+        if named_data is None and data_kind is not None:
             own_settings = flatten_to_dotted_names(loaded.model_dump(exclude_unset=True))
-            model = model or own_settings.get("model.name")
-            return override_settings(get_preset(data, model), own_settings)
+            model_name = model_name or own_settings.get("model.name")
+            return override_settings(get_preset(data_kind, model_name), own_settings)
         if named_data is None:
             raise ConfigError(
-                f"{config} names no data, wanted data.name: NAME in it, or --data NAME beside it"
+                f"{config_path} names no data, wanted data.name: NAME in it, or --data NAME beside it"
             )
-        if data not in (None, named_data):
+        if data_kind not in (None, named_data):
             raise ConfigError(
-                f"got --data {data}, and {config} has data.name: {named_data}; leave one of them out"
+                f"got --data {data_kind}, and {config_path} has data.name: {named_data}; leave one of them out"
             )
         return loaded
-    if data is not None:
-        return get_preset(data, model)
-    if path is not None:
+    if data_kind is not None:
+        return get_preset(data_kind, model_name)
+    if data_path is not None:
         raise ConfigError(
-            f"got --path without --data, which names its reader; give --data {_guess_reader(path) or 'NAME'} too "
+            f"got --path without --data, which names its reader; give --data {_guess_reader(data_path) or 'NAME'} too "
             "(colonnade train --help lists the names)"
         )
-    if run is not None and (run / "config.yaml").is_file():
-        return load_config(run / "config.yaml")
-    missing = "" if run is None else f"; {run} is no run folder yet"
+    if run_folder is not None and (run_folder / "config.yaml").is_file():
+        return load_config(run_folder / "config.yaml")
+    missing = "" if run_folder is None else f"; {run_folder} is no run folder yet"
     raise ConfigError(
         f"got no data{missing}. Wanted --data NAME --path FILE, e.g. --data csv --path clicks.csv, a YAML file that "
         "names data, or --run FOLDER of a run to continue. `--data synthetic` needs no files"
@@ -242,59 +248,63 @@ def _guess_reader(path: str | Path) -> str | None:
     return None if format is None else format.name
 
 
-def train_run(config: RunConfig, folder: Path, ranks: int, at: int | None = None) -> dict[str, Any]:
+def train_run(
+    config: RunConfig, run_folder: Path, num_ranks: int, checkpoint_step: int | None = None
+) -> dict[str, Any]:
     """Train to the end, print the outcome and return the run's summary."""
     from colonnade.cli import ranks as launch
     from colonnade.cli.table import show_outcome
 
     console = Terminal()
-    summary = launch.train(config, folder, ranks, console, at)
+    summary = launch.train(config, run_folder, num_ranks, console, checkpoint_step)
     if summary:
-        show_outcome(console, summary, folder)
+        show_outcome(console, summary, run_folder)
     return summary
 
 
-def train_seeds(config: RunConfig, folder: Path, ranks: int, seeds: int, at: int | None) -> None:
+def train_seeds(
+    config: RunConfig, run_folder: Path, num_ranks: int, num_seeds: int, checkpoint_step: int | None
+) -> None:
     """Train a run, or one for each of several seeds; then print the mean and standard deviation of their metrics."""
-    if seeds == 1:
-        train_run(config, folder, ranks, at)
+    if num_seeds == 1:
+        train_run(config, run_folder, num_ranks, checkpoint_step)
         return
     from statistics import stdev
 
     from colonnade.checkpoint.header import list_checkpoints
     from colonnade.cli.ranks import is_under_torchrun
     from colonnade.config.run import override_settings
-    from colonnade.report.intervals import student
+    from colonnade.report.intervals import compute_confidence_interval
     from colonnade.train.best import select_judged
 
-    if is_under_torchrun() or at is not None:
+    if is_under_torchrun() or checkpoint_step is not None:
         raise ConfigError(
             "got --seeds with torchrun or --at, wanted neither; train each seed by itself with --seed"
         )
-    if list_checkpoints(folder):
+    if list_checkpoints(run_folder):
         raise ConfigError(
-            f"{folder} is a run, wanted a folder for the runs of {seeds} seeds; give another --run"
+            f"{run_folder} is a run, wanted a folder for the runs of {num_seeds} seeds; give another --run"
         )
     console = Terminal()
     metrics = []
-    for seed in range(config.train.seed, config.train.seed + seeds):
+    for seed in range(config.train.seed, config.train.seed + num_seeds):
         console.print(f"seed {seed}", style="bold")
         summary = train_run(
-            override_settings(config, {"train.seed": seed}), folder / f"seed-{seed}", ranks
+            override_settings(config, {"train.seed": seed}), run_folder / f"seed-{seed}", num_ranks
         )
         if not summary or summary["stopped"]:
             return
         metrics.append(select_judged(summary["metrics"]))
     console.print(
-        f"mean of {seeds} seeds ± standard deviation (95 % interval of the mean)", style="bold"
+        f"mean of {num_seeds} seeds ± standard deviation (95 % interval of the mean)", style="bold"
     )
     for name in metrics[0]:
         values = [by_name.get(name, float("nan")) for by_name in metrics]
-        mean, half_width = student(values)
+        mean, half_width = compute_confidence_interval(values)
         console.print(
             f"{name.replace('_', ' ')}: {mean:.4f} ± {stdev(values):.4f} (± {half_width:.4f})"
         )
-    console.print(f"compare them: colonnade compare {folder}/*", markup=False, soft_wrap=True)
+    console.print(f"compare them: colonnade compare {run_folder}/*", markup=False, soft_wrap=True)
 
 
 LITERALS = {"true": True, "false": False, "none": None, "null": None, "~": None, "": None}
@@ -310,11 +320,11 @@ def _parse_yaml_value(text: str) -> Any:
         return text
 
 
-def parse_set_options(pairs: list[str]) -> dict[str, Any]:
+def parse_set_options(assignments: list[str]) -> dict[str, Any]:
     """Parse `--set` options: `["train.epochs=3"]` -> {"train.epochs": 3}. Values are Python literals, YAML lists and
     mappings, or else text."""
     settings: dict[str, Any] = {}
-    for pair in pairs:
+    for pair in assignments:
         name, equals, text = pair.partition("=")
         if not equals or not name:
             raise ConfigError(f"--set got {pair!r}, wanted name=value, e.g. --set train.epochs=3")

@@ -23,7 +23,7 @@ from colonnade.comm.mesh import ALL, Mesh, Scope
 from colonnade.topology.world import World
 
 
-def notify_servers(mesh: Mesh, has_batch: bool) -> bool:
+def any_trainer_has_batch(mesh: Mesh, has_batch: bool) -> bool:
     """Return whether any trainer has another batch to evaluate. Collective if there are servers (channel "evaluate").
 
     Tells the servers whether to serve another read. A server passes False."""
@@ -32,16 +32,16 @@ def notify_servers(mesh: Mesh, has_batch: bool) -> bool:
     return bool(mesh.all_reduce("evaluate", torch.tensor(float(has_batch))))
 
 
-def concatenate_over_ranks(mesh: Mesh, rows: Tensor, channel: str = "gather") -> Tensor:
+def concatenate_over_ranks(mesh: Mesh, own_rows: Tensor, channel: str = "gather") -> Tensor:
     """Concatenate the rows (m, ...) of all ranks to (M, ...), in rank order; m may differ between ranks, and be 0.
 
     Differentiable; forward and backward are collective. A rank's rows receive the sum of all ranks' gradients, added in
     a fixed order. Every rank must take part in the backward: compute its loss from the result.
     """
     if mesh.num_ranks == 1:
-        return rows
-    counts = [int(n) for n in mesh.all_gather(channel, torch.tensor(len(rows)))]
-    return _Gather.apply(rows, mesh, counts, channel)
+        return own_rows
+    counts = [int(n) for n in mesh.all_gather(channel, torch.tensor(len(own_rows)))]
+    return _Gather.apply(own_rows, mesh, counts, channel)
 
 
 class _Gather(torch.autograd.Function):
@@ -94,9 +94,9 @@ class SumTraffic:
 
 
 def estimate_sum_traffic(
-    algorithm: SumAlgorithm, world: World, num_bytes: float, coded_bytes: float | None = None
+    algorithm: SumAlgorithm, world: World, buffer_bytes: float, coded_bytes: float | None = None
 ) -> SumTraffic:
-    """Return what each rank sends to sum a buffer of `num_bytes` bytes with algorithm `algorithm`. Pure.
+    """Return what each rank sends to sum a buffer of `buffer_bytes` bytes with algorithm `algorithm`. Pure.
 
     coded_bytes: bytes of the whole buffer on coded hops; None without a codec. `by host` codes the hops between hosts,
     the other algorithms all hops. A host's uplink sends L x `remote_bytes` and receives as much: 2 (H - 1) L / H x S
@@ -107,7 +107,7 @@ def estimate_sum_traffic(
     local = world.ranks_per_host
     num_local = local - 1
     num_remote = ranks - local
-    coded_size = num_bytes if coded_bytes is None else coded_bytes
+    coded_size = buffer_bytes if coded_bytes is None else coded_bytes
     if algorithm == "whole":
         return SumTraffic(num_local, num_remote, num_local * coded_size, num_remote * coded_size)
     if algorithm == "scattered":
@@ -122,13 +122,13 @@ def estimate_sum_traffic(
     return SumTraffic(
         2 * num_local,
         hops * num_remote,
-        2 * num_local * num_bytes / local,
+        2 * num_local * buffer_bytes / local,
         2 * num_remote * coded_size / ranks,
     )
 
 
-def choose_sum_algorithm(world: World, num_bytes: float) -> SumAlgorithm:
-    """Return the fastest algorithm for a buffer of `num_bytes` bytes, by the world's link speeds. Pure.
+def choose_sum_algorithm(world: World, buffer_bytes: float) -> SumAlgorithm:
+    """Return the fastest algorithm for a buffer of `buffer_bytes` bytes, by the world's link speeds. Pure.
 
     All ranks must know the same link speeds, or they choose differently. Short buffers are sent whole, in one hop,
     because each further hop waits for another message. Long buffers cross an uplink once per host, instead of once per
@@ -140,7 +140,7 @@ def choose_sum_algorithm(world: World, num_bytes: float) -> SumAlgorithm:
     return min(
         hops,
         key=lambda way: (
-            estimate_sum_traffic(way, world, num_bytes).predict_seconds(world) + hops[way] * hop
+            estimate_sum_traffic(way, world, buffer_bytes).predict_seconds(world) + hops[way] * hop
         ),
     )
 
@@ -153,24 +153,24 @@ def sum_algorithm_of_layout(world: World) -> SumAlgorithm:
     return "by host" if world.num_hosts > 1 and world.ranks_per_host > 1 else "scattered"
 
 
-def sum_over_ranks(mesh: Mesh, values: Tensor, algorithm: SumAlgorithm) -> None:
+def sum_over_ranks(mesh: Mesh, own_values: Tensor, algorithm: SumAlgorithm) -> None:
     """Sum values over ranks in place. Collective, from one issuing thread.
 
-    values: (n,) on the CPU, contiguous, n a multiple of N."""
+    own_values: (n,) on the CPU, contiguous, n a multiple of N."""
     ranks = mesh.num_ranks
     hosts = mesh.world.num_hosts
     local = mesh.world.ranks_per_host
     if ranks == 1:
         return
     if algorithm == "whole":
-        copies = all_gather_in_scope(mesh, ALL, values, ranks).view(hosts, local, -1)
-        _add(copies, values)
+        copies = all_gather_in_scope(mesh, ALL, own_values, ranks).view(hosts, local, -1)
+        _add(copies, own_values)
     elif algorithm == "scattered":
-        share = sum_blocks(exchange_shares(mesh, ALL, values, ranks).view(hosts, local, -1))
-        copy_in_chunks(all_gather_in_scope(mesh, ALL, share, ranks), values)
+        share = sum_blocks(exchange_shares(mesh, ALL, own_values, ranks).view(hosts, local, -1))
+        copy_in_chunks(all_gather_in_scope(mesh, ALL, share, ranks), own_values)
     else:
         host_share = sum_blocks(
-            exchange_shares(mesh, mesh.host_scope, values, local).view(1, local, -1)
+            exchange_shares(mesh, mesh.host_scope, own_values, local).view(1, local, -1)
         )
         if hosts == 2:  # as many bytes as by shares, in one hop
             _add(
@@ -184,17 +184,17 @@ def sum_over_ranks(mesh: Mesh, values: Tensor, algorithm: SumAlgorithm) -> None:
                 exchange_shares(mesh, mesh.cross_host_scope, host_share, hosts).view(hosts, 1, -1)
             )
             host_share = all_gather_in_scope(mesh, mesh.cross_host_scope, share, hosts)
-        copy_in_chunks(all_gather_in_scope(mesh, mesh.host_scope, host_share, local), values)
+        copy_in_chunks(all_gather_in_scope(mesh, mesh.host_scope, host_share, local), own_values)
 
 
-def sum_blocks_in_order(blocks: Tensor) -> Tensor:
-    """Sum the blocks (H, L, n) of all ranks to (n,), in the order of additions that all algorithms share."""
+def sum_blocks_in_order(rank_blocks: Tensor) -> Tensor:
+    """Sum the rank_blocks (H, L, n) of all ranks to (n,), in the order of additions that all algorithms share."""
     for _ in range(2):  # over the ranks of a host, then over hosts
-        blocks = blocks.transpose(0, 1)
-        while len(blocks) > 1:
-            pairs = blocks[0 : len(blocks) - 1 : 2] + blocks[1::2]
-            blocks = torch.cat([pairs, blocks[-1:]]) if len(blocks) % 2 else pairs
-    return blocks[0, 0]
+        rank_blocks = rank_blocks.transpose(0, 1)
+        while len(rank_blocks) > 1:
+            pairs = rank_blocks[0 : len(rank_blocks) - 1 : 2] + rank_blocks[1::2]
+            rank_blocks = torch.cat([pairs, rank_blocks[-1:]]) if len(rank_blocks) % 2 else pairs
+    return rank_blocks[0, 0]
 
 
 def exchange_shares(mesh: Mesh, scope: Scope, values: Tensor, size: int) -> Tensor:
@@ -205,12 +205,12 @@ def exchange_shares(mesh: Mesh, scope: Scope, values: Tensor, size: int) -> Tens
     return mesh.all_to_all("dense", values, share, share, scope=scope)[0]
 
 
-def all_gather_in_scope(mesh: Mesh, scope: Scope, values: Tensor, num_members: int) -> Tensor:
-    """Send `values` (n,) to all members; return all members' values (size x n,), in rank order."""
-    send = mesh.allocate_send_buffer(num_members * len(values), values.dtype, scope)
+def all_gather_in_scope(mesh: Mesh, scope: Scope, own_values: Tensor, num_members: int) -> Tensor:
+    """Send `own_values` (n,) to all members; return all members' values (size x n,), in rank order."""
+    send = mesh.allocate_send_buffer(num_members * len(own_values), own_values.dtype, scope)
     for block in send.view(num_members, -1):
-        copy_in_chunks(values, block)
-    share = [len(values)] * num_members
+        copy_in_chunks(own_values, block)
+    share = [len(own_values)] * num_members
     return mesh.all_to_all("dense", send, share, share, scope=scope)[0]
 
 

@@ -55,10 +55,12 @@ def format_ranks(ranks: Sequence[int]) -> str:
     return f"rank {text}" if len(ranks) == 1 else f"ranks {text}"
 
 
-def _format_rank_value(name: str, value: str, ranks: Sequence[int], is_first: bool) -> str:
+def _format_rank_value(
+    fact_name: str, fact_value: str, ranks: Sequence[int], is_first: bool
+) -> str:
     """Return "rank 2 has name=value"; the name only in the first text of a fact."""
-    if value == ABSENT:
-        value = f"no {name}" if is_first else "none"
+    if fact_value == ABSENT:
+        fact_value = f"no {fact_name}" if is_first else "none"
     elif is_first:
-        value = f"{name}={value}"
-    return f"{format_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'} {value}"
+        fact_value = f"{fact_name}={fact_value}"
+    return f"{format_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'} {fact_value}"

@@ -312,7 +312,7 @@ class Mesh:
         return self.groups[thread, self._links_in(scope).groups]
 
     def _begin_call(
-        self, channel: str, start_call: Callable[..., Any], scope: Scope = ALL
+        self, channel: str, start_torch_call: Callable[..., Any], scope: Scope = ALL
     ) -> PendingCall:
         """Begin a call of torch.distributed. Raises PeerLost."""
         assert self.peer_monitor is not None
@@ -321,7 +321,9 @@ class Mesh:
         self.peer_monitor.begin_call(name)
         group = self.groups[THREADS[channel], links.groups]
         try:
-            return PendingCall(self.peer_monitor, name, start_call(group=group, async_op=True))
+            return PendingCall(
+                self.peer_monitor, name, start_torch_call(group=group, async_op=True)
+            )
         except RuntimeError as error:
             raise self.peer_monitor.diagnose_loss(name, error) from error
 

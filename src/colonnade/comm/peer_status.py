@@ -243,7 +243,7 @@ class PeerMonitor:
             raise PeerLost(self.lost)
         self._calls[channel] = self._calls.get(channel, 0) + 1
 
-    def wait_for_call(self, channel: str, call: dist.Work) -> None:
+    def wait_for_call(self, channel: str, pending_work: dist.Work) -> None:
         """Wait until the call is done. Raises PeerLost if it fails or times out."""
         began = self._waiting[channel] = time.monotonic()
         limit = self.timeout * (PATIENCE if channel in PATIENT_CHANNELS else 1)
@@ -251,13 +251,13 @@ class PeerMonitor:
         try:
             while True:
                 try:
-                    call.wait(POLL_INTERVAL)
+                    pending_work.wait(POLL_INTERVAL)
                     return
                 except RuntimeError as error:
                     if is_over:
                         raise self.diagnose_loss(channel, error) from None
                     # The call may have completed right after the wait timed out: then wait once more.
-                    is_over = call.is_completed()
+                    is_over = pending_work.is_completed()
                 if is_over:
                     continue
                 now = time.monotonic()
@@ -276,7 +276,7 @@ class PeerMonitor:
             self._waiting.pop(channel, None)
             self._idle_since = time.monotonic()
 
-    def diagnose_loss(self, channel: str, error: BaseException | None) -> PeerLost:
+    def diagnose_loss(self, channel: str, call_error: BaseException | None) -> PeerLost:
         """Return the error for a call that failed or timed out, naming the ranks that caused it. No call can be made
         after this."""
         waited = time.monotonic() - self._waiting.get(channel, time.monotonic())
@@ -296,7 +296,11 @@ class PeerMonitor:
             else:
                 reason = f"{self._heartbeats.failure_reason}{self._store_error}"
             peers = format_ranks(self.lost_ranks) if self.lost_ranks else "a peer"
-            cause = f" (gloo: {_shorten_gloo(first_line(error))})" if error is not None else ""
+            cause = (
+                f" (gloo: {_shorten_gloo(first_line(call_error))})"
+                if call_error is not None
+                else ""
+            )
             lost = (
                 f"rank {self.rank} of {len(self.peers)} lost {peers} in {channel!r} (call {number}, step {self.step}, "
                 f"after {waited:.0f} s): {reason}. The run resumes from its newest checkpoint: start it again, "
@@ -403,14 +407,14 @@ class PeerMonitor:
             self._over.wait(0.2)
             self._write_own_status()
 
-    def _build_peer_status(self, rank: int, began: float) -> PeerStatus:
+    def _build_peer_status(self, rank: int, diagnosis_start: float) -> PeerStatus:
         peer = self.peers[rank]
         now = time.monotonic()
         state = ""
         if peer.machine == self.peers[self.rank].machine:
             state = read_process_state(peer.pid)
         if rank not in self._lines:
-            return PeerStatus(peer, now - began, state)
+            return PeerStatus(peer, now - diagnosis_start, state)
         _, read_at, line = self._lines[rank]
         return PeerStatus(
             peer,

@@ -137,7 +137,7 @@ def _open_file_store(path: str, timeout: timedelta) -> dist.FileStore:
 
 
 def join_rendezvous(
-    store: dist.Store, rank: int, num_ranks: int, identity: Peer, timeout: timedelta
+    store: dist.Store, rank: int, num_ranks: int, own_identity: Peer, timeout: timedelta
 ) -> tuple[str, list[Peer]]:
     """Exchange identities with all ranks; return a key prefix unique to this attempt, and the identities. Collective.
 
@@ -145,7 +145,7 @@ def join_rendezvous(
     together."""
     deadline = time.monotonic() + timeout.total_seconds()
     word = uuid.uuid4().hex
-    greeting = json.dumps({**asdict(identity), "word": word})
+    greeting = json.dumps({**asdict(own_identity), "word": word})
     store.set(f"{ROOT}/hello/{rank}", greeting)
     if rank == 0:
         token = word
@@ -160,7 +160,7 @@ def join_rendezvous(
         if first["word"] != word:
             raise WorldError(
                 f"two processes came as rank {rank} of {num_ranks}: pid {first['pid']} on {first['host']} and pid "
-                f"{identity.pid} on {identity.host}; give every process a RANK of its own"
+                f"{own_identity.pid} on {own_identity.host}; give every process a RANK of its own"
             )
         _wait_for_keys(
             store,
@@ -180,33 +180,33 @@ def join_rendezvous(
     return f"{ROOT}/{token}", peers
 
 
-def _answer_hellos(store: dist.Store, token: str, num_ranks: int, deadline: float) -> None:
+def _answer_hellos(store: dist.Store, attempt_token: str, num_ranks: int, deadline: float) -> None:
     """Answer on rank 0 every hello, including those of earlier attempts, until each rank has joined."""
     missing = list(range(1, num_ranks))
     answered = set()
     while missing:
-        missing = [r for r in missing if not store.check([_arrival_key(token, r)])]
+        missing = [r for r in missing if not store.check([_arrival_key(attempt_token, r)])]
         # Check all ranks: a second process may announce itself as a rank that has joined.
         for r in range(1, num_ranks) if missing else ():
             if store.check([f"{ROOT}/hello/{r}"]):
                 word = json.loads(store.get(f"{ROOT}/hello/{r}"))["word"]
                 if word not in answered:
-                    store.set(f"{ROOT}/reply/{word}", token)
+                    store.set(f"{ROOT}/reply/{word}", attempt_token)
                     answered.add(word)
         if missing and time.monotonic() > deadline:
             raise PeerLost(_describe_missing(missing, num_ranks))
         if missing:
             time.sleep(POLL_SECONDS)
-    store.set(f"{ROOT}/{token}/go", "")
+    store.set(f"{ROOT}/{attempt_token}/go", "")
 
 
-def _wait_for_keys(store: dist.Store, keys: list[str], deadline: float, describe) -> None:
+def _wait_for_keys(store: dist.Store, keys: list[str], deadline: float, describe_missing) -> None:
     try:
         store.wait(keys, timedelta(seconds=max(0.001, deadline - time.monotonic())))
     except RuntimeError as error:
         # A FileStore's timeout has no exception type of its own, and its file cannot disappear.
         if isinstance(error, dist.DistStoreError) or STORE in os.environ:
-            raise PeerLost(describe()) from None
+            raise PeerLost(describe_missing()) from None
         raise PeerLost(
             f"the rendezvous at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} went away while ranks "
             f"met: the process that serves it ended. ({first_line(error)})"

@@ -110,12 +110,12 @@ class PeerBuffers:
         self._pid = pid
         self._mapped: dict[int, tuple[int, np.ndarray]] = {}
 
-    def map_buffer(self, fd: int) -> int:
-        """Return the address at which this process has mapped the peer's buffer `fd`. Raises OSError if the peer is
-        gone, WorldError if this process cannot map another buffer."""
-        if fd not in self._mapped:
+    def map_buffer(self, peer_fd: int) -> int:
+        """Return the address at which this process has mapped the peer's buffer `peer_fd`. Raises OSError if the peer
+        is gone, WorldError if this process cannot map another buffer."""
+        if peer_fd not in self._mapped:
             try:
-                memory = self._map_buffer(fd)
+                memory = self._map_buffer(peer_fd)
             except OSError as error:
                 if error.errno not in LIMIT_ERRORS:
                     raise
@@ -126,8 +126,8 @@ class PeerBuffers:
                 ) from None
             # Another thread may have mapped it in the meantime and be reading from it.
             block = np.frombuffer(memory, np.uint8)
-            self._mapped.setdefault(fd, (block.ctypes.data, block))
-        return self._mapped[fd][0]
+            self._mapped.setdefault(peer_fd, (block.ctypes.data, block))
+        return self._mapped[peer_fd][0]
 
     def _map_buffer(self, fd: int) -> mmap.mmap:
         own_fd = os.open(f"/proc/{self._pid}/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
@@ -142,13 +142,15 @@ MIN_SHARED_BYTES = 1 << 18
 DESCRIPTOR = struct.Struct("=qqq")  # fd, offset, number of the first unread message
 
 
-def uses_shared_memory(sent: Sequence[int], received: Sequence[int], own_index: int) -> list[bool]:
+def uses_shared_memory(
+    sent_bytes: Sequence[int], received_bytes: Sequence[int], own_member_index: int
+) -> list[bool]:
     """Return, for each member of a call, whether its messages go through shared memory. Pure; the same at both ends.
 
-    sent, received: bytes to and from each member. A pair uses shared memory in both directions or in none, because
-    descriptors also acknowledge reads."""
-    pairs = zip(sent, received, strict=True)
-    return [i != own_index and max(pair) >= MIN_SHARED_BYTES for i, pair in enumerate(pairs)]
+    sent, received_bytes: bytes to and from each member. A pair uses shared memory in both directions or in none,
+    because descriptors also acknowledge reads."""
+    pairs = zip(sent_bytes, received_bytes, strict=True)
+    return [i != own_member_index and max(pair) >= MIN_SHARED_BYTES for i, pair in enumerate(pairs)]
 
 
 class MessageTracker:
@@ -165,26 +167,32 @@ class MessageTracker:
         )  # the peer has read all earlier messages
         self._retained: list[tuple[Tensor, Mapping[int, int]]] = []
 
-    def begin_call(self, buffer: Tensor, peers: Iterable[int]) -> dict[int, tuple[int, int]]:
-        """Begin a call that exchanges one message with each peer, and retain `buffer`, which contains those to send.
+    def begin_call(
+        self, send_buffer: Tensor, peer_ranks: Iterable[int]
+    ) -> dict[int, tuple[int, int]]:
+        """Begin a call that exchanges one message with each peer, and retain `send_buffer`, which contains those to
+        send.
 
         Returns by peer the message number, and the number of the peer's first message that is still unread here."""
         with self._lock:
             numbers = {}
-            for peer in peers:
+            for peer in peer_ranks:
                 number = self._num_begun[peer]
                 self._num_begun[peer] += 1
                 self._unread[peer].add(number)
                 numbers[peer] = number, min(self._unread[peer])
-            self._retained.append((buffer, {peer: number for peer, (number, _) in numbers.items()}))
+            self._retained.append(
+                (send_buffer, {peer: number for peer, (number, _) in numbers.items()})
+            )
             return numbers
 
-    def end_call(self, read: Mapping[int, tuple[int, int]]) -> None:
+    def end_call(self, read_messages: Mapping[int, tuple[int, int]]) -> None:
         """End a call after its messages were read here, and release buffers that all peers have read.
 
-        read: by peer, its message's number, and the first of our messages that it had not read when it sent that."""
+        read_messages: by peer, its message's number, and the first of our messages that it had not read when it sent
+        that."""
         with self._lock:
-            for peer, (number, first_unread) in read.items():
+            for peer, (number, first_unread) in read_messages.items():
                 self._unread[peer].remove(number)
                 self._read_by_peer[peer] = max(first_unread, self._read_by_peer[peer])
             self._retained = [

@@ -43,17 +43,17 @@ class Traffic:
     def count_sent_bytes(
         self,
         channel: str,
-        links: Sequence[Link | None],
-        num_bytes: Sequence[int],
-        messages: int = 1,
+        links_by_member: Sequence[Link | None],
+        bytes_by_member: Sequence[int],
+        messages_per_link: int = 1,
     ) -> None:
-        """Count the bytes sent over each link, as `messages` messages per link. Ignores sends of 0 bytes, and sends to
-        itself (link None)."""
+        """Count the bytes sent over each link, as `messages_per_link` messages per link. Ignores sends of 0 bytes, and
+        sends to itself (link None)."""
         with self._counting:
-            for link, count in zip(links, num_bytes, strict=True):
+            for link, count in zip(links_by_member, bytes_by_member, strict=True):
                 if count and link is not None:
                     self.sent_bytes[channel, link] += count
-                    self.messages[channel, link] += messages
+                    self.messages[channel, link] += messages_per_link
 
     def bytes_of(self, channel: str) -> int:
         """Return the bytes sent on a channel over all links."""
@@ -77,32 +77,33 @@ def _group_by_channel(counts: Counter[tuple[str, Link]]) -> dict[str, dict[str, 
 
 @lru_cache(maxsize=1024)
 def count_ring_sum_traffic(
-    num_bytes: int, itemsize: int, position: int, num_members: int
+    buffer_bytes: int, itemsize: int, member_index: int, num_members: int
 ) -> tuple[int, int]:
     """Count the (bytes, messages) that one member of gloo's ring all-reduce sends to the previous member.
 
-    num_bytes: size of the buffer to sum. position, num_members: the member's position in the ring, and the ring's
+    buffer_bytes: size of the buffer to sum. position, num_members: the member's position in the ring, and the ring's
     size. Gloo
     passes one chunk per member round the ring twice, to sum it and to broadcast it, in two segments or more. The last
     chunks may be short or empty.
     """
-    chunk = 2 * itemsize * -(-num_bytes // (2 * num_members * itemsize))
+    chunk = 2 * itemsize * -(-buffer_bytes // (2 * num_members * itemsize))
     own_chunk, next_chunk = (
-        min(max(num_bytes - k * chunk, 0), chunk) for k in (position, (position + 1) % num_members)
+        min(max(buffer_bytes - k * chunk, 0), chunk)
+        for k in (member_index, (member_index + 1) % num_members)
     )
     segments = max(2, -(-chunk // SEGMENT_BYTES))
     # A member does not forward its own chunk in the sum, or the next member's chunk in the broadcast.
-    return 2 * num_bytes - own_chunk - next_chunk, 2 * (num_members - 1) * segments
+    return 2 * buffer_bytes - own_chunk - next_chunk, 2 * (num_members - 1) * segments
 
 
-def find_broadcast_children(position: int, num_members: int) -> Sequence[int]:
+def find_broadcast_children(member_index: int, num_members: int) -> Sequence[int]:
     """Find the members to which one member forwards a broadcast of member 0, in gloo's binomial tree."""
     children = []
     step = 1
     while step < num_members:
         # A member receives along the highest bit of its position, and forwards along all higher bits.
-        if position < step and position + step < num_members:
-            children.append(position + step)
+        if member_index < step and member_index + step < num_members:
+            children.append(member_index + step)
         step *= 2
     return children
 

@@ -9,7 +9,7 @@ from typing import Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from colonnade.config.validation import describe_validation_error
+from colonnade.config.validation import describe_wanted_value
 
 
 def explain_errors(error: ValidationError, section: type[BaseModel]) -> str:
@@ -17,47 +17,54 @@ def explain_errors(error: ValidationError, section: type[BaseModel]) -> str:
     return "\n".join(_explain_validation_error(problem, section) for problem in error.errors())
 
 
-def _explain_validation_error(problem: Any, section: Any) -> str:
-    path = [str(part) for part in problem["loc"]]
+def _explain_validation_error(pydantic_error: Any, config_section: Any) -> str:
+    path = [str(part) for part in pydantic_error["loc"]]
     name = ".".join(path)
-    if problem["type"] == "extra_forbidden":
+    if pydantic_error["type"] == "extra_forbidden":
         for part in path[:-1]:
-            is_by_name = get_origin(section) is dict
-            section = _unwrap_optional(
-                get_args(section)[1] if is_by_name else section.model_fields[part].annotation
+            is_by_name = get_origin(config_section) is dict
+            config_section = _unwrap_optional(
+                get_args(config_section)[1]
+                if is_by_name
+                else config_section.model_fields[part].annotation
             )
-        return explain_unknown_setting(name, section.model_fields, name)
-    if problem["type"] in ("model_type", "dict_type"):
-        return f"{name}: got {_short_repr(problem['input'])}, wanted settings of it by name, such as {name}.NAME=VALUE"
-    if (wanted := describe_validation_error(problem)) != problem["msg"]:
-        return f"{name}: got {_short_repr(problem['input'])}, {wanted}"
-    message = problem["msg"].removeprefix("Value error, ")
+        return explain_unknown_setting(name, config_section.model_fields, name)
+    if pydantic_error["type"] in ("model_type", "dict_type"):
+        return (
+            f"{name}: got {_short_repr(pydantic_error['input'])}, wanted settings of it by name, such as "
+            f"{name}.NAME=VALUE"
+        )
+    if (wanted := describe_wanted_value(pydantic_error)) != pydantic_error["msg"]:
+        return f"{name}: got {_short_repr(pydantic_error['input'])}, {wanted}"
+    message = pydantic_error["msg"].removeprefix("Value error, ")
     if not name or message.startswith("unknown setting"):  # a check of several settings together
         return message
     return (
         f"{name}: {message}"
         if message.startswith("got ")
-        else f"{name}: got {_short_repr(problem['input'])}: {message}"
+        else f"{name}: got {_short_repr(pydantic_error['input'])}: {message}"
     )
 
 
-def explain_unknown_setting(name: str, known: Mapping[str, Any], path: str) -> str:
+def explain_unknown_setting(name: str, known_settings: Mapping[str, Any], section_path: str) -> str:
     """Return the message for an unknown setting, with the nearest known name of its section, or all names.
 
-    known: fields or values of the section, by name. path: name as the user typed it.
+    known_settings: fields or values of the section, by name. section_path: name as the user typed it.
     """
     key = name.split(".")[-1]
     prefix = name[: len(name) - len(key)]
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(key, known_settings, n=1, cutoff=0.5)
     inner = {
         inside: f"{section}.{inside}"
-        for section, value in known.items()
+        for section, value in known_settings.items()
         for inside in (value if isinstance(value, Mapping) else _section_fields(value))
     }
     if not near and (inside := difflib.get_close_matches(key, inner, n=1, cutoff=0.7)):
         near = [inner[inside[0]]]
-    hint = f"did you mean {prefix}{near[0]}?" if near else f"known here: {', '.join(known)}"
-    return f"unknown setting {path!r}; {hint}"
+    hint = (
+        f"did you mean {prefix}{near[0]}?" if near else f"known here: {', '.join(known_settings)}"
+    )
+    return f"unknown setting {section_path!r}; {hint}"
 
 
 def _short_repr(value: Any) -> str:

@@ -35,12 +35,12 @@ WANTED_TYPES = {
 
 
 def validate_dataclass_fields(
-    instance: Any, subject: str | None = None, *, strict: bool | None = True
+    instance: Any, message_subject: str | None = None, *, strict: bool | None = True
 ) -> None:
     """Check the fields of a frozen dataclass against their types, and store the converted values.
 
-    subject: prefix of the message; default: the class name; "": no prefix. strict: whether to reject text as a number
-    and a list as a tuple; None: as the types declare.
+    message_subject: prefix of the message; default: the class name; "": no prefix. strict: whether to reject text as a
+    number and a list as a tuple; None: as the types declare.
     Raises ConfigError with the field, its value and the wanted value (the type's `Expected`, else pydantic's text).
     """
     for name, (adapter, expected) in _build_field_validators(
@@ -51,24 +51,29 @@ def validate_dataclass_fields(
             checked = adapter.validate_python(current, strict=strict)
         except ValidationError as error:
             problem = error.errors(include_url=False)[0]
-            wanted = f"wanted {expected}" if expected else describe_validation_error(problem)
-            subject = type(instance).__name__ if subject is None else subject
-            prefix = f"{subject}: " if subject else ""
+            wanted = f"wanted {expected}" if expected else describe_wanted_value(problem)
+            message_subject = (
+                type(instance).__name__ if message_subject is None else message_subject
+            )
+            prefix = f"{message_subject}: " if message_subject else ""
             raise ConfigError(f"{prefix}got {name}={current!r}, {wanted}") from None
         object.__setattr__(instance, name, checked)
 
 
-def describe_validation_error(problem: Mapping[str, Any]) -> str:
+def describe_wanted_value(pydantic_error: Mapping[str, Any]) -> str:
     """Return the "wanted" part of a message for a pydantic error: a type, a limit or a list of words.
 
     Other errors keep pydantic's text.
     """
-    if problem["type"] == "literal_error":
-        return _suggest_word(problem["input"], problem["ctx"]["expected"])
-    kind, _, _ = problem["type"].partition("_")
-    if problem["type"].endswith(("_type", "_parsing", "_from_float")) and kind in WANTED_TYPES:
+    if pydantic_error["type"] == "literal_error":
+        return _suggest_word(pydantic_error["input"], pydantic_error["ctx"]["expected"])
+    kind, _, _ = pydantic_error["type"].partition("_")
+    if (
+        pydantic_error["type"].endswith(("_type", "_parsing", "_from_float"))
+        and kind in WANTED_TYPES
+    ):
         return WANTED_TYPES[kind]
-    return problem["msg"].replace("Input should be", "wanted", 1)
+    return pydantic_error["msg"].replace("Input should be", "wanted", 1)
 
 
 def _suggest_word(value: Any, expected: str) -> str:

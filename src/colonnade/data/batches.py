@@ -155,41 +155,47 @@ def _is_indexed(data_set: EpochBatches) -> TypeGuard[Indexed]:
     return isinstance(data_set, Indexed) and not isinstance(data_set, IterableDataset)
 
 
-def _iterate_from_step(data_set: EpochBatches, step: int, state: Any, name: str) -> Iterator[Batch]:
+def _iterate_from_step(
+    epoch_batches: EpochBatches, step: int, saved_state: Any, data_set_name: str
+) -> Iterator[Batch]:
     """Return an iterator over the batches of steps `step`, `step` + 1, ..."""
-    if _is_indexed(data_set):
-        return (data_set[i] for i in range(step, len(data_set)))
-    if state is None:
-        return _skip_batches(iter(data_set), step, name)
-    if not isinstance(data_set, Stateful):
+    if _is_indexed(epoch_batches):
+        return (epoch_batches[i] for i in range(step, len(epoch_batches)))
+    if saved_state is None:
+        return _skip_batches(iter(epoch_batches), step, data_set_name)
+    if not isinstance(epoch_batches, Stateful):
         raise DataError(
-            f"{name}: the run was saved with a state of the data set, and a {type(data_set).__name__} has no "
+            f"{data_set_name}: the run was saved with a state of the data set, and a "
+            f"{type(epoch_batches).__name__} has no "
             "load_state_dict to restore it; resume with the data set it was started with"
         )
-    data_set.load_state_dict(copy.deepcopy(state))
-    return iter(data_set)
+    epoch_batches.load_state_dict(copy.deepcopy(saved_state))
+    return iter(epoch_batches)
 
 
-def _skip_batches(batches: Iterator[Batch], count: int, name: str) -> Iterator[Batch]:
-    skipped = sum(1 for _ in islice(batches, count))
-    if skipped < count:
+def _skip_batches(
+    batches: Iterator[Batch], num_batches: int, data_set_name: str
+) -> Iterator[Batch]:
+    skipped = sum(1 for _ in islice(batches, num_batches))
+    if skipped < num_batches:
         raise DataError(
-            f"{name}: it ended after {skipped} batches, and the run resumes from batch {count} of this epoch; "
+            f"{data_set_name}: it ended after {skipped} batches, and the run resumes from batch "
+            f"{num_batches} of this epoch; "
             "resume with the data set it was started with"
         )
     yield from batches
 
 
-def _copy_storable_state(state: dict[str, Any], where: str) -> dict[str, Any]:
+def _copy_storable_state(iterator_state: dict[str, Any], state_label: str) -> dict[str, Any]:
     """Copy a state to values that a checkpoint can store and a resumed run can load without executing code."""
     buffer = io.BytesIO()
     try:
-        torch.save(state, buffer)
+        torch.save(iterator_state, buffer)
         buffer.seek(0)
         return torch.load(buffer, weights_only=True)
     except Exception as error:
         raise DataError(
-            f"{where}: got a state_dict() that cannot be saved ({str(error).splitlines()[0]}), wanted plain "
+            f"{state_label}: got a state_dict() that cannot be saved ({str(error).splitlines()[0]}), wanted plain "
             "values and tensors in it"
         ) from None
 
@@ -244,22 +250,24 @@ def check_batch(batch: Batch, schema: Schema, *, where: str, max_samples: int) -
 def _check_batch_ids(
     batch: Batch,
     column: Column,
-    where: str,
+    batch_label: str,
     check_tensor: Callable[[str, Any, tuple[int, ...], torch.dtype], None],
 ) -> None:
     if column.name not in batch.ids:
         raise DataError(
-            f"{where}: got ids of {', '.join(batch.ids) or 'no column'}, wanted {column.name!r} too: the schema "
+            f"{batch_label}: got ids of {', '.join(batch.ids) or 'no column'}, wanted {column.name!r} too: the schema "
             "has it"
         )
     ids = batch.ids[column.name]
     name = f"column {column.name}"
     if not isinstance(ids, Ids):
-        raise DataError(f"{where}, {name}: got {type(ids).__name__}, wanted colonnade.Ids(values)")
+        raise DataError(
+            f"{batch_label}, {name}: got {type(ids).__name__}, wanted colonnade.Ids(values)"
+        )
     if (ids.offsets is None) != (column.kind == "one"):
         wanted = "without offsets: one id per sample" if column.kind == "one" else "with offsets"
         raise DataError(
-            f"{where}, {name}: got ids {'without' if ids.offsets is None else 'with'} offsets, wanted them "
+            f"{batch_label}, {name}: got ids {'without' if ids.offsets is None else 'with'} offsets, wanted them "
             f"{wanted}, as the schema's kind {column.kind!r} says"
         )
     if ids.offsets is None:
@@ -272,7 +280,7 @@ def _check_batch_ids(
         last = int(ids.offsets[-1])
         if first != 0 or last != count or bool((ids.offsets.diff() < 0).any()):
             raise DataError(
-                f"{where}, {name}: got offsets that start at {first} and end at {last}, wanted 0 .. {count} (the "
+                f"{batch_label}, {name}: got offsets that start at {first} and end at {last}, wanted 0 .. {count} (the "
                 "number of ids), never decreasing"
             )
     if ids.weights is not None:
@@ -340,8 +348,9 @@ def pad_with_empty_batches(
             yield batch
 
 
-def build_empty_batch(schema: Schema, like: Batch | None = None) -> Batch:
-    """Return a batch without samples, with the columns of `schema` and the optional fields of `like`."""
+def build_empty_batch(schema: Schema, optional_fields_like: Batch | None = None) -> Batch:
+    """Return a batch without samples, with the columns of `schema` and the optional fields of
+    `optional_fields_like`."""
     no_offsets = torch.zeros(1, dtype=torch.int64)
     no_ids = torch.zeros(0, dtype=torch.int64)
     empty = Batch(
@@ -354,7 +363,11 @@ def build_empty_batch(schema: Schema, like: Batch | None = None) -> Batch:
         label=torch.zeros(0, len(schema.labels)),
         state=ENDED,
     )
-    if like is not None:
-        empty.sample_weight = None if like.sample_weight is None else like.sample_weight[:0]
-        empty.group = None if like.group is None else like.group[:0]
+    if optional_fields_like is not None:
+        empty.sample_weight = (
+            None
+            if optional_fields_like.sample_weight is None
+            else optional_fields_like.sample_weight[:0]
+        )
+        empty.group = None if optional_fields_like.group is None else optional_fields_like.group[:0]
     return empty

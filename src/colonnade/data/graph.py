@@ -80,21 +80,22 @@ def build_graph(sources_n: Tensor, targets_n: Tensor, num_nodes: int) -> Graph:
 
 
 def sample_hops(
-    name: str,
+    column_name: str,
     nodes_P: Tensor,
     graph: Graph,
     fan_outs: Sequence[int],
-    key: int,
-    first: int = 0,
+    random_key: int,
+    first_sample: int = 0,
     excluded_P: Tensor | None = None,
 ) -> dict[str, Ids]:
-    """Sample the neighbourhood of nodes: column `name`, the nodes, and `name`_hop1, `name`_hop2 ...
+    """Sample the neighbourhood of nodes: column `column_name`, the nodes, and `column_name`_hop1, `column_name`_hop2
+    ...
 
-    A hop has `fan_out` neighbours of every node of the previous hop, in its order. Draws depend on `key`, the hop and
-    the node's index, counted from `first`. `excluded_P`: one node for each; no hop uses the edge between the two, in
-    either direction.
+    A hop has `fan_out` neighbours of every node of the previous hop, in its order. Draws depend on `random_key`, the
+    hop and the node's index, counted from `first_sample`. `excluded_P`: one node for each; no hop uses the edge
+    between the two, in either direction.
     """
-    columns = {name: Ids(nodes_P)}
+    columns = {column_name: Ids(nodes_P)}
     size = 1
     frontier = nodes_P
     for hop, fan_out in enumerate(fan_outs, 1):
@@ -104,11 +105,13 @@ def sample_hops(
             other = excluded_P.repeat_interleave(size)
             excluded = torch.where(frontier == one, other, torch.where(frontier == other, one, -1))
         size *= fan_out
-        drawn = random_words(stream_key(key, hop), first * size, (first + len(nodes_P)) * size)
+        drawn = random_words(
+            stream_key(random_key, hop), first_sample * size, (first_sample + len(nodes_P)) * size
+        )
         frontier = graph.sample_neighbours(
             frontier, drawn.reshape(len(frontier), fan_out), excluded
         )
-        columns[f"{name}_hop{hop}"] = Ids(frontier, torch.arange(len(nodes_P) + 1) * size)
+        columns[f"{column_name}_hop{hop}"] = Ids(frontier, torch.arange(len(nodes_P) + 1) * size)
     return columns
 
 
@@ -205,13 +208,15 @@ class NeighbourSource(BlockSource):
             for batch, (begin, _) in zip(pairs, blocks, strict=True)
         )
 
-    def _add_neighbour_columns(self, batch: Batch, begin: int, epoch: int) -> Batch:
+    def _add_neighbour_columns(self, batch: Batch, first_sample: int, epoch: int) -> Batch:
         queries = batch.ids["user"].values
         items = batch.ids["item"].values
         nodes = (queries, items + self.first_item)
         ids: dict[str, Ids] = {}
         for i, role in enumerate(ROLES):
             key = stream_key(self.pairs.shuffle_key, epoch, 3, i)
-            ids |= sample_hops(role, nodes[i], self.graph, self.fan_outs, key, begin, nodes[1 - i])
+            ids |= sample_hops(
+                role, nodes[i], self.graph, self.fan_outs, key, first_sample, nodes[1 - i]
+            )
         truth = Ids(items, torch.arange(batch.size + 1))
         return replace(batch, ids=ids, key=HeldOutItems(truth, gather_ids(self.excluded, queries)))

@@ -153,21 +153,21 @@ class PairSource(BlockSource):
             self._build_pair_batch(lists, order[begin:end], log_shares) for begin, end in blocks
         )
 
-    def _build_pair_batch(self, bags: Ids, pairs_B: Tensor, log_shares_I: Tensor) -> Batch:
-        assert bags.offsets is not None
-        users_B = torch.searchsorted(bags.offsets, pairs_B, right=True) - 1
-        items_B = bags.values[pairs_B]
+    def _build_pair_batch(self, items_by_user: Ids, pairs_B: Tensor, log_shares_I: Tensor) -> Batch:
+        assert items_by_user.offsets is not None
+        users_B = torch.searchsorted(items_by_user.offsets, pairs_B, right=True) - 1
+        items_B = items_by_user.values[pairs_B]
         users = self.interactions.users
         items = self.interactions.items
         ids = {name: gather_ids(column, users_B) for name, column in users.items()}
         ids |= {name: gather_ids(column, items_B) for name, column in items.items()}
-        begins_B = bags.offsets[users_B]
-        sizes_B = bags.offsets[users_B + 1] - begins_B
+        begins_B = items_by_user.offsets[users_B]
+        sizes_B = items_by_user.offsets[users_B + 1] - begins_B
         lengths_B = (sizes_B - 1).clamp(max=self.max_history)
         offsets, position_E = _offsets_and_positions(lengths_B)
         sample_E = torch.repeat_interleave(torch.arange(len(pairs_B)), lengths_B)
         after_E = (pairs_B - begins_B + 1)[sample_E] + position_E
-        values = bags.values[begins_B[sample_E] + after_E % sizes_B[sample_E]]
+        values = items_by_user.values[begins_B[sample_E] + after_E % sizes_B[sample_E]]
         ids["history"] = Ids(values, offsets)
         return Batch(len(pairs_B), log_shares_I[items_B][:, None], ids, group=users_B)
 
@@ -205,8 +205,8 @@ class SequenceSource(BlockSource):
             lists = _shuffle_bags(lists, stream_key(self.shuffle_key, epoch, 1))
         return (self._build_sequence_batch(lists, users[begin:end], epoch) for begin, end in blocks)
 
-    def _build_sequence_batch(self, lists: Ids, users_B: Tensor, epoch: int) -> Batch:
-        items = truncate_to_newest_items(gather_ids(lists, users_B), self.max_history + 1)
+    def _build_sequence_batch(self, item_sequences: Ids, users_B: Tensor, epoch: int) -> Batch:
+        items = truncate_to_newest_items(gather_ids(item_sequences, users_B), self.max_history + 1)
         assert items.offsets is not None
         lengths_B = items.offsets.diff() - 1
         offsets, index_E = locate_bag_items(items.offsets[:-1], lengths_B)

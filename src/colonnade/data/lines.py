@@ -26,18 +26,20 @@ def check_regular_file(path: Path) -> Path:
     raise DataError(f"{path}: no such file or folder. Check the path given with --path")
 
 
-def locate_data_file(path: str | Path | None, *, folder: str, file: str) -> Path:
-    """Find the file `file` of the data set stored in `folder`.
+def locate_data_file(path: str | Path | None, *, data_set_folder: str, file_name: str) -> Path:
+    """Find the file `file_name` of the data set stored in `data_set_folder`.
 
     `path` is the file itself, the folder that holds it, or a folder of data sets. Without it,
     `$COLONNADE_DATA` is the folder of data sets. Raises DataError that lists the paths tried.
     """
     if path is not None:
         start = Path(path).expanduser()
-        candidates = [start / file, start / folder / file] if start.is_dir() else [start]
+        candidates = (
+            [start / file_name, start / data_set_folder / file_name] if start.is_dir() else [start]
+        )
     else:
         root = os.environ.get(DATA_VARIABLE)
-        candidates = [Path(root).expanduser() / folder / file] if root else []
+        candidates = [Path(root).expanduser() / data_set_folder / file_name] if root else []
     for candidate in candidates:
         if candidate.is_file():
             return candidate
@@ -45,8 +47,8 @@ def locate_data_file(path: str | Path | None, *, folder: str, file: str) -> Path
         ", ".join(str(c) for c in candidates) or f"nowhere (no path given, {DATA_VARIABLE} not set)"
     )
     raise DataError(
-        f"no file {file} of {folder}: looked at {tried}. "
-        f"Give its folder with --path, or set {DATA_VARIABLE} to the folder that holds {folder}"
+        f"no file {file_name} of {data_set_folder}: looked at {tried}. "
+        f"Give its folder with --path, or set {DATA_VARIABLE} to the folder that holds {data_set_folder}"
     )
 
 
@@ -97,18 +99,18 @@ class LineFile:
     ends_in_newline: bool
     offsets: NDArray[np.int64]  # (ceil(num_lines / STRIDE) + 1,): bytes before line 0, STRIDE, ...
 
-    def read_lines(self, start: int, stop: int) -> bytes:
+    def read_lines(self, first_line: int, end_line: int) -> bytes:
         """Return lines start .. stop-1, counted from 0, newlines included. Reads the file once."""
-        if not 0 <= start <= stop <= self.num_lines:
-            raise IndexError(f"lines {start}..{stop} of a file of {self.num_lines}")
-        if start == stop:
+        if not 0 <= first_line <= end_line <= self.num_lines:
+            raise IndexError(f"lines {first_line}..{end_line} of a file of {self.num_lines}")
+        if first_line == end_line:
             return b""
-        low = start // STRIDE
-        high = -(-stop // STRIDE)
+        low = first_line // STRIDE
+        high = -(-end_line // STRIDE)
         begin = int(self.offsets[low])
         block = read_range(self.path, begin, int(self.offsets[high]), self.num_bytes)
-        head = _skip_lines(block, start - low * STRIDE, 0)
-        last = stop - (high - 1) * STRIDE  # lines to read of the last stride, 1 .. STRIDE
+        head = _skip_lines(block, first_line - low * STRIDE, 0)
+        last = end_line - (high - 1) * STRIDE  # lines to read of the last stride, 1 .. STRIDE
         tail = _skip_lines(block, last, int(self.offsets[high - 1]) - begin)
         return block[head:tail]
 
@@ -119,19 +121,19 @@ def read_all_lines(path: str | Path) -> list[bytes]:
     return file.read_lines(0, file.num_lines).removesuffix(b"\n").split(b"\n")
 
 
-def _skip_lines(block: bytes, count: int, begin: int) -> int:
-    """Return the position just after the count-th newline from `begin` on; the end if there are fewer."""
-    if count == 0:
-        return begin
-    # A stride is short, so looking at it byte by byte in numpy beats `count` calls of bytes.find.
-    window = np.frombuffer(block, dtype=np.uint8, offset=begin)
+def _skip_lines(text_block: bytes, num_lines: int, begin_position: int) -> int:
+    """Return the position just after the count-th newline from `begin_position` on; the end if there are fewer."""
+    if num_lines == 0:
+        return begin_position
+    # A stride is short, so looking at it byte by byte in numpy beats `num_lines` calls of bytes.find.
+    window = np.frombuffer(text_block, dtype=np.uint8, offset=begin_position)
     size = 4096
     while True:
         newlines = np.flatnonzero(window[:size] == NEWLINE)
-        if len(newlines) >= count:
-            return begin + int(newlines[count - 1]) + 1
+        if len(newlines) >= num_lines:
+            return begin_position + int(newlines[num_lines - 1]) + 1
         if size >= len(window):
-            return len(block)
+            return len(text_block)
         size *= 4
 
 

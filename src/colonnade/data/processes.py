@@ -84,10 +84,10 @@ class ReaderProcesses:
     def is_awaited_by(self, thread: threading.Thread) -> bool:
         return self._waiting_thread == thread.ident
 
-    def report_stopped_processes(self, is_over: threading.Event) -> None:
-        """Watch the processes until `is_over`, and print the stopped ones, once per long wait."""
+    def report_stopped_processes(self, epoch_over: threading.Event) -> None:
+        """Watch the processes until `epoch_over`, and print the stopped ones, once per long wait."""
         reported = 0.0
-        while not is_over.wait(CHECK_SECONDS):
+        while not epoch_over.wait(CHECK_SECONDS):
             since = self._waiting_since
             waited = time.monotonic() - self._waiting_since
             if self._waiting_thread is None or since == reported or waited < REPORT_SECONDS:
@@ -169,13 +169,13 @@ def unpack_batches(block: PackedBatches) -> list[Batch]:
     return [_convert_batch_fields(batch, PackedTensor, view) for batch in block.batches]
 
 
-def _build_tensor_viewer(data: Tensor) -> Callable[[PackedTensor], Tensor]:
+def _build_tensor_viewer(packed_bytes: Tensor) -> Callable[[PackedTensor], Tensor]:
     """Return a function that views a packed tensor: one torch call per tensor, since a batch has many."""
     as_dtype: dict[torch.dtype, Tensor] = {}
 
     def view(packed: PackedTensor) -> Tensor:
         if packed.dtype not in as_dtype:
-            as_dtype[packed.dtype] = data.view(packed.dtype)
+            as_dtype[packed.dtype] = packed_bytes.view(packed.dtype)
         strides = []
         stride = 1
         for length in reversed(packed.shape):
@@ -187,11 +187,11 @@ def _build_tensor_viewer(data: Tensor) -> Callable[[PackedTensor], Tensor]:
     return view
 
 
-def _convert_batch_fields(batch: Batch, field_type: type, convert: Any) -> Batch:
+def _convert_batch_fields(batch: Batch, field_type: type, convert_field: Any) -> Batch:
     """Return the batch with convert(x) for every field x that is a `field_type`. Other fields stay."""
 
     def replace_value(value: Any) -> Any:
-        return convert(value) if isinstance(value, field_type) else value
+        return convert_field(value) if isinstance(value, field_type) else value
 
     ids = {
         name: Ids(replace_value(ids.values), replace_value(ids.offsets), replace_value(ids.weights))
@@ -292,12 +292,12 @@ class ProcessSource:
 
 
 def _start_reader_processes(
-    loader: DataLoader, is_over: threading.Event
+    loader: DataLoader, epoch_over: threading.Event
 ) -> tuple[Iterator, ReaderProcesses]:
     """Start reader processes in a new thread; return the loader's iterator and the processes.
 
-    The thread watches the processes until `is_over` or the end of this process. It may outlive the main thread, when
-    another thread trains.
+    The thread watches the processes until `epoch_over` or the end of this process. It may outlive the main thread,
+    when another thread trains.
     """
     results: SimpleQueue[tuple[Iterator, ReaderProcesses] | BaseException] = SimpleQueue()
 
@@ -311,7 +311,7 @@ def _start_reader_processes(
             return
         results.put((blocks, readers))
         del blocks  # so that only the reading thread keeps the iterator alive
-        readers.report_stopped_processes(is_over)
+        readers.report_stopped_processes(epoch_over)
 
     threading.Thread(target=start_and_watch, name="readers", daemon=True).start()
     result = results.get()
@@ -391,7 +391,7 @@ def _make_error_picklable(error: Exception) -> Exception:
     return plain
 
 
-def _init_reader_process(worker: int) -> None:
+def _init_reader_process(worker_index: int) -> None:
     """Set up a reader process: ignore Ctrl-C, end with the parent thread, use one core.
 
     The training process reacts to Ctrl-C and ends its readers. If it is killed while a reader is stopped, the reader

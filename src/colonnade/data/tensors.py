@@ -170,28 +170,29 @@ def open_tensors(
     return TensorSource(schema, columns, shuffle_key=shuffle_seed)
 
 
-def _as_tensor(name: str, argument: str, column: Any) -> Tensor:
+def _as_tensor(data_set_name: str, argument_name: str, column_values: Any) -> Tensor:
     """Return a column as a tensor, without a copy where numpy has it as a writable array. Raises DataError."""
-    if isinstance(column, Tensor):
-        return column
+    if isinstance(column_values, Tensor):
+        return column_values
     try:
-        return torch.from_numpy(np.require(column, requirements=["C", "W"]))
+        return torch.from_numpy(np.require(column_values, requirements=["C", "W"]))
     except (TypeError, ValueError):
         raise DataError(
-            f"{name}: got {argument} of type {type(column).__name__}, wanted numbers: a tensor, or what numpy.asarray "
+            f"{data_set_name}: got {argument_name} of type {type(column_values).__name__}, wanted numbers: a "
+            "tensor, or what numpy.asarray "
             "takes. Texts become ids where files are read: open_csv, open_parquet"
         ) from None
 
 
 def _count_tensor_samples(
-    name: str, ids: Mapping[str, Ids], dense: Tensor | None, label: Tensor | None
+    data_set_name: str, ids: Mapping[str, Ids], dense: Tensor | None, label: Tensor | None
 ) -> int:
     for tensor in (dense, label):
         if tensor is not None:
             return len(tensor)
     for column in ids.values():
         return len(column.values) if column.offsets is None else len(column.offsets) - 1
-    raise DataError(f"{name}: got no column at all, wanted ids, dense or a label")
+    raise DataError(f"{data_set_name}: got no column at all, wanted ids, dense or a label")
 
 
 def _build_shape_error(name: str, column: str, got: Tensor, wanted: str) -> DataError:

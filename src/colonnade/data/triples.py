@@ -49,7 +49,7 @@ class TripleIndex:
             self._heads.find_entities(self._combine_key(r, t)),
         )
 
-    def count_known_answers(self, triples_B3: Tensor) -> tuple[Tensor, Tensor]:
+    def count_known_tails_and_heads(self, triples_B3: Tensor) -> tuple[Tensor, Tensor]:
         """Count the known tails (B,) and heads (B,) of triples (B, 3)."""
         h, r, t = triples_B3.T
         return (
@@ -139,7 +139,7 @@ def open_triples(
     validation = validation[np.sort(selected)]
     weight = None
     if subsample and len(train):
-        weight = sum(train_index.count_known_answers(train)).double().rsqrt()  # type: ignore[union-attr]
+        weight = sum(train_index.count_known_tails_and_heads(train)).double().rsqrt()  # type: ignore[union-attr]
         weight = (weight / weight.mean()).float()
     return Splits(
         train=TripleSource(schema, train, weight, train_index, candidates, seed, True),
@@ -179,12 +179,16 @@ class TripleSource(BlockSource):
             order = torch.from_numpy(random_permutation(size, stream_key(self.shuffle_key, epoch)))
         return (self._build_triple_batch(order, begin, end, epoch) for begin, end in blocks)
 
-    def _build_triple_batch(self, order: Tensor, begin: int, end: int, epoch: int) -> Batch:
-        rows = order[begin:end]
+    def _build_triple_batch(
+        self, sample_order: Tensor, first_sample: int, end_sample: int, epoch: int
+    ) -> Batch:
+        rows = sample_order[first_sample:end_sample]
         m = self.num_candidates
         triples = self.triples[rows]
         # Drawn by position in the epoch, so that any number of ranks draws the same.
-        drawn = random_words(stream_key(self.shuffle_key, epoch, 1), begin * m, end * m)
+        drawn = random_words(
+            stream_key(self.shuffle_key, epoch, 1), first_sample * m, end_sample * m
+        )
         entities = (drawn % np.uint64(max(self.num_entities, 1))).astype(np.int64)
         ids = {
             name: Ids(triples[:, c].contiguous())

@@ -24,8 +24,8 @@ from colonnade.exchange.bags import BagHops, BagsExchange
 from colonnade.exchange.cached import CachedExchange
 from colonnade.exchange.exchange import Exchange
 from colonnade.exchange.operator_cut import (
-    choose_consumers_in_towers,
     choose_remote_consumers,
+    choose_tower_evaluated_consumers,
     explain_not_remote,
     map_fields_to_towers,
     restrict_declaration_to_tables,
@@ -187,18 +187,18 @@ def _open_cached(hops: Sequence[Hop], part: PartSettings) -> CachedExchange:
     return CachedExchange(part.declaration, part.mesh, part.shardings, part.caches, part.copies_on)
 
 
-def _open_bags(hops: Sequence[Hop], part: PartSettings) -> BagsExchange:
+def _open_bags_exchange(hops: Sequence[Hop], part_settings: PartSettings) -> BagsExchange:
     """Open an exchange of bags that owners pool and, where the hop replies with partials, evaluate operators of."""
-    declaration = part.declaration
-    mesh = part.mesh
-    shardings = part.shardings
+    declaration = part_settings.declaration
+    mesh = part_settings.mesh
+    shardings = part_settings.shardings
     evaluates = isinstance(hops[0], PartialsHop)
     consumers: tuple[str, ...] = ()
     if evaluates:
         consumers = choose_remote_consumers(
-            declaration, shardings, world=mesh.world, reads_ahead=part.reads_ahead
+            declaration, shardings, world=mesh.world, reads_ahead=part_settings.reads_ahead
         )
-        _check_sequence_consumers(declaration, mesh, consumers, part.reads_ahead)
+        _check_sequence_consumers(declaration, mesh, consumers, part_settings.reads_ahead)
     evaluated = find_evaluated_fields(declaration, shardings, consumers, has_whole_bags=False)
     layout = build_bag_layout(declaration, shardings, mesh.num_ranks, evaluated)
     messages = [layout.sent_columns(rank) for rank in range(mesh.num_ranks)]
@@ -208,7 +208,7 @@ def _open_bags(hops: Sequence[Hop], part: PartSettings) -> BagsExchange:
     if mesh.num_ranks == 1:
         transport = LocalTransport(sent, layout.arriving, dtype)
     else:
-        transport = WorldTransport(mesh, messages, layout.arriving, part.coding, dtype)
+        transport = WorldTransport(mesh, messages, layout.arriving, part_settings.coding, dtype)
     evaluation = RemoteEvaluation(attention=_build_attention(layout, mesh, shardings))
     if evaluates:
         operators = Operators(
@@ -220,7 +220,7 @@ def _open_bags(hops: Sequence[Hop], part: PartSettings) -> BagsExchange:
         build_owner_map(shardings, mesh.num_ranks),
         mesh,
         BagHops(LastHop(transport, layout.pooled_columns(mesh.rank), sent)),
-        part.coding,
+        part_settings.coding,
         evaluation,
     )
 
@@ -275,7 +275,7 @@ def _open_relay(hops: Sequence[Hop], part: PartSettings) -> BagsExchange:
     """Open an exchange of bags by towers: one rank of a tower sends a sample's values. Where it pools rows, the hop
     inside the tower is an exchange of rows."""
     if part.mesh.num_ranks == 1:
-        return _open_bags([BagsHop()], part)
+        return _open_bags_exchange([BagsHop()], part)
     declaration = part.declaration
     mesh = part.mesh
     shardings = part.shardings
@@ -288,7 +288,7 @@ def _open_relay(hops: Sequence[Hop], part: PartSettings) -> BagsExchange:
     if sends_rows:
         _check_tables_in_towers(declaration, shardings, towers)
         pooled_on = _shard_tables_over_peers(mesh.rank, shardings, towers)
-    consumers = choose_consumers_in_towers(
+    consumers = choose_tower_evaluated_consumers(
         declaration, pooled_on, mesh.world, num_towers=len(towers), reads_ahead=reads_ahead
     )
     evaluated = find_evaluated_fields(declaration, pooled_on, consumers, has_whole_bags=True)
@@ -395,8 +395,8 @@ def _shard_tables_in_tower(
 OPENERS: dict[type[Hop], Callable[[Sequence[Hop], PartSettings], ExchangePart[Any]]] = {
     RowsHop: _open_rows,
     CopiesHop: _open_copies,
-    BagsHop: _open_bags,
-    PartialsHop: _open_bags,
+    BagsHop: _open_bags_exchange,
+    PartialsHop: _open_bags_exchange,
     RelayHop: _open_relay,
     CachedHop: _open_cached,
 }

@@ -115,9 +115,9 @@ class Division:
     columns: slice  # of the arriving columns
     is_squared: bool  # the divisor of squares is squared, too
 
-    def compute_divisors(self, offsets: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return what the sums of each bag are divided by, (B, 1). offsets (B + 1,): of the bags."""
-        lengths = offsets.diff().clamp(min=1).to(dtype)
+    def compute_divisors(self, bag_offsets: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return what the sums of each bag are divided by, (B, 1). bag_offsets (B + 1,): of the bags."""
+        lengths = bag_offsets.diff().clamp(min=1).to(dtype)
         if self.pooling == "mean":
             return (lengths.square() if self.is_squared else lengths)[:, None]
         # Correctly rounded roots, as the native kernels'; torch's own on a CPU are not.
@@ -305,14 +305,14 @@ def collect_weighed_lookups(batch: Batch, layout: BagLayout) -> Lookups:
 
 
 def _compute_mean_weights(
-    lengths: Tensor, pooling: str, weights: Tensor | None, dtype: torch.dtype
+    bag_lengths: Tensor, pooling: str, lookup_weights: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     """Return the weight of each lookup, so that the weighted sum of a bag is its mean, or its sum divided by the root
-    of its length. lengths: by bag."""
-    divisors = lengths.clamp(min=1).to(dtype)
+    of its length. bag_lengths: by bag."""
+    divisors = bag_lengths.clamp(min=1).to(dtype)
     shares = 1 / (divisors if pooling == "mean" else divisors.sqrt())
-    shares = shares.repeat_interleave(lengths)
-    return shares if weights is None else shares * weights.to(dtype)
+    shares = shares.repeat_interleave(bag_lengths)
+    return shares if lookup_weights is None else shares * lookup_weights.to(dtype)
 
 
 @dataclass(slots=True)

@@ -161,17 +161,17 @@ class BagsExchange(ExchangePart[BagsLookup]):
         return LookupRequest(messages, lookups, None)
 
     def serve_requests(
-        self, request: LookupRequest, received: Sequence[np.ndarray], batch: BatchInfo
+        self, request: LookupRequest, received_requests: Sequence[np.ndarray], batch: BatchInfo
     ) -> BagsLookup:
         """Implement the contract. Collective inside the tower where rows are requested once a tower."""
         if self.tower is not None:
-            return self._request_rows_for_peers(self.tower, request, received, batch)
+            return self._request_rows_for_peers(self.tower, request, received_requests, batch)
         plan = request.plan
         next_use = request.codes
         lookups = request.lookups
         sizes = [batch.size]
         if self.num_ranks > 1:
-            received_bags = self._unpack_lookups(received)
+            received_bags = self._unpack_lookups(received_requests)
             lookups = received_bags.lookups
             sizes = received_bags.sizes
             plan = self.owner.plan_lookups(lookups, self.owner.one_owner)
@@ -183,29 +183,29 @@ class BagsExchange(ExchangePart[BagsLookup]):
 
     def _request_rows_for_peers(
         self,
-        tower: RowsExchange,
+        tower_exchange: RowsExchange,
         request: LookupRequest,
-        received: Sequence[np.ndarray],
+        received_requests: Sequence[np.ndarray],
         batch: BatchInfo,
     ) -> BagsLookup:
         """Request the rows of all peers' lookups inside the tower. Collective there."""
-        received_bags = self._unpack_lookups([received[rank] for rank in self.peers])
+        received_bags = self._unpack_lookups([received_requests[rank] for rank in self.peers])
         size_by_peer = dict(zip(self.peers, received_bags.sizes, strict=True))
         sizes = [
             size_by_peer[rank] if rank in size_by_peer else _read_batch_size(rank, message)
-            for rank, message in enumerate(received)
+            for rank, message in enumerate(received_requests)
         ]
-        plan = self.owner.plan_lookups(received_bags.lookups, tower.owner_map.num_owners)
+        plan = self.owner.plan_lookups(received_bags.lookups, tower_exchange.owner_map.num_owners)
         codes = (
             None
             if received_bags.codes is None
             else reduce_next_use_codes(received_bags.codes, plan)
         )
         messages: list[np.ndarray] = []
-        if tower.num_ranks > 1:
-            requests = tower.pack_plan_requests(plan, codes)
-            (messages,), _ = exchange_messages([requests], tower.mesh, 0.0, batch.channel)
-        inner = tower.serve_requests(
+        if tower_exchange.num_ranks > 1:
+            requests = tower_exchange.pack_row_requests(plan, codes)
+            (messages,), _ = exchange_messages([requests], tower_exchange.mesh, 0.0, batch.channel)
+        inner = tower_exchange.serve_requests(
             LookupRequest(messages, received_bags.lookups, plan, codes),
             messages,
             replace(batch, size=sum(received_bags.sizes)),
@@ -221,11 +221,11 @@ class BagsExchange(ExchangePart[BagsLookup]):
             inner=inner,
         )
 
-    def _unpack_lookups(self, messages: Sequence[np.ndarray]) -> ReceivedBags:
+    def _unpack_lookups(self, rank_messages: Sequence[np.ndarray]) -> ReceivedBags:
         """Join received lookups into one batch. Raises WorldError."""
         owner = self.owner
         return unpack_bag_lookups(
-            messages,
+            rank_messages,
             owner.lookup_columns,
             owner.table_rows,
             self.owner_map,
@@ -233,18 +233,18 @@ class BagsExchange(ExchangePart[BagsLookup]):
             self.dtype,
         )
 
-    def resolve_slots(self, lookup: BagsLookup, views: Sequence[RowView]) -> None:
+    def resolve_slots(self, lookup: BagsLookup, row_views: Sequence[RowView]) -> None:
         """Find the slot of each lookup, or of each row requested from this rank. Local, any thread."""
         if self.tower is not None and lookup.inner is not None:
             lookup.inner.pinned = lookup.pinned
-            self.tower.resolve_slots(lookup.inner, views)
+            self.tower.resolve_slots(lookup.inner, row_views)
             return
         slots = lookup.slots
         lookup.pinned = PinnedRows(slots, gather_int32(slots, lookup.owner_plan.inverse))
 
     # ---- values
 
-    def fetch(self, lookup: BagsLookup, source: RowSource) -> None:
+    def fetch(self, lookup: BagsLookup, row_source: RowSource) -> None:
         """Begin to send values. Rows are pooled before it returns; results of attention have arrived and are merged by
         then."""
         evaluation = lookup.evaluation
@@ -253,7 +253,7 @@ class BagsExchange(ExchangePart[BagsLookup]):
             lookup.weight_versions = self.operators.versions()
         block = empty(sum(lookup.sizes), 0, dtype=self.dtype)
         if self.share.order:
-            pooled = self._pool_rows(lookup, source)
+            pooled = self._pool_own_rows(lookup, row_source)
             block = pooled.pop(0) if self.share.columns.dims else block
             evaluation.sequence_rows = pooled
         if self.keeps_pooled and not lookup.batch.is_evaluated:
@@ -262,18 +262,18 @@ class BagsExchange(ExchangePart[BagsLookup]):
         if self.attention:
             self._attend_to_sequences(lookup)
 
-    def _pool_rows(self, lookup: BagsLookup, source: RowSource) -> list[Tensor]:
+    def _pool_own_rows(self, lookup: BagsLookup, row_source: RowSource) -> list[Tensor]:
         """Return, for the samples that this rank serves, sums of its fields (G, W_o) if it has any, and the rows of
         each sequence."""
         if self.tower is not None and lookup.inner is not None:
             lookup.inner.pinned = lookup.inner.pinned or lookup.pinned
-            self.tower.fetch(lookup.inner, source)
+            self.tower.fetch(lookup.inner, row_source)
             return [tensor.to(CPU) for tensor in self.tower.pooled(lookup.inner)]
-        by_request = lookup.request_slots(source)
+        by_request = lookup.request_slots(row_source)
         if by_request is None:
-            by_request = gather_int32(source.rows, lookup.owner_plan.inverse)
-        kernels = self.owner.select_kernels(source.views)
-        locations = kernels.locate_rows(lookup.lookups, source.views, by_request)
+            by_request = gather_int32(row_source.rows, lookup.owner_plan.inverse)
+        kernels = self.owner.select_kernels(row_source.views)
+        locations = kernels.locate_rows(lookup.lookups, row_source.views, by_request)
         into = {}
         if kernels is self.owner.native and self.share.columns.dims:
             shape = sum(lookup.sizes), self.share.columns.width
@@ -292,17 +292,19 @@ class BagsExchange(ExchangePart[BagsLookup]):
         if self.waits_in_tower and not lookup.batch.is_evaluated:
             lookup.evaluation.gathered = list(blocks)
             return
-        self._send_over_last_hop(lookup, blocks)
+        self._begin_last_hop(lookup, blocks)
 
-    def _send_over_last_hop(self, lookup: BagsLookup, blocks: Iterable[Tensor]) -> None:
+    def _begin_last_hop(self, lookup: BagsLookup, pooled_blocks: Iterable[Tensor]) -> None:
         """Evaluate operators, and send their results over the last hop."""
         last = self.last_hop
         tag = traffic_tag_of(lookup.batch.channel, "fetch")
         if self.operators is not None:
             lookup.evaluation.partials = []
             record = None if lookup.batch.is_evaluated else lookup.evaluation.partials
-            blocks = self.operators.build_partial_messages(blocks, last.columns, last.sent, record)
-        lookup.reads = BagReads(last.transport.send_values(blocks, lookup.sizes, tag))
+            pooled_blocks = self.operators.build_partial_messages(
+                pooled_blocks, last.columns, last.sent, record
+            )
+        lookup.reads = BagReads(last.transport.send_values(pooled_blocks, lookup.sizes, tag))
 
     def _attend_to_sequences(self, lookup: BagsLookup) -> None:
         """Attend to sequences on the ranks of their rows. Collective; waits for the queries, which are sent there."""
@@ -338,7 +340,7 @@ class BagsExchange(ExchangePart[BagsLookup]):
         if lookup.reads is None:
             assert self.operators is not None and lookup.evaluation.gathered is not None
             lookup.weight_versions = self.operators.versions()
-            self._send_over_last_hop(lookup, lookup.evaluation.gathered)
+            self._begin_last_hop(lookup, lookup.evaluation.gathered)
         reads = lookup.reads
         assert reads is not None
         if reads.total is not None:
@@ -349,17 +351,23 @@ class BagsExchange(ExchangePart[BagsLookup]):
         self.last_hop.transport.add_received_values(reads.pending, total)
         return total
 
-    def pooled(self, lookup: BagsLookup, into: Mapping[int, Tensor] = NO_TENSORS) -> list[Tensor]:
+    def pooled(
+        self, lookup: BagsLookup, output_tensors: Mapping[int, Tensor] = NO_TENSORS
+    ) -> list[Tensor]:
         total = self.receive_pooled_sums(lookup)
         self._divide_by_bag_lengths(lookup, total)
         dtype = self.declaration.output_dtype
         tensors = []
         for i, (output, runs) in enumerate(zip(self.outputs, self.layout.runs, strict=True)):
             is_all = len(runs) == 1 and runs[0].width == total.shape[1] and len(self.outputs) == 1
-            if is_all and i not in into:
+            if is_all and i not in output_tensors:
                 tensors.append(total.to(dtype))
                 continue
-            tensor = into[i] if i in into else empty(len(total), output.width, dtype=dtype)
+            tensor = (
+                output_tensors[i]
+                if i in output_tensors
+                else empty(len(total), output.width, dtype=dtype)
+            )
             for run in runs:
                 tensor[:, run.block_columns] = total[:, run.whole_columns]
             tensors.append(tensor)
@@ -378,21 +386,21 @@ class BagsExchange(ExchangePart[BagsLookup]):
     # ---- gradients
 
     def begin_push(
-        self, lookup: BagsLookup, gradients: list[Tensor] | None, step: int, number: int
+        self, lookup: BagsLookup, output_gradients: list[Tensor] | None, step: int, batch_index: int
     ) -> Callable[[], RowGradients]:
-        total = self._compute_sum_gradients(lookup, gradients)
+        total = self._compute_gradients_of_sums(lookup, output_gradients)
         last = self.last_hop.transport
-        pending = last.send_gradients(total, lookup.sizes, step, number)
-        return partial(self._receive_pushed_gradients, lookup, pending, step, number)
+        pending = last.send_gradients(total, lookup.sizes, step, batch_index)
+        return partial(self._receive_own_row_gradients, lookup, pending, step, batch_index)
 
-    def _receive_pushed_gradients(
-        self, lookup: BagsLookup, pending: PendingTransfer, step: int, number: int
+    def _receive_own_row_gradients(
+        self, lookup: BagsLookup, pending_transfer: PendingTransfer, step: int, batch_index: int
     ) -> RowGradients:
         """Receive gradients over all hops and through the operators; return those of the rows that this rank pooled."""
         last = self.last_hop
         sizes = lookup.sizes
         evaluation = lookup.evaluation
-        blocks: Iterable[Tensor] = last.transport.receive_gradients(pending, sizes)
+        blocks: Iterable[Tensor] = last.transport.receive_gradients(pending_transfer, sizes)
         if self.operators is not None:
             blocks = self.operators.backpropagate_messages(
                 blocks, last.sent, last.columns, evaluation.partials
@@ -408,20 +416,22 @@ class BagsExchange(ExchangePart[BagsLookup]):
             ends = torch.zeros(1, dtype=torch.int32)
             return RowGradients(lookup.slots, lookup.owned.offsets, ends, none, source)
         if self.tower is not None and lookup.inner is not None:
-            return self.tower.begin_push(lookup.inner, [received], step, number)()
+            return self.tower.begin_push(lookup.inner, [received], step, batch_index)()
         sequence_gradients = [
             evaluation.row_gradients[i].contiguous() for i in self.share.sequences
         ]
         pooled = [received] if self.share.columns.dims else []
         return self.owner.native.gradients_from_outputs(lookup, [*pooled, *sequence_gradients])
 
-    def _compute_sum_gradients(self, lookup: BagsLookup, gradients: list[Tensor] | None) -> Tensor:
+    def _compute_gradients_of_sums(
+        self, lookup: BagsLookup, output_gradients: list[Tensor] | None
+    ) -> Tensor:
         """Return gradients of the sums, (B, W) of the compute dtype. Collective where there is attention."""
         total = empty(lookup.batch.size, self.layout.arriving.width, dtype=self.dtype)
-        if gradients is None:
+        if output_gradients is None:
             total.zero_()
         else:
-            for gradient, runs in zip(gradients, self.layout.runs, strict=True):
+            for gradient, runs in zip(output_gradients, self.layout.runs, strict=True):
                 for run in runs:
                     target = total[:, run.whole_columns]
                     source = gradient[:, run.block_columns]
@@ -432,10 +442,10 @@ class BagsExchange(ExchangePart[BagsLookup]):
             if (offsets := requested.bags[division.column]) is not None:
                 divisors = division.compute_divisors(offsets, self.dtype)
                 total[:, division.columns] *= 1 / divisors
-        self._push_attention_gradients(lookup, total)
+        self._add_attention_gradients(lookup, total)
         return total
 
-    def _push_attention_gradients(self, lookup: BagsLookup, sum_gradients: Tensor) -> None:
+    def _add_attention_gradients(self, lookup: BagsLookup, sum_gradients: Tensor) -> None:
         """Add gradients of queries to `sum_gradients` (B, W); store those of this rank's rows. Collective if there is
         attention."""
         evaluation = lookup.evaluation
@@ -476,18 +486,22 @@ class BagsExchange(ExchangePart[BagsLookup]):
             return export_gathered_sums(lookup, layout, self.last_hop.columns, self.peers)
         return export_sums(self.receive_pooled_sums(lookup), layout)
 
-    def restore(self, lookup: BagsLookup, prefetched: Sequence[Mapping[str, Tensor]]) -> None:
+    def restore(
+        self, lookup: BagsLookup, rank_prefetched_values: Sequence[Mapping[str, Tensor]]
+    ) -> None:
         layout = self.layout
         rank = self.mesh.rank
         if self.keeps_pooled:
             assert self.operators is not None
-            restore_operator_inputs(lookup, layout, rank, self.operators, self.last_hop, prefetched)
+            restore_operator_inputs(
+                lookup, layout, rank, self.operators, self.last_hop, rank_prefetched_values
+            )
         elif self.waits_in_tower:
-            restore_gathered_sums(lookup, layout, self.last_hop, self.peers, prefetched)
+            restore_gathered_sums(lookup, layout, self.last_hop, self.peers, rank_prefetched_values)
         else:
             widths = self.owner.widths
             lookup.reads = BagReads(
-                total=restore_prefetched_sums(lookup, layout, rank, widths, prefetched)
+                total=restore_prefetched_sums(lookup, layout, rank, widths, rank_prefetched_values)
             )
 
 

@@ -45,7 +45,7 @@ from colonnade.cache.messages import (
     prepend_row_flags,
     row_tables,
     split_row_flags,
-    unpack_bits,
+    unpack_row_bits,
 )
 from colonnade.cache.next_use import PreviewedBatch, sort_plan_rows_by_id, yield_batch_previews
 from colonnade.comm.mesh import Mesh
@@ -95,17 +95,19 @@ class CacheCounts:
     pushed_evicted: int = 0  # because the copy was evicted
     ticks: int = 0  # batches with gradients in all that was pushed
 
-    def add_decision(self, decision: Decision, sign: int = 1) -> None:
+    def add_decision(self, joined_decision: Decision, sign: int = 1) -> None:
         """Add the counts of a decision of all tables, `join_decisions`. sign -1: subtract them, to undo it."""
-        num_by_outcome = np.bincount(decision.outcomes, minlength=3) * sign
+        num_by_outcome = np.bincount(joined_decision.outcomes, minlength=3) * sign
         self.hits += int(num_by_outcome[HIT])
         self.misses += int(num_by_outcome[MISS])
         self.lease_over += int(num_by_outcome[EXPIRED])
-        leaving = int((decision.pushed & decision.leaving).sum()) * sign
+        leaving = int((joined_decision.pushed & joined_decision.leaving).sum()) * sign
         self.pushed_leaving += leaving
-        self.pushed_full += int(decision.pushed.sum()) * sign - leaving
-        self.pushed_evicted += len(decision.evicted_ids) * sign
-        ticks = int(decision.ticks[decision.pushed].sum()) + int(decision.evicted_ticks.sum())
+        self.pushed_full += int(joined_decision.pushed.sum()) * sign - leaving
+        self.pushed_evicted += len(joined_decision.evicted_ids) * sign
+        ticks = int(joined_decision.ticks[joined_decision.pushed].sum()) + int(
+            joined_decision.evicted_ticks.sum()
+        )
         self.ticks += ticks * sign
 
 
@@ -258,7 +260,7 @@ class CachedExchange(FetchedRowsPart[FetchedRowsLookup]):
             request_codes = torch.zeros(len(origin), dtype=torch.uint8)  # unknown of evicted rows
             is_used = torch.from_numpy(origin >= 0)
             request_codes[is_used] = codes[torch.from_numpy(origin)[is_used]]
-        requests = self.rows.pack_plan_requests(request_plan, request_codes)
+        requests = self.rows.pack_row_requests(request_plan, request_codes)
         return CachedRequest(
             prepend_row_flags(transfer.row_requests, requests), lookups, plan, transfer=transfer
         )
@@ -342,14 +344,14 @@ class CachedExchange(FetchedRowsPart[FetchedRowsLookup]):
     def _decide_by_table(
         self,
         rows_by_table: Sequence[tuple[np.ndarray, np.ndarray]],
-        preview: PreviewedBatch | None,
+        batch_preview: PreviewedBatch | None,
     ) -> list[Any]:
         """Return each table's decisions on the rows of a batch. rows_by_table: (indices, ids) of its rows."""
         decisions = []
         for t, (directory, (_, ids)) in enumerate(
             zip(self.directories, rows_by_table, strict=True)
         ):
-            hints = None if preview is None else preview.next_uses[t]
+            hints = None if batch_preview is None else batch_preview.next_uses[t]
             if hints is None:
                 decisions.append(directory.decide_batch(ids))
             else:
@@ -359,20 +361,20 @@ class CachedExchange(FetchedRowsPart[FetchedRowsLookup]):
         return decisions
 
     def serve_requests(
-        self, request: LookupRequest, received: Sequence[np.ndarray], batch: BatchInfo
+        self, request: LookupRequest, received_requests: Sequence[np.ndarray], batch: BatchInfo
     ) -> FetchedRowsLookup:
         if batch.is_evaluated:
-            return self.rows.serve_requests(request, received, batch)
+            return self.rows.serve_requests(request, received_requests, batch)
         plan = request.plan
         assert isinstance(request, CachedRequest) and plan is not None
         transfer = request.transfer
-        headers, id_messages = split_row_flags(received)
+        headers, id_messages = split_row_flags(received_requests)
         requests = self.rows.unpack_plan_requests(id_messages)
         served = parse_row_flags(headers, requests.counts)
         owner_plan, owned = self.owner.plan_owned_rows(requests)
         transfer.served_requests = self.plan_written_rows(served, requests.ids)
         with self._lock:
-            changed = self._find_changed_rows(transfer, transfer.served_requests)
+            changed = self._mark_stale_copies(transfer, transfer.served_requests)
             transfer.overwritten = self.record_changes(
                 transfer.served_requests.plan, transfer.number
             )
@@ -382,19 +384,21 @@ class CachedExchange(FetchedRowsPart[FetchedRowsLookup]):
             self._exchange_renewal_flags(transfer, changed, batch.channel)
         return CachedLookup(batch, request.lookups, plan, owned, owner_plan, transfer=transfer)
 
-    def plan_written_rows(self, requests: RowRequests, ids: Tensor) -> ServedRequests:
-        """Plan the update of those of the requested rows that their requesters write. ids: of all requested rows."""
+    def plan_written_rows(self, row_requests: RowRequests, requested_ids: Tensor) -> ServedRequests:
+        """Plan the update of those of the requested rows that their requesters write. requested_ids: of all requested
+        rows."""
         written = build_request_lookups(
-            ids[torch.from_numpy(requests.written)], requests.count_rows(requests.written)
+            requested_ids[torch.from_numpy(row_requests.written)],
+            row_requests.count_rows(row_requests.written),
         )
         plan = _native.make_plan(written, self.owner.table_rows, self.owner.one_owner)
-        return ServedRequests(requests, ids.numpy(), plan, written)
+        return ServedRequests(row_requests, requested_ids.numpy(), plan, written)
 
-    def resolve_slots(self, lookup: FetchedRowsLookup, views: Sequence[RowView]) -> None:
+    def resolve_slots(self, lookup: FetchedRowsLookup, row_views: Sequence[RowView]) -> None:
         slots = lookup.slots
         lookup.pinned = PinnedRows(slots, gather_int32(slots, lookup.owner_plan.inverse))
 
-    def _find_changed_rows(
+    def _mark_stale_copies(
         self, transfer: CacheTransfer, served_requests: ServedRequests
     ) -> np.ndarray:
         """Return which requested rows have changed since the requester copied them, (P,) bool. The changes of every
@@ -411,27 +415,27 @@ class CachedExchange(FetchedRowsPart[FetchedRowsLookup]):
         return changed
 
     def _exchange_renewal_flags(
-        self, transfer: CacheTransfer, changed: np.ndarray, channel: str
+        self, cache_transfer: CacheTransfer, is_changed: np.ndarray, channel: str
     ) -> None:
         """Send each rank that renews a copy a bit: whether the row will be sent. Collective."""
-        assert transfer.served_requests is not None and transfer.is_received is not None
-        requested = transfer.row_requests
-        served = transfer.served_requests.row_requests
+        assert cache_transfer.served_requests is not None and cache_transfer.is_received is not None
+        requested = cache_transfer.row_requests
+        served = cache_transfer.served_requests.row_requests
         bits, sizes = pack_row_bits(
-            changed[served.renewed], served.count_rows(served.renewed).sum(1)
+            is_changed[served.renewed], served.count_rows(served.renewed).sum(1)
         )
         num_renewed = requested.count_rows(requested.renewed).sum(1)
         received_bits, _ = self.mesh.all_to_all(
             channel, bits, sizes, packed_bit_sizes(num_renewed), traffic_tag="route"
         )
-        transfer.is_received[requested.renewed] = unpack_bits(received_bits, num_renewed)
+        cache_transfer.is_received[requested.renewed] = unpack_row_bits(received_bits, num_renewed)
 
     # ---- fetch
 
-    def fetch(self, lookup: FetchedRowsLookup, source: RowSource) -> None:
+    def fetch(self, lookup: FetchedRowsLookup, row_source: RowSource) -> None:
         """Implement the contract. Raises RuntimeError for a batch that is fetched out of order."""
         if isinstance(lookup, RowsLookup):
-            self.rows.fetch(lookup, source)
+            self.rows.fetch(lookup, row_source)
             return
         assert isinstance(lookup, CachedLookup)
         transfer = lookup.transfer
@@ -456,17 +460,17 @@ class CachedExchange(FetchedRowsPart[FetchedRowsLookup]):
             kernels, kernels.locate_rows(lookup.lookups, views, by_lookup), self.cached_rows
         )
 
-    def _exchange_row_records(self, transfer: CacheTransfer, row_slots: Tensor) -> None:
+    def _exchange_row_records(self, cache_transfer: CacheTransfer, row_slots: Tensor) -> None:
         """Send records of rows to the ranks that copy them, and receive this rank's. Collective."""
         assert (
-            transfer.served_requests is not None
-            and transfer.is_sent is not None
-            and transfer.is_received is not None
+            cache_transfer.served_requests is not None
+            and cache_transfer.is_sent is not None
+            and cache_transfer.is_received is not None
         )
-        is_sent = transfer.is_sent
-        is_received = transfer.is_received
-        served = transfer.served_requests.row_requests
-        requested = transfer.row_requests
+        is_sent = cache_transfer.is_sent
+        is_received = cache_transfer.is_received
+        served = cache_transfer.served_requests.row_requests
+        requested = cache_transfer.row_requests
         sent_layout = build_row_layout(served.count_rows(is_sent), self.record_widths)
         received_layout = build_row_layout(requested.count_rows(is_received), self.record_widths)
         message = self.mesh.allocate_send_buffer(sent_layout.num_elements, torch.uint8)
@@ -483,11 +487,15 @@ class CachedExchange(FetchedRowsPart[FetchedRowsLookup]):
             received_layout.rank_elements,
             traffic_tag="fetch",
         )
-        for t, num_slots in enumerate(transfer.num_slots):
+        for t, num_slots in enumerate(cache_transfer.num_slots):
             self.cached_rows.grow_table(t, num_slots)
-        slots = transfer.request_slots[is_received]
+        slots = cache_transfer.request_slots[is_received]
         has_pending = self.cached_rows.store_received_rows(
-            received_layout.counts, slots, transfer.ids[is_received], received, self.record_widths
+            received_layout.counts,
+            slots,
+            cache_transfer.ids[is_received],
+            received,
+            self.record_widths,
         )
         if has_pending.any():
             # Gradients that the owner does not have yet are applied to the received copy at once, as the owner will.
@@ -506,21 +514,25 @@ class CachedExchange(FetchedRowsPart[FetchedRowsLookup]):
     # ---- push
 
     def begin_push(
-        self, lookup: FetchedRowsLookup, gradients: list[Tensor] | None, step: int, number: int
+        self,
+        lookup: FetchedRowsLookup,
+        output_gradients: list[Tensor] | None,
+        step: int,
+        batch_index: int,
     ) -> Callable[[], RowGradients]:
         assert isinstance(lookup, CachedLookup) and lookup.transfer is not None
         transfer = lookup.transfer
         reads = lookup.reads
         assert reads is not None
-        if number:
+        if batch_index:
             raise RuntimeError(
                 "with a cache a step is of one batch; call RowOptimizer.step() after each"
             )
         kernels: Kernels = reads.kernels
-        if gradients is None:
-            gradients = kernels.zero_outputs(lookup.lookups)
+        if output_gradients is None:
+            output_gradients = kernels.zero_outputs(lookup.lookups)
         offsets = self.rows.table_offsets(lookup)
-        sums = transfer.sums = kernels.sum_gradients_by_row(lookup, offsets, gradients)
+        sums = transfer.sums = kernels.sum_gradients_by_row(lookup, offsets, output_gradients)
         requested = transfer.row_requests
         served_requests = transfer.served_requests
         assert served_requests is not None
@@ -546,7 +558,7 @@ class CachedExchange(FetchedRowsPart[FetchedRowsLookup]):
     def send_pending_sums(
         self,
         channel: str,
-        send: Tensor,
+        pending_sums: Tensor,
         sent_layout: RowLayout,
         served_requests: ServedRequests,
         row_slots: Tensor,
@@ -558,7 +570,7 @@ class CachedExchange(FetchedRowsPart[FetchedRowsLookup]):
             self.widths,
         )
         received, _ = self.mesh.all_to_all(
-            channel, send, sent_layout.rank_elements, received_layout.rank_elements
+            channel, pending_sums, sent_layout.rank_elements, received_layout.rank_elements
         )
         plan = served_requests.plan
         entries = torch.as_tensor(plan.entries)
@@ -573,16 +585,16 @@ class CachedExchange(FetchedRowsPart[FetchedRowsLookup]):
             (received, index, plan),
         )
 
-    def after_update(self, optimizers: Tensor, settings: Tensor) -> None:
+    def after_update(self, optimizer_kinds: Tensor, settings_by_part: Tensor) -> None:
         """Update this rank's copies of the rows that its batch used, after the owners updated theirs."""
         transfer = self._transfers[0]
         assert transfer.is_received is not None
         # Counted now, because a batch that was read may still be dropped before its update.
         self.counts.renewed += int((transfer.row_requests.renewed & ~transfer.is_received).sum())
         self._update_cached_rows(
-            transfer.slots, np.diff(transfer.ends), transfer.sums, optimizers, settings
+            transfer.slots, np.diff(transfer.ends), transfer.sums, optimizer_kinds, settings_by_part
         )
-        self.last_optimizers = optimizers.clone(), settings.clone()
+        self.last_optimizers = optimizer_kinds.clone(), settings_by_part.clone()
         with self._lock:
             self._transfers.pop(0)
             self.number = transfer.number
@@ -593,14 +605,21 @@ class CachedExchange(FetchedRowsPart[FetchedRowsLookup]):
         return self.version_log.record_row_changes(tables, np.asarray(plan.unique_ids), number)
 
     def _update_cached_rows(
-        self, slots: np.ndarray, counts: np.ndarray, sums: Any, optimizers: Tensor, settings: Tensor
+        self,
+        row_slots: np.ndarray,
+        table_row_counts: np.ndarray,
+        gradient_sums: Any,
+        optimizer_kinds: Tensor,
+        settings_by_part: Tensor,
     ) -> None:
-        """Apply sums of gradients to copies that outlast their batch. slots (n,) table by table, counts (T,) of them;
-        sums of their gradients as `CachedRows` has them."""
+        """Apply sums of gradients to copies that outlast their batch. slots (n,) table by table, table_row_counts (T,)
+        of them; sums of their gradients as `CachedRows` has them."""
         kernels = self.owner.select_kernels(self.cached_rows.views())
-        pushed = kernels.gradients_from_sums(slots, counts, sums, np.array(self.outlasts_batch))
+        pushed = kernels.gradients_from_sums(
+            row_slots, table_row_counts, gradient_sums, np.array(self.outlasts_batch)
+        )
         if len(pushed.slots):
-            kernels.update(self.cached_rows, pushed, optimizers, settings)
+            kernels.update(self.cached_rows, pushed, optimizer_kinds, settings_by_part)
 
     def export_directory_states(self) -> tuple[list[dict[str, np.ndarray]], list[np.ndarray]]:
         """Return states of directories and of `version_log` by table, as of the newest push: without decisions about
@@ -630,9 +649,9 @@ class CachedExchange(FetchedRowsPart[FetchedRowsLookup]):
         if isinstance(request, CachedRequest):
             self._undo_decision(request.transfer)
 
-    def _undo_decision(self, transfer: CacheTransfer) -> None:
+    def _undo_decision(self, cache_transfer: CacheTransfer) -> None:
         with self._lock:
-            transfer.is_dropped = True
+            cache_transfer.is_dropped = True
             while self._transfers and self._transfers[-1].is_dropped:
                 last = self._transfers.pop()
                 decisions = last.decisions
@@ -657,11 +676,13 @@ def check_tables_uncached(
     return table_indices
 
 
-def find_cached_part(parts: Sequence[ExchangePart[Any]], store: Any) -> CachedExchange | None:
-    """Return the part that caches rows, if a plan has one, and give it `store`, which has this rank's rows."""
-    for part in parts:
+def find_cached_part(
+    exchange_parts: Sequence[ExchangePart[Any]], row_store: Any
+) -> CachedExchange | None:
+    """Return the part that caches rows, if a plan has one, and give it `row_store`, which has this rank's rows."""
+    for part in exchange_parts:
         if isinstance(part, CachedExchange):
-            part.store = store
+            part.store = row_store
             return part
     return None
 

@@ -126,12 +126,12 @@ def apply_planned_bounds(exchange: CachedExchange) -> None:
 
 
 def list_pending_slots(
-    exchange: CachedExchange, above: Sequence[int] | None = None
+    exchange: CachedExchange, min_pending_batches: Sequence[int] | None = None
 ) -> list[np.ndarray]:
-    """Return, by table, slots of this rank's copies with pending gradients of more than `above` batches (by table,
-    default 0), ascending by id."""
+    """Return, by table, slots of this rank's copies with pending gradients of more than `min_pending_batches` batches
+    (by table, default 0), ascending by id."""
     cached_rows = exchange.cached_rows
-    bounds = above or [0] * len(exchange.widths)
+    bounds = min_pending_batches or [0] * len(exchange.widths)
     slots_by_table = [cached_rows.dirty_slots(t) for t in range(len(exchange.widths))]
     return [
         slots[cached_rows.num_pending[t][slots] > bound]
@@ -179,7 +179,7 @@ def _request_row_updates(
         exchange.owner.table_rows,
         exchange.owner_map.num_owners,
     )
-    requests = exchange.rows.pack_plan_requests(plan, codes=None)
+    requests = exchange.rows.pack_row_requests(plan, next_use_codes=None)
     (received,), _ = exchange_messages([requests], mesh, 0.0, GROUP)
     received_requests = exchange.rows.unpack_plan_requests(received)
     all_rows = np.ones(len(received_requests.ids), bool)
@@ -202,20 +202,20 @@ def _request_row_updates(
     return served_requests, send, sent_layout
 
 
-def _acquire_rows(exchange: CachedExchange, ids: Tensor, offsets: Tensor) -> list[Tensor]:
+def _acquire_rows(exchange: CachedExchange, ids: Tensor, table_offsets: Tensor) -> list[Tensor]:
     """Acquire rows, and return a list of their slots (one tensor). Collective. Raises BudgetExceeded on every rank."""
     store = exchange.store
     error = None
     pinned = []
     try:
-        slots, job = store.acquire(ids, offsets)
+        slots, job = store.acquire(ids, table_offsets)
         store.wait(job)
         pinned = [slots]
     except BudgetExceeded as budget_error:
         error = budget_error
     if not exchange.mesh.min_over_ranks(int(error is None)):
         for slots in pinned:
-            store.release(slots, offsets, dirty=False)
+            store.release(slots, table_offsets, dirty=False)
         raise error or BudgetExceeded(
             "another rank's memory has no room for the rows whose gradients wait at copies; raise plan.memory.dram, or "
             "lower plan.cache.write_bound or size"
@@ -226,7 +226,9 @@ def _acquire_rows(exchange: CachedExchange, ids: Tensor, offsets: Tensor) -> lis
 CHUNK_ROWS = 4096  # rows that are restored at once
 
 
-def capture_cache_state(exchange: CachedExchange, before: Sequence[SavedRows]) -> dict[str, Any]:
+def capture_cache_state(
+    exchange: CachedExchange, earlier_rows: Sequence[SavedRows]
+) -> dict[str, Any]:
     """Return the cache's state for a checkpoint, between steps: as of the newest step, without batches in flight. It
     has plain values and tensors."""
     tables = {}
@@ -242,12 +244,14 @@ def capture_cache_state(exchange: CachedExchange, before: Sequence[SavedRows]) -
             },
             "copies": exchange.cached_rows.export_rows(t, directory_state["slots"].astype("int64")),
             "changes": torch.from_numpy(version_log[t]),
-            "before": {"ids": before[t].ids, "records": before[t].records},
+            "before": {"ids": earlier_rows[t].ids, "records": earlier_rows[t].records},
         }
     return {"tables": tables, "rule": exchange.last_optimizers, "number": exchange.number}
 
 
-def can_load_cache(exchange: CachedExchange, states: Sequence[Mapping[str, Any] | None]) -> bool:
+def can_load_cache(
+    exchange: CachedExchange, rank_states: Sequence[Mapping[str, Any] | None]
+) -> bool:
     """Return whether a checkpoint's cached rows can be loaded: the number of ranks, and for each table its cache policy
     and whether copies outlast their batch, must be the same. Bounds and sizes may have changed; but where a size is
     lower by more than `cache.cached_rows.SPARE` rows there may be no room for the copies."""
@@ -261,13 +265,13 @@ def can_load_cache(exchange: CachedExchange, states: Sequence[Mapping[str, Any] 
         # Older checkpoints have neither this flag nor the bounds of their directories.
         state
         and {name: (table["policy"], table.get("kept")) for name, table in state["tables"].items()}
-        for state in states
+        for state in rank_states
     ]
-    if len(states) != exchange.mesh.num_ranks or any(
+    if len(rank_states) != exchange.mesh.num_ranks or any(
         policies != own_policies for policies in saved_policies
     ):
         return False
-    return all(_has_room_for_state(exchange, state) for state in states if state is not None)
+    return all(_has_room_for_state(exchange, state) for state in rank_states if state is not None)
 
 
 def _has_room_for_state(exchange: CachedExchange, state: Mapping[str, Any]) -> bool:
@@ -279,15 +283,15 @@ def _has_room_for_state(exchange: CachedExchange, state: Mapping[str, Any]) -> b
     )
 
 
-def restore_cache_state(exchange: CachedExchange, state: Mapping[str, Any]) -> None:
+def restore_cache_state(exchange: CachedExchange, saved_state: Mapping[str, Any]) -> None:
     """Load a checkpoint's state before the first batch. The store has the rows of the checkpoint.
 
     Bounds are those of the checkpoint until training begins (`apply_planned_bounds`). Batch numbers continue, from a
     lower one where they would overflow; all ranks have the same number.
     """
-    shift = surplus_batches(state["number"])
+    shift = surplus_batches(saved_state["number"])
     for t, table in enumerate(exchange.declaration.tables):
-        table_state = state["tables"][table.name]
+        table_state = saved_state["tables"][table.name]
         before = SavedRows(table_state["before"]["ids"], table_state["before"]["records"])
         trained = before.is_trained
         ids = before.ids[trained]
@@ -303,5 +307,5 @@ def restore_cache_state(exchange: CachedExchange, state: Mapping[str, Any]) -> N
         exchange.cached_rows.load_rows(t, directory["slots"].astype("int64"), table_state["copies"])
         exchange.version_log.table_versions(t)[:] = table_state["changes"].numpy()
     exchange.version_log.renumber(shift)
-    exchange.last_optimizers = state["rule"]
-    exchange.number = state["number"] - shift
+    exchange.last_optimizers = saved_state["rule"]
+    exchange.number = saved_state["number"] - shift

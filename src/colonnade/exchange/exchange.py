@@ -94,12 +94,13 @@ class Exchange:
         self.operators = [part.operators for part in self.parts if part.operators is not None]
         self.dtype = declaration.compute_dtype
 
-    def _find_output_index(self, output: Output) -> int:
+    def _find_output_index(self, part_output: Output) -> int:
         """Return the number of a part's output."""
         return next(
             i
             for i, candidate in enumerate(self.outputs)
-            if candidate.is_partial == output.is_partial and output.names[0] in candidate.names
+            if candidate.is_partial == part_output.is_partial
+            and part_output.names[0] in candidate.names
         )
 
     # ---- facts
@@ -179,36 +180,40 @@ class Exchange:
         self,
         context: LookupContext,
         part_numbers: Sequence[int],
-        source: RowSource,
-        num_applied: int,
+        row_source: RowSource,
+        num_applied_updates: int,
     ) -> None:
-        """Begin to send values of these parts. num_applied: updates applied to the rows so far."""
-        rows = [source.rows]
+        """Begin to send values of these parts. num_applied_updates: updates applied to the rows so far."""
+        rows = [row_source.rows]
         if len(self.parts) > 1:
-            is_pinned = context.pinned is not None and source.rows is context.pinned.slots
+            is_pinned = context.pinned is not None and row_source.rows is context.pinned.slots
             rows = (
                 [lookup.slots for lookup in context.parts]
                 if is_pinned
-                else self._split_by_part(context, source.rows)
+                else self._split_by_part(context, row_source.rows)
             )
         for i in part_numbers:
             # Rows that may change before their use are copied.
-            in_place = source.in_place or not self.reads_ahead[i]
-            own = replace(source, rows=rows[i], in_place=in_place) if len(rows) > 1 else source
+            in_place = row_source.in_place or not self.reads_ahead[i]
+            own = (
+                replace(row_source, rows=rows[i], in_place=in_place)
+                if len(rows) > 1
+                else row_source
+            )
             self.parts[i].fetch(context.parts[i], own)
-            context.updates_seen[self.reads_ahead[i]] = num_applied
+            context.updates_seen[self.reads_ahead[i]] = num_applied_updates
 
     def compute_outputs(
-        self, context: LookupContext, handle: Tensor, device: torch.device = CPU
+        self, context: LookupContext, autograd_handle: Tensor, device: torch.device = CPU
     ) -> dict[str, Tensor]:
         """Return by consumer (B, P) combined; by feature without a consumer (B, D) pooled or (E_f, D) sequence.
         Values are pooled where they are and moved to `device`, where consumers are evaluated. Collective where a
         tower sends values that it gathered early.
 
-        Differentiable: backward records gradients on the context. `handle` requires a gradient, so that torch runs that
-        backward.
+        Differentiable: backward records gradients on the context. `autograd_handle` requires a gradient, so that torch
+        runs that backward.
         """
-        tensors = record_backward(self, context, handle)
+        tensors = record_backward(self, context, autograd_handle)
         return build_outputs(self.declaration, self.outputs, tensors, device, context.batch.dense)
 
     def pooled(self, context: LookupContext) -> list[Tensor]:
@@ -259,10 +264,10 @@ class Exchange:
         return partial(self._wait_for_gradients, contexts, begun)
 
     def _wait_for_gradients(
-        self, contexts: Sequence[LookupContext], begun: Sequence[Callable[[], RowGradients]]
+        self, contexts: Sequence[LookupContext], part_waits: Sequence[Callable[[], RowGradients]]
     ) -> RowGradients:
         """Wait for gradients, part by part, and return them as one application."""
-        arrived = [end() for end in begun]
+        arrived = [end() for end in part_waits]
         count = len(contexts)
         if len(arrived) == 1:
             return arrived[0]
@@ -287,12 +292,16 @@ class Exchange:
         return self._merge_part_gradients(gradient_sums), total
 
     def apply_gradients(
-        self, store: Any, row_gradients: RowGradients, optimizers: Tensor, settings: Tensor
+        self,
+        row_store: Any,
+        row_gradients: RowGradients,
+        optimizer_kinds: Tensor,
+        settings_by_part: Tensor,
     ) -> None:
-        """Apply gradients to pinned rows of this rank's store: see `_native.update`. Local."""
+        """Apply gradients to pinned rows of this rank's row_store: see `_native.update`. Local."""
         for part, own in zip(self.parts, self._split_gradients(row_gradients), strict=True):
-            part.owner.update(store, own, optimizers, settings)
-            part.after_update(optimizers, settings)
+            part.owner.update(row_store, own, optimizer_kinds, settings_by_part)
+            part.after_update(optimizer_kinds, settings_by_part)
 
     def squared_norms(self, rows: RowView, slots: Tensor) -> Tensor:
         """Return sums of squares of the weights of these rows, (len(slots),). Local."""
@@ -323,14 +332,14 @@ class Exchange:
         }
 
     def restore_prefetched(
-        self, context: LookupContext, prefetched: Sequence[Mapping[str, Tensor]]
+        self, context: LookupContext, rank_prefetched_values: Sequence[Mapping[str, Tensor]]
     ) -> None:
         """Restore, instead of a fetch, the values that all ranks of some world had prefetched for this step's global
         batch. Raises CheckpointError."""
         if len(self.parts) == 1:
-            self.parts[0].restore(context.parts[0], prefetched)
+            self.parts[0].restore(context.parts[0], rank_prefetched_values)
             return
-        known = prefetched_tables(prefetched, len(self.declaration.tables))
+        known = prefetched_tables(rank_prefetched_values, len(self.declaration.tables))
         for i, name in enumerate(self.names):
             tables = {t for j, first, last in self.runs if i == j for t in range(first, last)}
             if self.reads_ahead[i] <= context.steps_left or not tables <= known:
@@ -346,7 +355,7 @@ class Exchange:
                         if key.startswith(prefix)
                     },
                 }
-                for values in prefetched
+                for values in rank_prefetched_values
             ]
             self.parts[i].restore(context.parts[i], own)
 
@@ -364,14 +373,18 @@ class Exchange:
         ):
             lookup.pinned = PinnedRows(slots)
 
-    def _split_by_part(self, context: LookupContext, values: Tensor) -> list[Tensor]:
-        """Split values (O,) by row of all tables into those of each part."""
+    def _split_by_part(self, context: LookupContext, row_values: Tensor) -> list[Tensor]:
+        """Split row_values (O,) by row of all tables into those of each part."""
         if len(self.parts) == 1:
-            return [values]
+            return [row_values]
         ends = context.owned.offsets.tolist()
         return [
             torch.cat(
-                [values[ends[first] : ends[last]] for i, first, last in self.runs if i == number]
+                [
+                    row_values[ends[first] : ends[last]]
+                    for i, first, last in self.runs
+                    if i == number
+                ]
             )
             for number in range(len(self.parts))
         ]
@@ -383,9 +396,9 @@ class Exchange:
             [values[i][ends[i][first] : ends[i][last]] for i, first, last in self.runs]
         )
 
-    def _join_owned_rows(self, lookups: Sequence[PartLookup]) -> OwnedRows:
+    def _join_owned_rows(self, part_lookups: Sequence[PartLookup]) -> OwnedRows:
         """Join the owned rows of all parts."""
-        owned = [lookup.owned for lookup in lookups]
+        owned = [lookup.owned for lookup in part_lookups]
         offsets = [rows.offsets for rows in owned]
         ids = self._join([rows.ids for rows in owned], offsets)
         next_use = None
@@ -400,25 +413,25 @@ class Exchange:
             next_use = self._join(codes, offsets)
         return OwnedRows(ids, torch.stack(offsets).sum(0), next_use)
 
-    def _merge_part_gradients(self, row_gradients: Sequence[RowGradients]) -> RowGradients:
+    def _merge_part_gradients(self, part_gradients: Sequence[RowGradients]) -> RowGradients:
         """Join gradients of all parts; `_split_gradients` is the inverse."""
-        if len(row_gradients) == 1:
-            return row_gradients[0]
-        offsets = [gradients.offsets for gradients in row_gradients]
-        slots = self._join([gradients.slots for gradients in row_gradients], offsets)
-        return RowGradients(slots, torch.stack(offsets).sum(0), None, None, list(row_gradients))
+        if len(part_gradients) == 1:
+            return part_gradients[0]
+        offsets = [gradients.offsets for gradients in part_gradients]
+        slots = self._join([gradients.slots for gradients in part_gradients], offsets)
+        return RowGradients(slots, torch.stack(offsets).sum(0), None, None, list(part_gradients))
 
     def _split_gradients(self, row_gradients: RowGradients) -> Sequence[RowGradients]:
         return [row_gradients] if len(self.parts) == 1 else row_gradients.source
 
 
 def _separate_partial_outputs(
-    declared: Sequence[Output], partials: Mapping[str, Output]
+    declared_outputs: Sequence[Output], partial_outputs: Mapping[str, Output]
 ) -> tuple[Output, ...]:
     """Return outputs, with those that some part has partials of as separate ones."""
     separate: list[Output] = []
-    for output in declared:
-        if others := tuple(name for name in output.names if name not in partials):
+    for output in declared_outputs:
+        if others := tuple(name for name in output.names if name not in partial_outputs):
             separate.append(replace(output, names=others))
-        separate += (partials[name] for name in output.names if name in partials)
+        separate += (partial_outputs[name] for name in output.names if name in partial_outputs)
     return tuple(separate)

@@ -16,7 +16,12 @@ from typing import TypeVar
 from colonnade.hops.kinds import EVALUATING
 from colonnade.interaction import Concat
 from colonnade.interaction.contract import SQUARES
-from colonnade.lookup.layout import Consumer, EmbeddingDeclaration, query_fields, restrict_outputs
+from colonnade.lookup.layout import (
+    Consumer,
+    EmbeddingDeclaration,
+    query_fields,
+    restrict_outputs_to_part,
+)
 from colonnade.topology.sharding import Sharding
 from colonnade.topology.towers import list_tower_ranks, tower_of
 from colonnade.topology.world import World
@@ -132,13 +137,15 @@ def find_sent_fields(declaration: EmbeddingDeclaration, consumers: Collection[st
 
 
 def _count_partial_floats(
-    declaration: EmbeddingDeclaration, consumer_name: str, owners: Mapping[str, frozenset[int]]
+    declaration: EmbeddingDeclaration,
+    consumer_name: str,
+    field_owner_ranks: Mapping[str, frozenset[int]],
 ) -> int:
     """Return the floats per sample of a consumer's partials from all ranks that have some of its fields, and of queries
     to all ranks that have rows of its sequences."""
     consumer = declaration.consumers[consumer_name]
     queries = query_fields(consumer)
-    ranks = set().union(*(owners[field] for field in consumer.features[len(queries) :]))
+    ranks = set().union(*(field_owner_ranks[field] for field in consumer.features[len(queries) :]))
     query_floats = sum(field.dim for field in declaration.fields if field.name in queries)
     return len(ranks) * ((get_partial_width(declaration, consumer_name) or 0) + query_floats)
 
@@ -186,7 +193,7 @@ def map_fields_to_towers(
     return tuple(by_table[declaration.parts[field.part][0]] for field in declaration.fields)
 
 
-def choose_consumers_in_towers(
+def choose_tower_evaluated_consumers(
     declaration: EmbeddingDeclaration,
     shardings: Sequence[Sharding],
     world: World,
@@ -270,21 +277,21 @@ def count_tower_floats(declaration: EmbeddingDeclaration, consumers: Collection[
 
 
 def restrict_declaration_to_tables(
-    declaration: EmbeddingDeclaration, tables: set[str], exchange: str
+    declaration: EmbeddingDeclaration, table_names: set[str], exchange_name: str
 ) -> EmbeddingDeclaration:
-    """Return the part of a declaration for one exchange: the features of these tables, what consumers take of them, and
-    the whole's outputs of them. Consumers are declared as they are only if the exchange may send their partials. All
-    tables are included, so that table indices do not change."""
-    features = tuple(feature for feature in declaration.features if feature.table in tables)
+    """Return the part of a declaration for one exchange_name: the features of these tables, what consumers take of
+    them, and the whole's outputs of them. Consumers are declared as they are only if the exchange may send their
+    partials. All tables are included, so that table indices do not change."""
+    features = tuple(feature for feature in declaration.features if feature.table in table_names)
     own_fields = {
         field.name
         for field in declaration.fields
-        if declaration.features[field.feature].table in tables
+        if declaration.features[field.feature].table in table_names
     }
     consumers = {}
     for name, consumer in declaration.consumers.items():
         if taken := tuple(feature for feature in consumer.features if feature in own_fields):
-            is_whole = exchange in EVALUATING and taken == consumer.features
+            is_whole = exchange_name in EVALUATING and taken == consumer.features
             consumers[name] = consumer if is_whole else Consumer(Concat(), taken)
     part = EmbeddingDeclaration(declaration.tables, features, consumers, declaration.output)
-    return replace(part, shared=restrict_outputs(declaration, part))
+    return replace(part, shared=restrict_outputs_to_part(declaration, part))

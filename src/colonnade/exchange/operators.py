@@ -114,41 +114,43 @@ class Operators:
 
     def build_partial_messages(
         self,
-        blocks: Iterable[Tensor],
-        columns: FieldColumns,
+        pooled_blocks: Iterable[Tensor],
+        pooled_columns: FieldColumns,
         sent_columns: FieldColumns,
-        record: list[Partials] | None,
+        recorded_partials: list[Partials] | None,
     ) -> Iterator[Tensor]:
-        """Yield, for each block (R, all of `columns`), the message (R, P) to send instead: values and partials side by
-        side; read only. record: list that partials are appended to, for `backpropagate`; None: nothing is trained."""
-        for block in blocks:
-            partials = self.evaluate_partials(block, columns, record is not None)
-            if record is not None:
-                record.append(partials)
-            yield self.join_values_and_partials(block, columns, sent_columns, partials)
+        """Yield, for each block (R, all of `pooled_columns`), the message (R, P) to send instead: values and partials
+        side by side; read only. recorded_partials: list that partials are appended to, for `backpropagate`; None:
+        nothing is trained."""
+        for block in pooled_blocks:
+            partials = self.evaluate_partials(block, pooled_columns, recorded_partials is not None)
+            if recorded_partials is not None:
+                recorded_partials.append(partials)
+            yield self.join_values_and_partials(block, pooled_columns, sent_columns, partials)
 
     def evaluate_partials(
-        self, pooled_values: Tensor, columns: FieldColumns, is_trained: bool
+        self, pooled_values: Tensor, pooled_columns: FieldColumns, is_trained: bool
     ) -> Partials:
-        """Return partials of the consumers that take some of these columns: pooled (R, all of `columns`)."""
+        """Return partials of the consumers that take some of these pooled_columns: pooled (R, all of
+        `pooled_columns`)."""
         partials = {}
         for name, fields in self.taken_by.items():
-            if positions := tuple(n for n, i in enumerate(fields) if i in columns.dims):
-                partials[name] = self._evaluate_consumer(
-                    name, positions, pooled_values, columns, is_trained
+            if positions := tuple(n for n, i in enumerate(fields) if i in pooled_columns.dims):
+                partials[name] = self._evaluate_consumer_partial(
+                    name, positions, pooled_values, pooled_columns, is_trained
                 )
         return partials
 
     def join_values_and_partials(
         self,
         pooled_values: Tensor,
-        columns: FieldColumns,
+        pooled_columns: FieldColumns,
         sent_columns: FieldColumns,
         partials: Partials,
     ) -> Tensor:
         """Return the message (R, P): values and partials side by side; read only."""
         values = tuple(
-            (key, columns.starts[key]) for key in sent_columns.dims if isinstance(key, int)
+            (key, pooled_columns.starts[key]) for key in sent_columns.dims if isinstance(key, int)
         )
         results = [
             (partials[key].result.detach(), ((key, 0),))
@@ -159,22 +161,22 @@ class Operators:
 
     def backpropagate_messages(
         self,
-        blocks: Iterable[Tensor],
+        gradient_blocks: Iterable[Tensor],
         sent_columns: FieldColumns,
-        columns: FieldColumns,
-        record: Sequence[Partials],
+        pooled_columns: FieldColumns,
+        recorded_partials: Sequence[Partials],
     ) -> Iterator[Tensor]:
         """Yield gradients (R, W) of pooled fields from gradients (R, P) of messages, the last chunk first; read only.
         Gradients of weights are added to their `.grad`."""
-        for received, partials in zip(blocks, reversed(record), strict=True):
-            yield self._backpropagate_chunk(partials, received, sent_columns, columns)
+        for received, partials in zip(gradient_blocks, reversed(recorded_partials), strict=True):
+            yield self._backpropagate_chunk(partials, received, sent_columns, pooled_columns)
 
-    def check_weight_versions(self, versions: Sequence[list[int] | None]) -> None:
-        """Check weights before gradients are pushed, and give each parameter a gradient. versions: versions that each
-        batch used. Raises RuntimeError on the ranks where a weight has changed since; the others wait for these, as for
-        any rank that raises."""
+    def check_weight_versions(self, recorded_versions: Sequence[list[int] | None]) -> None:
+        """Check weights before gradients are pushed, and give each parameter a gradient. recorded_versions: versions
+        that each batch used. Raises RuntimeError on the ranks where a weight has changed since; the others wait for
+        these, as for any rank that raises."""
         now = self.versions()
-        if any(used not in (None, now) for used in versions):
+        if any(used not in (None, now) for used in recorded_versions):
             raise RuntimeError(
                 f"weights of {', '.join(map(repr, self.consumers))}, which {self.evaluators} evaluate, were changed "
                 "between forward and RowOptimizer.step(), which completes their gradients; call it before the dense "
@@ -184,20 +186,20 @@ class Operators:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
 
-    def _evaluate_consumer(
+    def _evaluate_consumer_partial(
         self,
         consumer_name: str,
-        positions: Sequence[int],
+        field_indices: Sequence[int],
         pooled_values: Tensor,
-        columns: FieldColumns,
+        pooled_columns: FieldColumns,
         is_trained: bool,
     ) -> Partial:
-        """Evaluate a consumer on some of its fields. positions: indices into its `taken_by`."""
-        taken = tuple(self.taken_by[consumer_name][n] for n in positions)
+        """Evaluate a consumer on some of its fields. field_indices: indices into its `taken_by`."""
+        taken = tuple(self.taken_by[consumer_name][n] for n in field_indices)
         interaction = self.declaration.consumers[consumer_name].interaction
-        starts = tuple((i, columns.starts[i]) for i in taken)
+        starts = tuple((i, pooled_columns.starts[i]) for i in taken)
         values = assemble_columns(
-            [(pooled_values, starts)], {i: columns.dims[i] for i in taken}
+            [(pooled_values, starts)], {i: pooled_columns.dims[i] for i in taken}
         ).detach()
         if not len(pooled_values):  # a module need not accept zero samples
             width = get_result_width(self.declaration, consumer_name) or 0
@@ -207,7 +209,7 @@ class Operators:
             shaped = (
                 values.unflatten(1, (len(taken), -1)) if interaction.needs_equal_dims else values
             )
-            result = interaction.partial_of_fields(shaped, positions)
+            result = interaction.partial_of_fields(shaped, field_indices)
         self._check_output_shape(consumer_name, result, len(pooled_values))
         return Partial(taken, values, result)
 
@@ -216,7 +218,7 @@ class Operators:
         partials: Partials,
         received_gradients: Tensor,
         sent_columns: FieldColumns,
-        columns: FieldColumns,
+        pooled_columns: FieldColumns,
     ) -> Tensor:
         values = tuple(
             (key, sent_columns.starts[key]) for key in sent_columns.dims if isinstance(key, int)
@@ -238,15 +240,18 @@ class Operators:
                 if weight_gradient is not None:
                     _add_to_grad(parameter, weight_gradient)
             if gradient is not None:
-                starts = accumulate((columns.dims[i] for i in partial.fields), initial=0)
+                starts = accumulate((pooled_columns.dims[i] for i in partial.fields), initial=0)
                 blocks.append((gradient, tuple(zip(partial.fields, starts, strict=False))))
-        return assemble_columns(blocks, columns.dims)
+        return assemble_columns(blocks, pooled_columns.dims)
 
-    def _check_output_shape(self, consumer_name: str, result: Tensor, num_samples: int) -> None:
+    def _check_output_shape(
+        self, consumer_name: str, operator_output: Tensor, num_samples: int
+    ) -> None:
         wanted = (num_samples, get_result_width(self.declaration, consumer_name))
-        if result.shape != wanted:
+        if operator_output.shape != wanted:
             raise ConfigError(
-                f"consumer {consumer_name!r}: its operator gave {tuple(result.shape)} for {num_samples} samples, "
+                f"consumer {consumer_name!r}: its operator gave {tuple(operator_output.shape)} for "
+                f"{num_samples} samples, "
                 f"wanted {wanted}"
                 ": a row for each sample, with `width` floats"
             )
@@ -295,8 +300,8 @@ class RemoteAttention:
     def attend_to_remote_rows(
         self,
         query: Tensor,  # (B, D)
-        rows: Tensor,  # (E, D), of all ranks' samples in rank order
-        lengths: Tensor,  # (G,) int64: rows of each sample on this rank
+        sequence_rows: Tensor,  # (E, D), of all ranks' samples in rank order
+        sequence_lengths: Tensor,  # (G,) int64: rows of each sample on this rank
         batch_sizes: Sequence[int],
         traffic_tag: str,
         is_trained: bool,
@@ -309,21 +314,21 @@ class RemoteAttention:
         )
         with torch.set_grad_enabled(is_trained):
             queries.requires_grad_(is_trained)
-            rows = rows.requires_grad_(is_trained)
-            segments = torch.arange(len(queries)).repeat_interleave(lengths)
-            result = self.interaction.partial(rows, segments, len(queries), None, queries)
+            sequence_rows = sequence_rows.requires_grad_(is_trained)
+            segments = torch.arange(len(queries)).repeat_interleave(sequence_lengths)
+            result = self.interaction.partial(sequence_rows, segments, len(queries), None, queries)
             stats = self._send_to_sample_ranks("fetch", result.detach(), batch_sizes, traffic_tag)
             stats = stats.requires_grad_(is_trained)
             merged = self.interaction.merge_partials(stats)
         assert merged.shape == (size, self.interaction.width(dim))
-        return Attended(queries, rows, result, stats, merged)
+        return Attended(queries, sequence_rows, result, stats, merged)
 
     def exchange_gradients(
-        self, attended: Attended, gradient: Tensor, batch_sizes: Sequence[int]
+        self, attended: Attended, output_gradient: Tensor, batch_sizes: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
-        """Return gradients of this rank's queries (B, D) and rows (E, D). Collective. gradient: (B, P)."""
+        """Return gradients of this rank's queries (B, D) and rows (E, D). Collective. output_gradient: (B, P)."""
         (stats_gradient,) = torch.autograd.grad(
-            attended.merged, attended.stats, gradient, retain_graph=True
+            attended.merged, attended.stats, output_gradient, retain_graph=True
         )
         result_gradients = self._send_to_row_owners("push", stats_gradient, batch_sizes, "push")
         query_gradients, row_gradients = torch.autograd.grad(
@@ -333,27 +338,27 @@ class RemoteAttention:
         return sum_blocks_in_order(by_rank.flatten(1)[None]).view(by_rank.shape[1:]), row_gradients
 
     def _send_to_row_owners(
-        self, group: str, blocks: Tensor, batch_sizes: Sequence[int], traffic_tag: str
+        self, channel: str, rank_blocks: Tensor, batch_sizes: Sequence[int], traffic_tag: str
     ) -> Tensor:
         """Send (R, B, n) of this rank's samples; return (G, n) of all samples, or (0, n) on ranks without rows."""
-        _, size, width = blocks.shape
+        _, size, width = rank_blocks.shape
         send = [size * width * (rank in self.ranks) for rank in range(self.mesh.num_ranks)]
         receive = [num_samples * width * self.has_rows for num_samples in batch_sizes]
         received, _ = self.mesh.all_to_all(
-            group, blocks.reshape(-1), send, receive, traffic_tag=traffic_tag
+            channel, rank_blocks.reshape(-1), send, receive, traffic_tag=traffic_tag
         )
         return received.view(sum(batch_sizes) if self.has_rows else 0, width)
 
     def _send_to_sample_ranks(
-        self, group: str, values: Tensor, batch_sizes: Sequence[int], traffic_tag: str
+        self, channel: str, sample_values: Tensor, batch_sizes: Sequence[int], traffic_tag: str
     ) -> Tensor:
-        """Send values (G, n), or (0, n) on ranks without rows; return (R, B, n) of this rank's samples."""
-        width = values.shape[1]
+        """Send sample_values (G, n), or (0, n) on ranks without rows; return (R, B, n) of this rank's samples."""
+        width = sample_values.shape[1]
         size = batch_sizes[self.mesh.rank]
         send = [num_samples * width * self.has_rows for num_samples in batch_sizes]
         receive = [size * width * (rank in self.ranks) for rank in range(self.mesh.num_ranks)]
         received, _ = self.mesh.all_to_all(
-            group, values.reshape(-1), send, receive, traffic_tag=traffic_tag
+            channel, sample_values.reshape(-1), send, receive, traffic_tag=traffic_tag
         )
         return received.view(len(self.ranks), size, width)
 

@@ -68,32 +68,33 @@ class ExchangePart(ABC, Generic[Lookup]):
 
     @abstractmethod
     def serve_requests(
-        self, request: LookupRequest, received: Sequence[np.ndarray], batch: BatchInfo
+        self, request: LookupRequest, received_requests: Sequence[np.ndarray], batch: BatchInfo
     ) -> Lookup:
         """Serve all ranks' requests: plan the owned rows that they need. Local, but collective inside a tower where
-        rows are requested once a tower. received: by rank, the message of its `build_requests` to this one (world of
-        one: []). Raises WorldError for any other message."""
+        rows are requested once a tower. received_requests: by rank, the message of its `build_requests` to this one
+        (world of one: []). Raises WorldError for any other message."""
 
     @abstractmethod
-    def resolve_slots(self, lookup: Lookup, views: Sequence[RowView]) -> None:
+    def resolve_slots(self, lookup: Lookup, row_views: Sequence[RowView]) -> None:
         """Find the slots that `fetch` and the update use, once `lookup.pinned` is set. Local, any thread."""
 
     @abstractmethod
-    def fetch(self, lookup: Lookup, source: RowSource) -> None:
+    def fetch(self, lookup: Lookup, row_source: RowSource) -> None:
         """Begin to send values to the samples' ranks. Rows are read before it returns."""
 
     @abstractmethod
-    def pooled(self, lookup: Lookup, into: Mapping[int, Tensor] = ...) -> list[Tensor]:
-        """Return one tensor per output from the fetched values. into: tensors to write this part's fields into, by
-        output that other parts have fields of, too. Collective where a tower sends its values when they are used."""
+    def pooled(self, lookup: Lookup, output_tensors: Mapping[int, Tensor] = ...) -> list[Tensor]:
+        """Return one tensor per output from the fetched values. output_tensors: tensors to write this part's fields
+        into, by output that other parts have fields of, too. Collective where a tower sends its values when they are
+        used."""
 
     @abstractmethod
     def begin_push(
-        self, lookup: Lookup, gradients: list[Tensor] | None, step: int, number: int
+        self, lookup: Lookup, output_gradients: list[Tensor] | None, step: int, batch_index: int
     ) -> Callable[[], RowGradients]:
         """Begin to send gradients (by output; None: zeros) to the rows' owners. Call the result, which is collective
         too, to wait for the gradients of owned rows, even after the next push has begun. step: updates made before;
-        number: index of the batch in its step; both seed the codecs' random bits."""
+        batch_index: index of the batch in its step; both seed the codecs' random bits."""
 
     @abstractmethod
     def drop(self, lookup: Lookup) -> None:
@@ -104,7 +105,9 @@ class ExchangePart(ABC, Generic[Lookup]):
         such a part is never read ahead."""
         return {}
 
-    def restore(self, lookup: Lookup, prefetched: Sequence[Mapping[str, Tensor]]) -> None:
+    def restore(
+        self, lookup: Lookup, rank_prefetched_values: Sequence[Mapping[str, Tensor]]
+    ) -> None:
         """Restore, instead of a `fetch`, the values that all ranks of some world had prefetched for this step's global
         batch. Raises CheckpointError."""
 
@@ -115,7 +118,7 @@ class ExchangePart(ABC, Generic[Lookup]):
     def cancel(self, request: LookupRequest) -> None:
         """Undo the decisions of the newest request, which will not be used; by default there are none. Local."""
 
-    def after_update(self, optimizers: Tensor, settings: Tensor) -> None:
+    def after_update(self, optimizer_kinds: Tensor, settings_by_part: Tensor) -> None:
         """Do what follows the update of owned rows; by default nothing. Local. Arguments as of `_native.update`."""
 
 

@@ -34,11 +34,13 @@ def prefetched_tables(prefetched: Sequence[PrefetchedValues], num_tables: int) -
     return set(prefetched[0][TABLES].tolist())
 
 
-def collect_prefetched_rows(prefetched: Sequence[PrefetchedValues]) -> list[PrefetchedValues]:
+def collect_prefetched_rows(
+    rank_prefetched_values: Sequence[PrefetchedValues],
+) -> list[PrefetchedValues]:
     """Collect the rows in all ranks' prefetched values, whichever exchanges read them, as dicts of ids (U,),
     table_offsets (T + 1,) and values, table by table."""
     parts: list[PrefetchedValues] = []
-    for rank_values in prefetched:
+    for rank_values in rank_prefetched_values:
         ends = [key for key in rank_values if key.rpartition(".")[2] == "table_offsets"]
         for prefix in (key.removesuffix("table_offsets") for key in ends):
             parts.append(
@@ -48,23 +50,28 @@ def collect_prefetched_rows(prefetched: Sequence[PrefetchedValues]) -> list[Pref
 
 
 def gather_prefetched_rows(
-    parts: Sequence[PrefetchedValues], widths: np.ndarray, table_index: int, wanted: Tensor
+    prefetched_parts: Sequence[PrefetchedValues],
+    table_widths: np.ndarray,
+    table_index: int,
+    wanted_ids: Tensor,
 ) -> Tensor:
     """Gather prefetched rows of a table by id, (len(wanted), D). Raises CheckpointError for missing ones."""
     ids = []
     rows = []
-    dim = int(widths[table_index])
-    for part in parts:
+    dim = int(table_widths[table_index])
+    for part in prefetched_parts:
         offsets = part["table_offsets"]
         first, last = offsets[table_index : table_index + 2].tolist()
-        before = int((offsets.diff()[:table_index] * torch.from_numpy(widths[:table_index])).sum())
+        before = int(
+            (offsets.diff()[:table_index] * torch.from_numpy(table_widths[:table_index])).sum()
+        )
         ids.append(part["ids"][first:last])
         rows.append(part["values"][before : before + (last - first) * dim].view(-1, dim))
-    all_ids, order = torch.cat(ids).sort(stable=True) if ids else (wanted[:0], wanted[:0])
-    where = torch.searchsorted(all_ids, wanted)
-    if bool((where >= len(all_ids)).any()) or not torch.equal(all_ids[where], wanted):
+    all_ids, order = torch.cat(ids).sort(stable=True) if ids else (wanted_ids[:0], wanted_ids[:0])
+    where = torch.searchsorted(all_ids, wanted_ids)
+    if bool((where >= len(all_ids)).any()) or not torch.equal(all_ids[where], wanted_ids):
         raise build_other_exchange_error()
-    if not len(wanted):
+    if not len(wanted_ids):
         return rows[0][:0] if rows else torch.empty(0, dim)
     return torch.cat(rows)[order[where]]
 
@@ -91,26 +98,35 @@ def restore_prefetched_sums(
     lookup: BagsLookup,
     layout: BagLayout,
     rank: int,
-    widths: np.ndarray,
-    prefetched: Sequence[PrefetchedValues],
+    table_widths: np.ndarray,
+    rank_prefetched_values: Sequence[PrefetchedValues],
 ) -> Tensor:
     """Return this rank's sums (B, W): its samples' part of the sums that all ranks of some world had prefetched for
     this step's global batch, in rank order in every world; or sums of the rows that another exchange had prefetched.
-    widths: by table. Raises CheckpointError where neither was prefetched."""
+    table_widths: by table. Raises CheckpointError where neither was prefetched."""
     sizes = lookup.sizes
     names = _list_sum_keys(layout)
     first = sum(sizes[:rank])
-    if has_sums(prefetched, names):
-        all_samples = gather_prefetched_sums(prefetched, names, layout.arriving, sum(sizes))
-    elif any("gathered" in rank_values for rank_values in prefetched):
-        all_samples = gather_prefetched_columns(prefetched, names, layout.fields.columns, sizes)
+    if has_sums(rank_prefetched_values, names):
+        all_samples = gather_prefetched_sums(
+            rank_prefetched_values, names, layout.arriving, sum(sizes)
+        )
+    elif any("gathered" in rank_values for rank_values in rank_prefetched_values):
+        all_samples = gather_prefetched_columns(
+            rank_prefetched_values, names, layout.fields.columns, sizes
+        )
     else:
-        return _pool_prefetched_rows(lookup, layout, widths, collect_prefetched_rows(prefetched))
+        return _pool_prefetched_rows(
+            lookup, layout, table_widths, collect_prefetched_rows(rank_prefetched_values)
+        )
     return all_samples[first : first + sizes[rank]]
 
 
 def _pool_prefetched_rows(
-    lookup: BagsLookup, layout: BagLayout, widths: np.ndarray, parts: Sequence[PrefetchedValues]
+    lookup: BagsLookup,
+    layout: BagLayout,
+    table_widths: np.ndarray,
+    prefetched_parts: Sequence[PrefetchedValues],
 ) -> Tensor:
     """Return sums (B, W) of the compute dtype, by sample, of rows that were read ahead."""
     lookups = lookup.requested
@@ -124,7 +140,7 @@ def _pool_prefetched_rows(
     requested = layout.requested
     for c, (f, t) in enumerate(zip(requested.features, requested.tables.tolist(), strict=True)):
         ids = lookups.ids[bounds[c] : bounds[c + 1]]
-        rows = gather_prefetched_rows(parts, widths, t, ids).to(dtype)
+        rows = gather_prefetched_rows(prefetched_parts, table_widths, t, ids).to(dtype)
         if (weights := lookups.weights[c]) is not None:
             rows = rows * weights.to(dtype)[:, None]
         if (offsets := lookups.bags[c]) is not None:
@@ -139,25 +155,27 @@ def _pool_prefetched_rows(
     return sums
 
 
-def has_sums(prefetched: Sequence[PrefetchedValues], names: Collection[str]) -> bool:
+def has_sums(
+    rank_prefetched_values: Sequence[PrefetchedValues], field_names: Collection[str]
+) -> bool:
     """Return whether every rank had prefetched sums of all these fields."""
-    return bool(prefetched) and all(
-        set(names)
+    return bool(rank_prefetched_values) and all(
+        set(field_names)
         <= {name for fields, _ in _iterate_prefetched_sums(rank_values) for name in fields}
-        for rank_values in prefetched
+        for rank_values in rank_prefetched_values
     )
 
 
 def gather_prefetched_sums(
-    prefetched: Sequence[PrefetchedValues],
+    rank_prefetched_values: Sequence[PrefetchedValues],
     field_names: Sequence[str],
-    columns: FieldColumns,
+    field_columns: FieldColumns,
     num_samples: int,
 ) -> Tensor:
     """Return the sums (G, W) of these columns, called `field_names`, joined from all ranks' samples. Raises
     CheckpointError for another number of samples, or another width."""
     blocks = []
-    for rank_values in prefetched:
+    for rank_values in rank_prefetched_values:
         by_name = {
             name: part
             for fields, parts in _iterate_prefetched_sums(rank_values)
@@ -165,11 +183,11 @@ def gather_prefetched_sums(
         }
         if set(field_names) <= set(by_name):
             blocks.append(torch.cat([by_name[name] for name in field_names], 1))
-    sums = torch.cat(blocks) if len(blocks) == len(prefetched) else torch.empty(0, 0)
-    if sums.shape != (num_samples, columns.width):
+    sums = torch.cat(blocks) if len(blocks) == len(rank_prefetched_values) else torch.empty(0, 0)
+    if sums.shape != (num_samples, field_columns.width):
         raise CheckpointError(
             f"the checkpoint has sums of shape {tuple(sums.shape)} that were read ahead, this batch wants "
-            f"{(num_samples, columns.width)}; continue with the data, model and batch size of the checkpoint"
+            f"{(num_samples, field_columns.width)}; continue with the data, model and batch size of the checkpoint"
         )
     return sums
 
@@ -213,21 +231,21 @@ def restore_gathered_sums(
     lookup: BagsLookup,
     layout: BagLayout,
     last_hop: LastHop,
-    peers: Sequence[int],
-    prefetched: Sequence[PrefetchedValues],
+    peer_ranks: Sequence[int],
+    rank_prefetched_values: Sequence[PrefetchedValues],
 ) -> None:
     """Restore sums (M, W) for this rank's peers' samples, before the last hop. Raises CheckpointError where no sums
     were prefetched."""
     sizes = lookup.sizes
     names = _list_sum_keys(layout)
     whole = layout.fields.columns
-    if has_sums(prefetched, names):
-        all_samples = gather_prefetched_sums(prefetched, names, whole, sum(sizes))
-    elif all("gathered" in rank_values for rank_values in prefetched):
-        all_samples = gather_prefetched_columns(prefetched, names, whole, sizes)
+    if has_sums(rank_prefetched_values, names):
+        all_samples = gather_prefetched_sums(rank_prefetched_values, names, whole, sum(sizes))
+    elif all("gathered" in rank_values for rank_values in rank_prefetched_values):
+        all_samples = gather_prefetched_columns(rank_prefetched_values, names, whole, sizes)
     else:
         raise build_other_exchange_error()
-    samples = all_samples[_samples_of(peers, sizes)]
+    samples = all_samples[_samples_of(peer_ranks, sizes)]
     gathered = torch.cat(
         [samples[:, whole.slice_of(i)] for i in last_hop.columns.dims] or [samples[:, :0]], dim=1
     )
@@ -242,19 +260,21 @@ def _samples_of(ranks: Sequence[int], sizes: Sequence[int]) -> Tensor:
 
 
 def gather_prefetched_columns(
-    prefetched: Sequence[PrefetchedValues],
+    rank_prefetched_values: Sequence[PrefetchedValues],
     field_names: Sequence[str],
-    columns: FieldColumns,
-    sizes: Sequence[int],
+    field_columns: FieldColumns,
+    rank_batch_sizes: Sequence[int],
 ) -> Tensor:
-    """Return the sums (G, W) of all ranks' samples and `columns`, called `field_names`, joined from ranks of towers:
-    each had gathered some samples of its tower's fields. sizes: samples by rank. Raises CheckpointError where a sum is
-    missing."""
-    key_of_name = dict(zip(field_names, columns.dims, strict=True))
+    """Return the sums (G, W) of all ranks' samples and `field_columns`, called `field_names`, joined from ranks of
+    towers: each had gathered some samples of its tower's fields. rank_batch_sizes: samples by rank. Raises
+    CheckpointError where a sum is missing."""
+    key_of_name = dict(zip(field_names, field_columns.dims, strict=True))
     all_samples = torch.full(
-        (sum(sizes), columns.width), float("nan"), dtype=prefetched[0]["gathered"].dtype
+        (sum(rank_batch_sizes), field_columns.width),
+        float("nan"),
+        dtype=rank_prefetched_values[0]["gathered"].dtype,
     )
-    for rank_values in prefetched:
+    for rank_values in rank_prefetched_values:
         first = 0
         fields = decode_names(rank_values["gathered fields"])
         if not set(fields) <= set(field_names) or len(all_samples) != int(
@@ -262,13 +282,16 @@ def gather_prefetched_columns(
         ):
             raise build_other_exchange_error()
         for name in fields:
-            into = columns.slice_of(key_of_name[name])
+            into = field_columns.slice_of(key_of_name[name])
             width = into.stop - into.start
             all_samples[rank_values["samples"], into] = rank_values["gathered"][
                 :, first : first + width
             ]
             first += width
-    if sum(rank_values["gathered"].numel() for rank_values in prefetched) != all_samples.numel():
+    if (
+        sum(rank_values["gathered"].numel() for rank_values in rank_prefetched_values)
+        != all_samples.numel()
+    ):
         raise build_other_exchange_error()
     return all_samples
 
@@ -304,7 +327,7 @@ def restore_operator_inputs(
         {_pooled_name(layout, i) for i in share.order} for share in layout.shares
     ]
     if is_same_world and last_hop.transport.routes:
-        _restore_unchanged_inputs(
+        _restore_in_same_sharding(
             lookup, layout, rank, operators, last_hop.transport.routes, prefetched
         )
         return
@@ -338,7 +361,7 @@ def restore_operator_inputs(
     evaluation.pooled = pooled
 
 
-def _restore_unchanged_inputs(
+def _restore_in_same_sharding(
     lookup: BagsLookup,
     layout: BagLayout,
     rank: int,

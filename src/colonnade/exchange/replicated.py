@@ -73,12 +73,12 @@ class ReplicatedExchange(FetchedRowsPart[RowsLookup]):
                 owner.table_rows,
                 owner.one_owner,
                 np.zeros((1, len(owner.widths)), np.int64),
-                codes=codes,
+                next_use_codes=codes,
             )
         return LookupRequest([message] * self.mesh.num_ranks, lookups, plan, codes)
 
     def serve_requests(
-        self, request: LookupRequest, received: Sequence[np.ndarray], batch: BatchInfo
+        self, request: LookupRequest, received_requests: Sequence[np.ndarray], batch: BatchInfo
     ) -> RowsLookup:
         plan = request.plan
         owner = self.owner
@@ -86,54 +86,58 @@ class ReplicatedExchange(FetchedRowsPart[RowsLookup]):
         if batch.is_evaluated:
             return RowsLookup(batch, request.lookups, plan, owned_rows(plan, request.codes), plan)
         first_owner = torch.zeros(len(owner.widths), dtype=torch.int64)
-        requests = unpack_id_requests(received, owner.table_rows, owner.one_owner, first_owner)
+        requests = unpack_id_requests(
+            received_requests, owner.table_rows, owner.one_owner, first_owner
+        )
         owner_plan, owned = owner.plan_owned_rows(requests)
         messages = self.rows.build_message_layouts(
             self._own_counts(plan), requests.counts, requests.ids
         )
         return RowsLookup(batch, request.lookups, plan, owned, owner_plan, messages=messages)
 
-    def resolve_slots(self, lookup: PartLookup, views: Sequence[RowView]) -> None:
+    def resolve_slots(self, lookup: PartLookup, row_views: Sequence[RowView]) -> None:
         """Find the slot of each of this rank's unique rows. Local, any thread."""
         assert isinstance(lookup, RowsLookup)
         lookup.pinned = PinnedRows(lookup.slots, self._select_unique_rows(lookup, lookup.slots))
 
-    def fetch(self, lookup: RowsLookup, source: RowSource) -> None:
+    def fetch(self, lookup: RowsLookup, row_source: RowSource) -> None:
         """Read rows of this rank. Not collective."""
-        kernels = self.owner.select_kernels(source.views)
+        kernels = self.owner.select_kernels(row_source.views)
         codec = self.rows.codec
-        unique_rows = lookup.request_slots(source)
+        unique_rows = lookup.request_slots(row_source)
         if unique_rows is None:
-            unique_rows = self._select_unique_rows(lookup, source.rows)
+            unique_rows = self._select_unique_rows(lookup, row_source.rows)
         is_exact = codec.values.name == "exact"
-        if is_exact and source.in_place and kernels is self.owner.native:
+        if is_exact and row_source.in_place and kernels is self.owner.native:
             by_lookup = gather_int32(unique_rows, lookup.plan.inverse)
-            locations = kernels.locate_rows(lookup.lookups, source.views, by_lookup)
-            lookup.reads = FetchedRows(kernels, locations, source)
+            locations = kernels.locate_rows(lookup.lookups, row_source.views, by_lookup)
+            lookup.reads = FetchedRows(kernels, locations, row_source)
             return
         counts = self._own_counts(lookup.plan)
         layout = build_row_layout(counts, self.owner.widths)
         requests = build_request_lookups(torch.as_tensor(lookup.plan.unique_ids), counts)
-        values = kernels.gather_message(source, unique_rows, layout, requests)
+        values = kernels.gather_message(row_source, unique_rows, layout, requests)
         if not is_exact:  # as if they were sent: values must not depend on the sharding
             codec.decode_values(codec.encode_values(values, layout), layout, values)
         index = layout.rank_major_index(self.owner.widths)
         lookup.reads = self.rows.wrap_received_rows(lookup, values, index)
 
     def begin_push(
-        self, lookup: RowsLookup, gradients: list[Tensor] | None, step: int, number: int
+        self, lookup: RowsLookup, output_gradients: list[Tensor] | None, step: int, batch_index: int
     ) -> Callable[[], RowGradients]:
         """Implement the contract: send this rank's sums of all its rows to every rank."""
-        if gradients is None:
-            gradients = self.owner.native.zero_outputs(lookup.lookups)
-        sums = self.rows.sum_gradients(lookup, gradients)
-        return self.rows.send_gradient_sums(lookup, sums, step, number, to_all=True)
+        if output_gradients is None:
+            output_gradients = self.owner.native.zero_outputs(lookup.lookups)
+        sums = self.rows.sum_gradients(lookup, output_gradients)
+        return self.rows.send_gradient_sums(lookup, sums, step, batch_index, to_all=True)
 
     def prefetched(self, lookup: RowsLookup) -> dict[str, Tensor]:
         return self.rows.prefetched(lookup)
 
-    def restore(self, lookup: RowsLookup, prefetched: Sequence[Mapping[str, Tensor]]) -> None:
-        self.rows.restore(lookup, prefetched)
+    def restore(
+        self, lookup: RowsLookup, rank_prefetched_values: Sequence[Mapping[str, Tensor]]
+    ) -> None:
+        self.rows.restore(lookup, rank_prefetched_values)
 
     def _own_counts(self, plan: Any) -> np.ndarray:
         """Return counts of this rank's unique rows by rank and table, (N, T), as if it requested all from itself."""
@@ -141,10 +145,12 @@ class ReplicatedExchange(FetchedRowsPart[RowsLookup]):
         counts[self.mesh.rank] = np.diff(np.asarray(plan.block_offsets))
         return counts
 
-    def _select_unique_rows(self, lookup: RowsLookup, rows: Tensor) -> Tensor:
-        """Return the part (U,) of `rows` (O,) int32, of all requested rows, for this rank's unique rows."""
+    def _select_unique_rows(self, lookup: RowsLookup, requested_rows: Tensor) -> Tensor:
+        """Return the part (U,) of `requested_rows` (O,) int32, of all requested rows, for this rank's unique rows."""
         if lookup.messages is None:  # an evaluation, whose owned rows are this rank's
-            return rows
+            return requested_rows
         first = int(lookup.messages.served.counts[: self.mesh.rank].sum())
         inverse = torch.as_tensor(lookup.owner_plan.inverse)
-        return gather_int32(rows, inverse[first : first + lookup.plan.num_unique].contiguous())
+        return gather_int32(
+            requested_rows, inverse[first : first + lookup.plan.num_unique].contiguous()
+        )

@@ -95,19 +95,19 @@ class RowOwner:
         return plan, owned_rows(plan, next_use)
 
     def merge_gradients(
-        self, lookups: Sequence[PartLookup], row_gradients: Sequence[RowGradients]
+        self, batch_lookups: Sequence[PartLookup], batch_gradients: Sequence[RowGradients]
     ) -> RowGradients:
         """Merge gradients of several batches into one application: each batch is summed per row, then batches in
         order."""
-        if len(row_gradients) == 1:
-            return row_gradients[0]
-        counts = np.stack([np.diff(lookup.owned.offsets.numpy()) for lookup in lookups])
-        plan = self.plan_requests(torch.cat([lookup.owned.ids for lookup in lookups]), counts)
-        slots = torch.cat([part.slots for part in row_gradients])
+        if len(batch_gradients) == 1:
+            return batch_gradients[0]
+        counts = np.stack([np.diff(lookup.owned.offsets.numpy()) for lookup in batch_lookups])
+        plan = self.plan_requests(torch.cat([lookup.owned.ids for lookup in batch_lookups]), counts)
+        slots = torch.cat([part.slots for part in batch_gradients])
         entries = torch.as_tensor(plan.entries)
         firsts = entries[torch.as_tensor(plan.segment_offsets)[:-1].long()].long()
-        return self.kernels_of_gradients(row_gradients[0]).merge_batches(
-            lookups, row_gradients, slots[firsts].contiguous(), plan
+        return self.kernels_of_gradients(batch_gradients[0]).merge_batches(
+            batch_lookups, batch_gradients, slots[firsts].contiguous(), plan
         )
 
 
@@ -118,12 +118,12 @@ def owned_rows(plan: _native.Plan, next_use: Tensor | None = None) -> OwnedRows:
     )
 
 
-def build_request_lookups(ids: Tensor, counts: np.ndarray) -> _native.Lookups:
+def build_request_lookups(ids: Tensor, request_counts: np.ndarray) -> _native.Lookups:
     """Return requests as lookups of one one-hot feature per (source, table): ids listed source by source, table by
     table; counts (sources, T)."""
-    tables, poolings = _request_features(*counts.shape)
-    offsets = np.zeros(counts.size + 1, np.int64)
-    np.cumsum(counts.ravel(), out=offsets[1:])
+    tables, poolings = _request_features(*request_counts.shape)
+    offsets = np.zeros(request_counts.size + 1, np.int64)
+    np.cumsum(request_counts.ravel(), out=offsets[1:])
     return _native.Lookups(ids, torch.from_numpy(offsets), tables, poolings, 0, None, None)
 
 
@@ -143,11 +143,11 @@ def gather_int32(values: Tensor, index: Any) -> Tensor:
     return out
 
 
-def reduce_next_use_codes(codes: np.ndarray, plan: _native.Plan) -> Tensor:
+def reduce_next_use_codes(lookup_codes: np.ndarray, lookup_plan: _native.Plan) -> Tensor:
     """Reduce codes of `Batch.next_use` by lookup to the soonest by unique row."""
-    starts = np.asarray(plan.segment_offsets)[:-1]
+    starts = np.asarray(lookup_plan.segment_offsets)[:-1]
     if not len(starts):
         return torch.empty(0, dtype=torch.uint8)
     # One less: 0 (unknown) becomes the farthest, because another lookup of the row may be known.
-    by_lookup = codes[np.asarray(plan.entries)] - np.uint8(1)
+    by_lookup = lookup_codes[np.asarray(lookup_plan.entries)] - np.uint8(1)
     return torch.from_numpy(np.minimum.reduceat(by_lookup, starts) + np.uint8(1))

@@ -69,12 +69,14 @@ RowsReader = TypeVar("RowsReader", bound=FetchedRowsLookup)
 class FetchedRowsPart(ExchangePart[RowsReader]):
     """Base class of the parts that pool fetched rows on the samples' rank."""
 
-    def pooled(self, lookup: RowsReader, into: Mapping[int, Tensor] = NO_TENSORS) -> list[Tensor]:
+    def pooled(
+        self, lookup: RowsReader, output_tensors: Mapping[int, Tensor] = NO_TENSORS
+    ) -> list[Tensor]:
         reads = lookup.reads
         assert reads is not None
         if reads.arrival is not None:
             reads.wait()
-        return reads.kernels.pool(lookup.lookups, reads.locations, into)
+        return reads.kernels.pool(lookup.lookups, reads.locations, output_tensors)
 
     def drop(self, lookup: RowsReader) -> None:
         if lookup.reads is not None:
@@ -110,7 +112,7 @@ class RowsExchange(FetchedRowsPart[RowsLookup]):
 
     def build_requests(self, batch: Batch, caller: Caller) -> LookupRequest:
         lookups, plan, codes = self.plan_batch(batch)
-        messages = self.pack_plan_requests(plan, codes) if self.num_ranks > 1 else []
+        messages = self.pack_row_requests(plan, codes) if self.num_ranks > 1 else []
         return LookupRequest(messages, lookups, plan, codes)
 
     def plan_batch(self, batch: Batch) -> tuple[Lookups, _native.Plan, Tensor | None]:
@@ -120,29 +122,31 @@ class RowsExchange(FetchedRowsPart[RowsLookup]):
         codes = None if batch.next_use is None else self.owner.next_use_by_row(batch, plan)
         return lookups, plan, codes
 
-    def pack_plan_requests(self, plan: _native.Plan, codes: Tensor | None) -> list[np.ndarray]:
-        """Return by rank the request (uint8) for its rows of the plan; codes (U,) of them."""
-        blocks = self.owner_map.block_offsets(plan)
+    def pack_row_requests(
+        self, lookup_plan: _native.Plan, next_use_codes: Tensor | None
+    ) -> list[np.ndarray]:
+        """Return by rank the request (uint8) for its rows of the plan; next_use_codes (U,) of them."""
+        blocks = self.owner_map.block_offsets(lookup_plan)
         firsts, lasts = (b.reshape(-1, self.num_ranks).T for b in (blocks[:-1], blocks[1:]))
         return pack_id_requests(
-            torch.as_tensor(plan.unique_ids),
+            torch.as_tensor(lookup_plan.unique_ids),
             firsts,
             lasts,
             self.owner.table_rows,
             self.owner_map.num_owners,
             self.owner_map.owner_indices,
-            codes=codes,
+            next_use_codes=next_use_codes,
         )
 
     def unpack_plan_requests(self, received: Sequence[np.ndarray]) -> ReceivedRequests:
-        """Return what all ranks' `pack_plan_requests` request from this one. Raises WorldError."""
+        """Return what all ranks' `pack_row_requests` request from this one. Raises WorldError."""
         owner_indices = torch.from_numpy(self.owner_map.owner_indices[self.mesh.rank].copy())
         return unpack_id_requests(
             received, self.owner.table_rows, self.owner_map.num_owners, owner_indices
         )
 
     def serve_requests(
-        self, request: LookupRequest, received: Sequence[np.ndarray], batch: BatchInfo
+        self, request: LookupRequest, received_requests: Sequence[np.ndarray], batch: BatchInfo
     ) -> RowsLookup:
         plan = request.plan
         assert plan is not None
@@ -151,17 +155,17 @@ class RowsExchange(FetchedRowsPart[RowsLookup]):
         counts = (
             np.diff(self.owner_map.block_offsets(plan)).reshape(len(self.owner.widths), -1).T
         )  # (N, T)
-        requests = self.unpack_plan_requests(received)
+        requests = self.unpack_plan_requests(received_requests)
         owner_plan, owned = self.owner.plan_owned_rows(requests)
         messages = self.build_message_layouts(counts, requests.counts, requests.ids)
         return RowsLookup(batch, request.lookups, plan, owned, owner_plan, messages=messages)
 
-    def resolve_slots(self, lookup: PartLookup, views: Sequence[RowView]) -> None:
+    def resolve_slots(self, lookup: PartLookup, row_views: Sequence[RowView]) -> None:
         """Find the slot of each request, and the order of rows in memory for the update. Local, any thread."""
         slots = lookup.slots
         plan = lookup.owner_plan
         by_page = None
-        if views[0].rows is None:
+        if row_views[0].rows is None:
             by_page = _native.by_page(
                 slots, lookup.owned.offsets, plan.segment_offsets, plan.entries
             )
@@ -171,22 +175,22 @@ class RowsExchange(FetchedRowsPart[RowsLookup]):
             ByPage(*map(torch.as_tensor, by_page)) if by_page else None,
         )
 
-    def fetch(self, lookup: RowsLookup, source: RowSource) -> None:
+    def fetch(self, lookup: RowsLookup, row_source: RowSource) -> None:
         """Begin to send rows. Their values are copied before it returns."""
-        kernels = self.owner.select_kernels(source.views)
-        by_request = lookup.request_slots(source)
+        kernels = self.owner.select_kernels(row_source.views)
+        by_request = lookup.request_slots(row_source)
         pinned = None if by_request is None else lookup.pinned
         if by_request is None:
-            by_request = gather_int32(source.rows, lookup.owner_plan.inverse)
-        if self.num_ranks == 1 and source.in_place:
+            by_request = gather_int32(row_source.rows, lookup.owner_plan.inverse)
+        if self.num_ranks == 1 and row_source.in_place:
             order = pinned.by_page.entries if pinned and pinned.by_page else None
-            locations = kernels.locate_rows(lookup.lookups, source.views, by_request, order)
-            lookup.reads = FetchedRows(kernels, locations, source)
+            locations = kernels.locate_rows(lookup.lookups, row_source.views, by_request, order)
+            lookup.reads = FetchedRows(kernels, locations, row_source)
             return
         messages = lookup.messages = lookup.messages or self.build_own_messages(lookup)
-        rows = source.rows if self.num_ranks == 1 else by_request
+        rows = row_source.rows if self.num_ranks == 1 else by_request
         send = self.mesh.allocate_send_buffer(messages.served.num_elements, self.declaration.dtype)
-        kernels.gather_message(source, rows, messages.served, messages.requests, send)
+        kernels.gather_message(row_source, rows, messages.served, messages.requests, send)
         if self.num_ranks == 1:
             lookup.reads = self.wrap_received_rows(lookup, send, messages.wanted_index)
             return
@@ -196,65 +200,72 @@ class RowsExchange(FetchedRowsPart[RowsLookup]):
         lookup.reads = self.wrap_received_rows(lookup, values, messages.wanted_index, arrival)
 
     def _send_rows(
-        self, send: Tensor, messages: RowMessages, into: Tensor, tag: str
+        self,
+        rows_to_send: Tensor,
+        message_layouts: RowMessages,
+        received_out: Tensor,
+        traffic_tag: str,
     ) -> Callable[[], None]:
-        """Send rows, laid out as served, and receive others into `into`, laid out as wanted. Collective. Return a
-        function that waits for them."""
+        """Send rows, laid out as served, and receive others into `received_out`, laid out as wanted. Collective.
+        Return a function that waits for them."""
         codec = self.codec
-        served = messages.served
-        wanted = messages.wanted
+        served = message_layouts.served
+        wanted = message_layouts.wanted
         if codec.values.name == "exact":
             _, call = self.mesh.all_to_all(
                 "fetch",
-                send,
+                rows_to_send,
                 served.rank_elements,
                 wanted.rank_elements,
                 wait=False,
-                traffic_tag=tag,
-                into=into,
+                traffic_tag=traffic_tag,
+                into=received_out,
             )
-            return partial(_wait_for, call, send)
-        coded = codec.encode_values(send, served)
+            return partial(_wait_for, call, rows_to_send)
+        coded = codec.encode_values(rows_to_send, served)
         data, call = self.mesh.all_to_all(
             "fetch",
             coded,
-            codec.rank_bytes(codec.values, served, send.dtype),
-            codec.rank_bytes(codec.values, wanted, send.dtype),
+            codec.rank_bytes(codec.values, served, rows_to_send.dtype),
+            codec.rank_bytes(codec.values, wanted, rows_to_send.dtype),
             wait=False,
-            traffic_tag=tag,
+            traffic_tag=traffic_tag,
         )
 
         def decode() -> None:
             _wait_for(call, coded)
-            codec.decode_values(data, wanted, into)
+            codec.decode_values(data, wanted, received_out)
 
         return decode
 
     def wrap_received_rows(
         self,
         lookup: PartLookup,
-        values: Tensor,
-        index: Tensor,
-        arrival: Callable[[], None] | None = None,
+        received_values: Tensor,
+        element_index: Tensor,
+        wait_for_arrival: Callable[[], None] | None = None,
     ) -> FetchedRows:
-        """Return rows that are one block of values. index: (U,) int32, the element that each row begins with."""
+        """Return rows that are one block of values. element_index: (U,) int32, the element that each row begins
+        with."""
         native = self.owner.native
-        view = RowView(values.data_ptr(), native.itemsize, 1, native.dtype)
-        by_lookup = gather_int32(index, lookup.plan.inverse)
+        view = RowView(received_values.data_ptr(), native.itemsize, 1, native.dtype)
+        by_lookup = gather_int32(element_index, lookup.plan.inverse)
         locations = native.locate_rows(lookup.lookups, [view] * len(self.owner.widths), by_lookup)
-        return FetchedRows(native, locations, values, arrival, index)
+        return FetchedRows(native, locations, received_values, wait_for_arrival, element_index)
 
     def begin_push(
-        self, lookup: RowsLookup, gradients: list[Tensor] | None, step: int, number: int
+        self, lookup: RowsLookup, output_gradients: list[Tensor] | None, step: int, batch_index: int
     ) -> Callable[[], RowGradients]:
         kernels = self.owner.native if lookup.reads is None else lookup.reads.kernels
-        if gradients is None:
-            gradients = kernels.zero_outputs(lookup.lookups)
+        if output_gradients is None:
+            output_gradients = kernels.zero_outputs(lookup.lookups)
         if self.num_ranks == 1:
-            return partial(kernels.gradients_from_outputs, lookup, gradients)
-        return self.send_gradient_sums(lookup, self.sum_gradients(lookup, gradients), step, number)
+            return partial(kernels.gradients_from_outputs, lookup, output_gradients)
+        return self.send_gradient_sums(
+            lookup, self.sum_gradients(lookup, output_gradients), step, batch_index
+        )
 
-    def sum_gradients(self, lookup: RowsLookup, gradients: list[Tensor]) -> Tensor:
+    def sum_gradients(self, lookup: RowsLookup, output_gradients: list[Tensor]) -> Tensor:
         """Return this rank's sums of gradients by unique row, laid out as wanted."""
         owner = self.owner
         plan = lookup.plan
@@ -266,7 +277,7 @@ class RowsExchange(FetchedRowsPart[RowsLookup]):
             self.table_offsets(lookup),
             plan.segment_offsets,
             plan.entries,
-            *owner.native.output_gradients(lookup, gradients),
+            *owner.native.output_gradients(lookup, output_gradients),
         )
         owner.native.sum_rows_into(entries, send, messages.wanted_index)
         return send
@@ -276,7 +287,7 @@ class RowsExchange(FetchedRowsPart[RowsLookup]):
         lookup: RowsLookup,
         gradient_sums: Tensor,
         step: int,
-        number: int,
+        batch_index: int,
         *,
         to_all: bool = False,
     ) -> Callable[[], RowGradients]:
@@ -293,7 +304,7 @@ class RowsExchange(FetchedRowsPart[RowsLookup]):
         sizes_in = served.rank_elements
         if not is_exact:
             rounding_keys = codec.build_rounding_keys(
-                lookup.plan, self.owner_map.block_offsets(lookup.plan), step, number
+                lookup.plan, self.owner_map.block_offsets(lookup.plan), step, batch_index
             )
             gradient_sums = codec.encode_gradients(gradient_sums, wanted, rounding_keys)
             sizes, sizes_in = (
@@ -326,8 +337,10 @@ class RowsExchange(FetchedRowsPart[RowsLookup]):
             "values": reads.keep[starts.repeat_interleave(width) + ramp],
         }
 
-    def restore(self, lookup: RowsLookup, prefetched: Sequence[Mapping[str, Tensor]]) -> None:
-        parts = collect_prefetched_rows(prefetched)
+    def restore(
+        self, lookup: RowsLookup, rank_prefetched_values: Sequence[Mapping[str, Tensor]]
+    ) -> None:
+        parts = collect_prefetched_rows(rank_prefetched_values)
         unique = torch.as_tensor(lookup.plan.unique_ids)
         offsets = self.table_offsets(lookup)
         blocks = []
@@ -347,19 +360,19 @@ class RowsExchange(FetchedRowsPart[RowsLookup]):
         return self.owner_map.table_offsets(lookup.plan)
 
     def build_message_layouts(
-        self, wanted: np.ndarray, served: np.ndarray, ids: Tensor
+        self, wanted_counts: np.ndarray, served_counts: np.ndarray, served_row_ids: Tensor
     ) -> RowMessages:
-        """Build the layouts of messages: wanted (N, T) rows of each owner, served (N, T) rows for each rank. ids: of
-        the served rows."""
+        """Build the layouts of messages: wanted_counts (N, T) rows of each owner, served_counts (N, T) rows for each
+        rank. served_row_ids: of the served rows."""
         widths = self.owner.widths
-        received = build_row_layout(wanted, widths)
-        sent = build_row_layout(served, widths)
+        received = build_row_layout(wanted_counts, widths)
+        sent = build_row_layout(served_counts, widths)
         return RowMessages(
             received,
             sent,
             received.table_major_index(widths),
             sent.rank_major_index(widths),
-            build_request_lookups(ids, served),
+            build_request_lookups(served_row_ids, served_counts),
         )
 
     def build_own_messages(self, lookup: PartLookup) -> RowMessages:
@@ -369,11 +382,13 @@ class RowsExchange(FetchedRowsPart[RowsLookup]):
 
 
 def build_received_gradients(
-    lookup: PartLookup, received: Tensor, messages: RowMessages, owner: RowOwner
+    lookup: PartLookup, received_sums: Tensor, message_layouts: RowMessages, row_owner: RowOwner
 ) -> RowGradients:
     """Return sums received from all ranks, laid out as served, as gradients of the owned rows."""
     plan = lookup.owner_plan
-    source = _native.RowGradients(received.data_ptr(), messages.served_index, owner.native.compute)
+    source = _native.RowGradients(
+        received_sums.data_ptr(), message_layouts.served_index, row_owner.native.compute
+    )
     pinned = lookup.pinned
     return RowGradients(
         lookup.slots,
@@ -381,7 +396,7 @@ def build_received_gradients(
         plan.segment_offsets,
         plan.entries,
         source,
-        received,
+        received_sums,
         pinned.by_page if pinned else None,
     )
 

@@ -64,19 +64,19 @@ def format_config(export: Export, inputs: Sequence[ProgramInput]) -> str:
 
 
 def format_card(
-    name: str, export: Export, inputs: Sequence[ProgramInput], metrics: Mapping[str, float]
+    model_name: str, export: Export, inputs: Sequence[ProgramInput], metrics: Mapping[str, float]
 ) -> str:
     """Return the content of README.md."""
     config = export.config or {}
     model = config.get("model", {}).get("name") or "own model"
     data = config.get("data", {}).get("name") or "own data"
     front = yaml.safe_dump(
-        _build_front_matter(name, model, data, metrics), sort_keys=False, allow_unicode=True
+        _build_front_matter(model_name, model, data, metrics), sort_keys=False, allow_unicode=True
     )
     trained = sum(table.count for table in export.tables)
     weights = sum(table.count * table.dim for table in export.tables)
     sections = [
-        f"---\n{front}---\n\n# {_escape(name)}",
+        f"---\n{front}---\n\n# {_escape(model_name)}",
         f"A `{model}` trained by Colonnade {export.colonnade} on `{data}` data: step {export.step:,} of run "
         f"`{export.run}`, {len(export.tables)} embedding tables with {trained:,} trained rows ({weights:,} weights).",
         "## Metrics\n\n" + _format_metrics(metrics),

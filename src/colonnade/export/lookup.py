@@ -58,11 +58,11 @@ class LookupLayout:
 
 def format_layout(
     declaration: EmbeddingDeclaration,
-    counts: Sequence[int],
+    table_row_counts: Sequence[int],
     seed: int,
     has_lengths: Sequence[bool],
 ) -> str:
-    """Return the layout of these tables and features as text. counts: rows by table; seed: the collection's.
+    """Return the layout of these tables and features as text. table_row_counts: rows by table; seed: the collection's.
 
     version 1 DTYPE MASTER OUTPUT_DTYPE
     table NAME ROWS HASHES COUNT SEED PARTS (PART DIM SCALE) ...    ROWS 0: an open table; HASHES 0: ids are rows
@@ -72,7 +72,7 @@ def format_layout(
     """
     first = declaration.tables[0]
     lines = [f"version {LAYOUT_VERSION} {first.dtype} {int(first.master)} {declaration.output}"]
-    for table, count in zip(declaration.tables, counts, strict=True):
+    for table, count in zip(declaration.tables, table_row_counts, strict=True):
         parts = " ".join(
             f"{_quote(part.name)} {part.dim} {part.init_scale!r}" for part in table.parts
         )
@@ -154,13 +154,15 @@ class LayoutReader:
     lookup_columns: LookupColumns
     outputs: Sequence[Output]
 
-    def read(self, weights: Sequence[Tensor], keys: Sequence[Tensor], batch: Batch) -> list[Tensor]:
+    def read(
+        self, table_weights: Sequence[Tensor], table_keys: Sequence[Tensor], batch: Batch
+    ) -> list[Tensor]:
         """Return one tensor per field. Raises DataError, IdRangeError, CorruptionError."""
         declaration = self.layout.declaration
-        self._check_rows(weights, keys)
+        self._check_rows(table_weights, table_keys)
         lookups = collect_lookups(hash_ids(batch, declaration), declaration, self.lookup_columns)
         index = np.empty(len(lookups.ids), np.int32)
-        rows = [w.contiguous() for w in weights]
+        rows = [w.contiguous() for w in table_weights]
         columns_of: dict[int, list[int]] = {}
         for c, t in enumerate(self.lookup_columns.tables.tolist()):
             columns_of.setdefault(t, []).append(c)
@@ -169,7 +171,7 @@ class LayoutReader:
             places = np.concatenate([np.arange(bounds[c], bounds[c + 1]) for c in columns])
             self._check_range(t, columns, lookups, bounds)
             ids = lookups.ids[torch.from_numpy(places)]
-            slots, is_absent = _find_rows(keys[t], ids, len(rows[t]))
+            slots, is_absent = _find_rows(table_keys[t], ids, len(rows[t]))
             if bool(is_absent.any()):
                 rows[t] = self._gather_with_first_values(t, rows[t], ids, slots, is_absent)
                 slots = torch.arange(len(ids))
@@ -195,13 +197,17 @@ class LayoutReader:
                 )
 
     def _check_range(
-        self, t: int, columns: Sequence[int], lookups: Lookups, bounds: Sequence[int]
+        self,
+        table_index: int,
+        lookup_columns: Sequence[int],
+        lookups: Lookups,
+        column_bounds: Sequence[int],
     ) -> None:
-        table = self.layout.declaration.tables[t]
+        table = self.layout.declaration.tables[table_index]
         if table.rows is None:
             return
-        for c in columns:
-            ids = lookups.ids[bounds[c] : bounds[c + 1]]
+        for c in lookup_columns:
+            ids = lookups.ids[column_bounds[c] : column_bounds[c + 1]]
             wrong = ((ids < 0) | (ids >= table.rows)).nonzero()
             if len(wrong):
                 first = int(wrong[0])
@@ -209,19 +215,24 @@ class LayoutReader:
                 raise id_range_error(feature.name, first, int(ids[first]), table.rows, table.name)
 
     def _gather_with_first_values(
-        self, t: int, rows: Tensor, ids: Tensor, slots: Tensor, is_absent: Tensor
+        self,
+        table_index: int,
+        table_rows: Tensor,
+        looked_up_ids: Tensor,
+        row_slots: Tensor,
+        is_absent: Tensor,
     ) -> Tensor:
         """Return the row of each id (E, width): its own, or its first value."""
-        table = self.layout.declaration.tables[t]
-        seed = self.layout.seeds[t]
-        gathered = rows.new_empty(len(ids), table.width)
-        gathered[~is_absent] = rows[slots[~is_absent]]
-        missing = ids[is_absent]
+        table = self.layout.declaration.tables[table_index]
+        seed = self.layout.seeds[table_index]
+        gathered = table_rows.new_empty(len(looked_up_ids), table.width)
+        gathered[~is_absent] = table_rows[row_slots[~is_absent]]
+        missing = looked_up_ids[is_absent]
         dtype = torch.float32 if table.master else getattr(torch, table.dtype)
         first_values = torch.cat(
             [
                 reference.initial_values(
-                    missing, part.dim, seed, part.init_scale, dtype, column=part.column
+                    missing, part.dim, seed, part.init_scale, dtype, first_column=part.column
                 )
                 for part in table.parts
             ],
@@ -282,16 +293,21 @@ def lookup(
     return reader.read(weights, keys, Batch(size, torch.empty(size, 0), by_name))
 
 
-def _build_offsets(name: str, lengths: Tensor, num_ids: int, size: int) -> Tensor:
-    if lengths.shape != (size,) or lengths.dtype != torch.int64 or bool((lengths < 0).any()):
+def _build_offsets(feature_name: str, bag_lengths: Tensor, num_ids: int, batch_size: int) -> Tensor:
+    if (
+        bag_lengths.shape != (batch_size,)
+        or bag_lengths.dtype != torch.int64
+        or bool((bag_lengths < 0).any())
+    ):
         raise DataError(
-            f"feature {name!r}: got lengths of {lengths.dtype} and shape {tuple(lengths.shape)}, wanted {size} "
+            f"feature {feature_name!r}: got lengths of {bag_lengths.dtype} and shape "
+            f"{tuple(bag_lengths.shape)}, wanted {batch_size} "
             "numbers of ids, int64, 0 or more"
         )
-    offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+    offsets = torch.cat([bag_lengths.new_zeros(1), bag_lengths.cumsum(0)])
     if int(offsets[-1]) != num_ids:
         raise DataError(
-            f"feature {name!r}: got lengths of {int(offsets[-1])} ids in all, wanted {num_ids}, as it has"
+            f"feature {feature_name!r}: got lengths of {int(offsets[-1])} ids in all, wanted {num_ids}, as it has"
         )
     return offsets
 

@@ -239,12 +239,12 @@ class WholeModel(ExportedModel):
         ]
 
     def _pool_squares(
-        self, field: LookupField, by_read: Mapping[tuple[int, int], Tensor]
+        self, field: LookupField, tensors_by_read: Mapping[tuple[int, int], Tensor]
     ) -> Tensor:
-        """Return the squares (B, dim) of a field. by_read: tensors by feature and part of the lookups."""
+        """Return the squares (B, dim) of a field. tensors_by_read: tensors by feature and part of the lookups."""
         feature = self.declaration.features[field.feature]
         again = self.looked_up.index(field.feature, len(self.declaration.features))
-        rows = by_read[again, field.part]
+        rows = tensors_by_read[again, field.part]
         lengths = self.inputs.get(feature.name + LENGTHS)
         if lengths is None:
             return rows.square()

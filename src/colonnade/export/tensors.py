@@ -134,22 +134,27 @@ def build_input_batch(inputs: Iterable[ProgramInput], tensors: Mapping[str, np.n
     return Batch(size, torch.empty(size, 0) if dense is None else dense, ids)
 
 
-def _convert_checked_input(declared: ProgramInput, array: np.ndarray | None) -> Tensor:
-    if array is None:
+def _convert_checked_input(program_input: ProgramInput, input_array: np.ndarray | None) -> Tensor:
+    if input_array is None:
         raise DataError(
-            f"got no input {declared.name!r}, wanted {declared.dtype} of shape {declared.shape}"
+            f"got no input {program_input.name!r}, wanted {program_input.dtype} of shape {program_input.shape}"
         )
-    if array.ndim == 2 and array.shape[1:] == (1,) and len(declared.shape) == 1:
-        array = array[:, 0]
-    others = tuple(array.shape[1:])
-    if str(array.dtype) != declared.dtype or others != declared.shape[1:] or array.ndim < 1:
+    if input_array.ndim == 2 and input_array.shape[1:] == (1,) and len(program_input.shape) == 1:
+        input_array = input_array[:, 0]
+    others = tuple(input_array.shape[1:])
+    if (
+        str(input_array.dtype) != program_input.dtype
+        or others != program_input.shape[1:]
+        or input_array.ndim < 1
+    ):
         raise DataError(
-            f"input {declared.name!r}: got {array.dtype} of shape {array.shape}, wanted {declared.dtype} of shape "
-            f"{declared.shape}"
+            f"input {program_input.name!r}: got {input_array.dtype} of shape {input_array.shape}, wanted "
+            f"{program_input.dtype} of shape "
+            f"{program_input.shape}"
         )
-    if declared.dtype == "float32" and not bool(np.isfinite(array).all()):
-        raise DataError(f"input {declared.name!r}: got NaN or inf, wanted finite numbers")
-    return torch.from_numpy(np.require(array, requirements=["C", "W"]))
+    if program_input.dtype == "float32" and not bool(np.isfinite(input_array).all()):
+        raise DataError(f"input {program_input.name!r}: got NaN or inf, wanted finite numbers")
+    return torch.from_numpy(np.require(input_array, requirements=["C", "W"]))
 
 
 def _list_dense_columns(schema: Schema) -> list[ProgramInput]:

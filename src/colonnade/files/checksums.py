@@ -120,10 +120,11 @@ class CheckedFile:
         except OSError:
             return False
 
-    def read(self, first: int, count: int) -> np.ndarray:
-        """Return `count` bytes (uint8) from byte `first` on. Raises CorruptionError naming the block, StorageError."""
-        begin = first // BLOCK_BYTES
-        end = num_blocks(first + count)
+    def read(self, first_byte: int, num_bytes: int) -> np.ndarray:
+        """Return `num_bytes` bytes (uint8) from byte `first_byte` on. Raises CorruptionError naming the block,
+        StorageError."""
+        begin = first_byte // BLOCK_BYTES
+        end = num_blocks(first_byte + num_bytes)
         start = begin * BLOCK_BYTES
         data = np.empty(min(end * BLOCK_BYTES, self.num_bytes) - start, np.uint8)
         self._read_into(start, data)
@@ -131,7 +132,7 @@ class CheckedFile:
             if not self.checked[block]:
                 at = (block - begin) * BLOCK_BYTES
                 self._compare_checksum(block, data[at : at + BLOCK_BYTES])
-        return data[first - start : first - start + count]
+        return data[first_byte - start : first_byte - start + num_bytes]
 
     def check_block(self, block: int) -> None:
         """Check one block. Raises CorruptionError naming the block, StorageError."""

@@ -72,10 +72,10 @@ class VerifiedFile:
     """Description of the damage; "" if every byte is right."""
 
 
-def verify_file(path: Path, read: Callable[[], object]) -> VerifiedFile:
-    """Verify one file. read: reads the file and raises what is wrong with it."""
+def verify_file(path: Path, read_file: Callable[[], object]) -> VerifiedFile:
+    """Verify one file. read_file: reads the file and raises what is wrong with it."""
     try:
-        read()
+        read_file()
         return VerifiedFile(path, path.stat().st_size)
     except (CorruptionError, CheckpointError, StorageError) as error:
         problem = (

@@ -66,12 +66,14 @@ def parse_json(value_type: type[T], content: bytes, path: Path, remedy: str) -> 
         ) from None
 
 
-def parse_stamped(value_type: type[T], content: bytes, path: Path, name: str, remedy: str) -> T:
-    """Read a value from a JSON object that states format `name` in addition to the value's fields.
+def parse_stamped(
+    value_type: type[T], content: bytes, path: Path, format_name: str, remedy: str
+) -> T:
+    """Read a value from a JSON object that states format `format_name` in addition to the value's fields.
 
     Raises CheckpointError for another format or version, before any other error; CorruptionError as `parse_json`.
     """
-    fields = parse_stamped_json(path, content, name)
+    fields = parse_stamped_json(path, content, format_name)
     return parse_json(value_type, json.dumps(fields).encode(), path, remedy)
 
 

@@ -141,10 +141,10 @@ class Hop(ABC):
         return ()
 
     @abstractmethod
-    def flows(self, load: TableLoad, split: Split) -> tuple[Flow, ...]:
+    def flows(self, table_load: TableLoad, rank_split: Split) -> tuple[Flow, ...]:
         """Return what is sent for one table in a step."""
 
-    def work(self, load: TableLoad, split: Split) -> tuple[RowWork, RowWork]:
+    def work(self, table_load: TableLoad, rank_split: Split) -> tuple[RowWork, RowWork]:
         """Return the work of every trainer, for its own samples, and of every owner, for all samples."""
         return RowWork(), RowWork()
 
@@ -175,21 +175,21 @@ class RowsHop(Hop):
             return (Flow("route", "tower", SHARED_BYTES + size),)
         return (Flow("route", "everyone", size),)
 
-    def flows(self, load: TableLoad, split: Split) -> tuple[Flow, ...]:
-        n = split.owners
+    def flows(self, table_load: TableLoad, rank_split: Split) -> tuple[Flow, ...]:
+        n = rank_split.owners
         pattern: Pattern = "owners"
-        flags = Flow("route", "everyone", LIST_FLAG_BYTES * split.slices)
-        unique = load.unique_rank
-        value_bytes = load.value_bytes
-        gradient_bytes = load.gradient_bytes
+        flags = Flow("route", "everyone", LIST_FLAG_BYTES * rank_split.slices)
+        unique = table_load.unique_rank
+        value_bytes = table_load.value_bytes
+        gradient_bytes = table_load.gradient_bytes
         if self.group == "tower":
             pattern = "relay_rows"
             flags = Flow("route", "tower", LIST_FLAG_BYTES)
-            unique = split.unique_peers
-            value_bytes = load.row_bytes  # no codec inside a tower
-            gradient_bytes = load.width * load.weight_bytes
-        ids = load.list_ratio * expected_id_list_bytes(unique / n, load.vocabulary, n)
-        owner_rows = unique / (n * split.slices)
+            unique = rank_split.unique_peers
+            value_bytes = table_load.row_bytes  # no codec inside a tower
+            gradient_bytes = table_load.width * table_load.weight_bytes
+        ids = table_load.list_ratio * expected_id_list_bytes(unique / n, table_load.vocabulary, n)
+        owner_rows = unique / (n * rank_split.slices)
         return (
             Flow("route", pattern, ids - LIST_FLAG_BYTES),
             flags,
@@ -197,19 +197,20 @@ class RowsHop(Hop):
             Flow("push", pattern, owner_rows * gradient_bytes),
         )
 
-    def work(self, load: TableLoad, split: Split) -> tuple[RowWork, RowWork]:
-        requested = split.trainers * load.unique_rank
+    def work(self, table_load: TableLoad, rank_split: Split) -> tuple[RowWork, RowWork]:
+        requested = rank_split.trainers * table_load.unique_rank
         trainer = RowWork(
-            gathered=2 * load.lookups * split.slices, planned=load.lookups * split.slices
+            gathered=2 * table_load.lookups * rank_split.slices,
+            planned=table_load.lookups * rank_split.slices,
         )
         if self.group == "tower":
-            requested = split.tower_size * split.unique_peers
+            requested = rank_split.tower_size * rank_split.unique_peers
             trainer = RowWork()
         # Owners copy rows, sum gradients and apply them.
         owner = RowWork(
-            gathered=2 * requested / split.owners,
-            updated=load.unique_world / split.owners,
-            planned=requested / split.owners,
+            gathered=2 * requested / rank_split.owners,
+            updated=table_load.unique_world / rank_split.owners,
+            planned=requested / rank_split.owners,
         )
         return trainer, owner
 
@@ -231,20 +232,22 @@ class CopiesHop(Hop):
     def fixed_flows(self) -> tuple[Flow, ...]:
         return (Flow("route", "everyone", float(SIZE_BYTES + FLAG_BYTES)),)
 
-    def flows(self, load: TableLoad, split: Split) -> tuple[Flow, ...]:
-        ids = load.list_ratio * expected_id_list_bytes(load.unique_rank, load.vocabulary, 1)
+    def flows(self, table_load: TableLoad, rank_split: Split) -> tuple[Flow, ...]:
+        ids = table_load.list_ratio * expected_id_list_bytes(
+            table_load.unique_rank, table_load.vocabulary, 1
+        )
         return (
             Flow("route", "owners", ids - LIST_FLAG_BYTES),
-            Flow("route", "everyone", LIST_FLAG_BYTES * split.slices),
-            Flow("push", "owners", load.unique_rank * load.gradient_bytes),
+            Flow("route", "everyone", LIST_FLAG_BYTES * rank_split.slices),
+            Flow("push", "owners", table_load.unique_rank * table_load.gradient_bytes),
         )
 
-    def work(self, load: TableLoad, split: Split) -> tuple[RowWork, RowWork]:
-        requested = split.trainers * load.unique_rank
+    def work(self, table_load: TableLoad, rank_split: Split) -> tuple[RowWork, RowWork]:
+        requested = rank_split.trainers * table_load.unique_rank
         trainer = RowWork(
-            gathered=2 * load.lookups + requested,
-            updated=load.unique_world,
-            planned=load.lookups + requested,
+            gathered=2 * table_load.lookups + requested,
+            updated=table_load.unique_world,
+            planned=table_load.lookups + requested,
         )
         return trainer, RowWork()
 
@@ -269,24 +272,33 @@ class BagsHop(Hop):
     def fixed_flows(self) -> tuple[Flow, ...]:
         return (Flow("route", "everyone", float(HEAD_BYTES)),)
 
-    def flows(self, load: TableLoad, split: Split) -> tuple[Flow, ...]:
-        route = Flow("route", "owners", _expected_lookup_bytes(load, split.owners))
+    def flows(self, table_load: TableLoad, rank_split: Split) -> tuple[Flow, ...]:
+        route = Flow("route", "owners", _expected_lookup_bytes(table_load, rank_split.owners))
         if self.group == "tower":  # without codec
-            inside = load.bags * load.width * load.weight_bytes / split.slices
+            inside = (
+                table_load.bags * table_load.width * table_load.weight_bytes / rank_split.slices
+            )
             return route, Flow("fetch", "relay_bags", inside), Flow("push", "relay_bags", inside)
         # Every owner sends and receives a block for all bags, with zeros for bags without a row of it.
-        values = load.bags * load.bag_bytes + load.samples * load.squares_bytes
-        gradients = load.bags * load.gradient_bytes + load.samples * load.squares_gradient_bytes
+        values = (
+            table_load.bags * table_load.bag_bytes + table_load.samples * table_load.squares_bytes
+        )
+        gradients = (
+            table_load.bags * table_load.gradient_bytes
+            + table_load.samples * table_load.squares_gradient_bytes
+        )
         return (
             route,
-            Flow("fetch", "bags", values / split.slices),
-            Flow("push", "bags", gradients / split.slices),
+            Flow("fetch", "bags", values / rank_split.slices),
+            Flow("push", "bags", gradients / rank_split.slices),
         )
 
-    def work(self, load: TableLoad, split: Split) -> tuple[RowWork, RowWork]:
-        lookups = load.lookups * split.slices
-        sums = (split.owners + 1) * load.bags * split.slices
-        return RowWork(gathered=sums, packed=lookups / 2), _owner_work_of_bags(load, split)
+    def work(self, table_load: TableLoad, rank_split: Split) -> tuple[RowWork, RowWork]:
+        lookups = table_load.lookups * rank_split.slices
+        sums = (rank_split.owners + 1) * table_load.bags * rank_split.slices
+        return RowWork(gathered=sums, packed=lookups / 2), _owner_work_of_bags(
+            table_load, rank_split
+        )
 
     def refuses(self, table: TableNeeds, world: World) -> str | None:
         if table.needs_rows:
@@ -310,12 +322,12 @@ class PartialsHop(Hop):
     def fixed_flows(self) -> tuple[Flow, ...]:
         return BagsHop().fixed_flows
 
-    def flows(self, load: TableLoad, split: Split) -> tuple[Flow, ...]:
-        return (Flow("route", "owners", _expected_lookup_bytes(load, split.owners)),)
+    def flows(self, table_load: TableLoad, rank_split: Split) -> tuple[Flow, ...]:
+        return (Flow("route", "owners", _expected_lookup_bytes(table_load, rank_split.owners)),)
 
-    def work(self, load: TableLoad, split: Split) -> tuple[RowWork, RowWork]:
-        trainer = RowWork(packed=load.lookups * split.slices / 2)
-        return trainer, _owner_work_of_bags(load, split)
+    def work(self, table_load: TableLoad, rank_split: Split) -> tuple[RowWork, RowWork]:
+        trainer = RowWork(packed=table_load.lookups * rank_split.slices / 2)
+        return trainer, _owner_work_of_bags(table_load, rank_split)
 
     def refuses(self, table: TableNeeds, world: World) -> str | None:
         # Owners attend to the rows of a sequence where they are.
@@ -344,25 +356,25 @@ class RelayHop(Hop):
             return ()
         return (Flow("route", "everyone", float(SIZE_BYTES + NUM_SAMPLES.size)),)
 
-    def flows(self, load: TableLoad, split: Split) -> tuple[Flow, ...]:
+    def flows(self, table_load: TableLoad, rank_split: Split) -> tuple[Flow, ...]:
         if self.pools_rows:
-            ids, values, gradients = BagsHop().flows(load, Split(1))
+            ids, values, gradients = BagsHop().flows(table_load, Split(1))
             return (
                 Flow("route", "relay_slices", ids.bytes),
                 Flow("fetch", "relays", values.bytes),
                 Flow("push", "relays", gradients.bytes),
             )
         return (
-            Flow("fetch", "relays", load.bags * load.bag_bytes),
-            Flow("push", "relays", load.bags * load.gradient_bytes),
+            Flow("fetch", "relays", table_load.bags * table_load.bag_bytes),
+            Flow("push", "relays", table_load.bags * table_load.gradient_bytes),
         )
 
-    def work(self, load: TableLoad, split: Split) -> tuple[RowWork, RowWork]:
+    def work(self, table_load: TableLoad, rank_split: Split) -> tuple[RowWork, RowWork]:
         if not self.pools_rows:
             return RowWork(), RowWork()
         # Ranks of a tower join, plan, pool and sum for their peers: on average as many lookups as a rank has.
-        lookups = load.lookups * split.slices
-        sums = 2 * (load.lookups + load.bags) * split.slices
+        lookups = table_load.lookups * rank_split.slices
+        sums = 2 * (table_load.lookups + table_load.bags) * rank_split.slices
         return RowWork(gathered=sums, planned=lookups, packed=lookups), RowWork()
 
     def refuses(self, table: TableNeeds, world: World) -> str | None:
@@ -385,11 +397,11 @@ class CachedHop(Hop):
     def fixed_flows(self) -> tuple[Flow, ...]:
         return self.rows.fixed_flows
 
-    def flows(self, load: TableLoad, split: Split) -> tuple[Flow, ...]:
-        return self.rows.flows(load, split)
+    def flows(self, table_load: TableLoad, rank_split: Split) -> tuple[Flow, ...]:
+        return self.rows.flows(table_load, rank_split)
 
-    def work(self, load: TableLoad, split: Split) -> tuple[RowWork, RowWork]:
-        return self.rows.work(load, split)
+    def work(self, table_load: TableLoad, rank_split: Split) -> tuple[RowWork, RowWork]:
+        return self.rows.work(table_load, rank_split)
 
 
 EXCHANGES: dict[str, tuple[Hop, ...]] = {
@@ -431,29 +443,29 @@ def find_refusal(exchange: str, table: TableNeeds, world: World) -> str | None:
     return next((reason for reason in reasons if reason is not None), None)
 
 
-def _expected_lookup_bytes(load: TableLoad, num_owners: int) -> float:
+def _expected_lookup_bytes(table_load: TableLoad, num_owners: int) -> float:
     """Return the bytes of a table's lookups, bag lengths and lookup weights in a message to one owner."""
     n = num_owners
     size = expected_id_bytes(
-        load.lookups / n,
-        load.unique_rank / n,
-        load.vocabulary,
+        table_load.lookups / n,
+        table_load.unique_rank / n,
+        table_load.vocabulary,
         n,
-        list_ratio=load.list_ratio,
-        raw_list_ratio=load.raw_list_ratio,
+        list_ratio=table_load.list_ratio,
+        raw_list_ratio=table_load.raw_list_ratio,
     )
-    for column in load.columns:
-        size += expected_length_bytes(column.longest, column.lookups, load.samples, n)
-        size += column.lookups * load.weight_bytes / n if column.is_weighted else 0.0
+    for column in table_load.columns:
+        size += expected_length_bytes(column.longest, column.lookups, table_load.samples, n)
+        size += column.lookups * table_load.weight_bytes / n if column.is_weighted else 0.0
     return size
 
 
-def _owner_work_of_bags(load: TableLoad, split: Split) -> RowWork:
+def _owner_work_of_bags(table_load: TableLoad, rank_split: Split) -> RowWork:
     """Return the work of an owner that pools the bags of all trainers."""
-    served = split.trainers * load.lookups / split.owners
+    served = rank_split.trainers * table_load.lookups / rank_split.owners
     return RowWork(
         gathered=2 * served,
-        updated=load.unique_world / split.owners,
+        updated=table_load.unique_world / rank_split.owners,
         planned=served,
         packed=served / 2,
     )

@@ -68,20 +68,20 @@ class Links:
         self._loads: dict[Any, LinkLoad] = {}
         self._has_tower: dict[Any, bool] = {}
 
-    def load(self, pattern: Pattern, sharding: Sharding | None = None) -> LinkLoad:
+    def load(self, block_pattern: Pattern, sharding: Sharding | None = None) -> LinkLoad:
         """Return the load of the links by a pattern of blocks for a table.
 
         sharding: None for patterns that do not depend on it."""
-        if pattern == "bags":
+        if block_pattern == "bags":
             is_summed = self.adds_in_host and sharding is not None and sharding.kind == "row_wise"
-            pattern = "host_sums" if is_summed else "owners"
-        key: Any = pattern
-        if sharding is not None and pattern not in ("host_sums", "everyone", "tower"):
-            key = pattern, _ranks_key(sharding), sharding.slices
+            block_pattern = "host_sums" if is_summed else "owners"
+        key: Any = block_pattern
+        if sharding is not None and block_pattern not in ("host_sums", "everyone", "tower"):
+            key = block_pattern, _ranks_key(sharding), sharding.slices
         if key not in self._loads:
             if len(self._loads) > MAX_CACHED_SHARDINGS:
                 self._loads.clear()
-            self._loads[key] = self._compute_pattern(pattern, sharding)
+            self._loads[key] = self._compute_pattern_load(block_pattern, sharding)
         return self._loads[key]
 
     def is_in_towers(self, sharding: Sharding) -> bool:
@@ -96,36 +96,36 @@ class Links:
             )
         return self._has_tower[key]
 
-    def resolve_exchange(self, name: str, sharding: Sharding) -> str:
-        """Return the exchange that serves a table with exchange `name`, whose rows are sharded like this.
+    def resolve_exchange(self, exchange_name: str, sharding: Sharding) -> str:
+        """Return the exchange that serves a table with exchange `exchange_name`, whose rows are sharded like this.
 
         Replicated rows need no values. Under `towers`, rows outside of one tower are sent as under `pooled`."""
         if sharding.is_replicated:
             return "replicated"
-        if name == "towers" and not self.is_in_towers(sharding):
+        if exchange_name == "towers" and not self.is_in_towers(sharding):
             return "pooled"
-        return name
+        return exchange_name
 
     def tower_of(self, sharding: Sharding) -> int | None:
         """Return the tower that owns all rows; None if there is none."""
         return tower_of(sharding, list_tower_ranks(self.world, self.num_towers))
 
-    def count_rank_blocks(self, pattern: Pattern, num_owners: int) -> tuple[float, float]:
+    def count_rank_blocks(self, block_pattern: Pattern, num_owners: int) -> tuple[float, float]:
         """Return the blocks of a pattern that a trainer, and an owner, sends or receives.
 
         num_owners: of all slices together. Blocks that stay on a rank are not counted."""
         world = self.world
         size = world.num_ranks // self.num_towers
-        if pattern in ("owners", "bags", "host_sums"):
+        if block_pattern in ("owners", "bags", "host_sums"):
             remote_part = 1.0 if world.has_servers else (world.num_ranks - 1) / world.num_ranks
             return num_owners * remote_part, world.num_trainers * remote_part
-        if pattern in ("relays", "relay_slices"):
+        if block_pattern in ("relays", "relay_slices"):
             # Every block is sent once and received once.
             return 2 * (1 - 1 / self.num_towers), 0.0
-        if pattern == "relay_bags":
+        if block_pattern == "relay_bags":
             in_tower_part = 1 - self.num_towers / world.num_ranks
             return num_owners * in_tower_part, world.num_trainers * in_tower_part
-        if pattern == "relay_rows":
+        if block_pattern == "relay_rows":
             # Every rank of a tower requests rows from all owners in it: a T-th of the owners, averaged over towers.
             other_part = 1 - 1 / size
             return num_owners * other_part / self.num_towers, size * other_part
@@ -188,27 +188,27 @@ class Links:
             count(receivers // size, remote, world.num_hosts),
         )
 
-    def _compute_pattern(self, pattern: Pattern, sharding: Sharding | None) -> LinkLoad:
+    def _compute_pattern_load(self, block_pattern: Pattern, sharding: Sharding | None) -> LinkLoad:
         world = self.world
         ranks = range(world.num_ranks)
         size = world.num_ranks // self.num_towers
-        if pattern == "everyone":
+        if block_pattern == "everyone":
             return self.compute_load(np.ones(world.num_ranks), np.ones(world.num_ranks))
-        if pattern == "tower":
+        if block_pattern == "tower":
             pairs = [(r, o, 1.0) for r in ranks for o in ranks if r // size == o // size]
             return self._sum_blocks(pairs)
-        if pattern == "host_sums":
+        if block_pattern == "host_sums":
             local = np.full(world.num_ranks, float((world.ranks_per_host - 1) * world.num_hosts))
             remote = np.full(world.num_hosts, float(world.ranks_per_host * (world.num_hosts - 1)))
             return self._build_load(local, local, remote, remote)
         assert sharding is not None
-        if pattern == "owners":
+        if block_pattern == "owners":
             owner_blocks = np.zeros(world.num_ranks)
             owner_blocks[list(sharding.ranks)] = 1.0
             return self.compute_load(self.is_trainer, owner_blocks)
         towers = self._list_slices_in_towers(sharding)
-        if pattern in ("relays", "relay_slices"):
-            part = 1.0 if pattern == "relay_slices" else 1 / sharding.slices
+        if block_pattern in ("relays", "relay_slices"):
+            part = 1.0 if block_pattern == "relay_slices" else 1 / sharding.slices
             return self._sum_blocks(
                 [
                     (rank, tower[rank % size], part * float(self.is_trainer[rank]))
@@ -218,7 +218,7 @@ class Links:
             )
         # Trainers by local rank: the peers that a rank with this local rank serves.
         num_peers = [float(self.is_trainer[local_rank::size].sum()) for local_rank in range(size)]
-        if pattern == "relay_rows":
+        if block_pattern == "relay_rows":
             num_peers = [min(count, 1.0) for count in num_peers]
         return self._sum_blocks(
             [
@@ -254,19 +254,19 @@ def tower_call_seconds(world: World, num_towers: int) -> float:
     return local * world.message_seconds + remote * world.remote_message_seconds
 
 
-def predict_saved_processor_seconds(world: World, num_towers: int, chunks: int = 1) -> float:
+def predict_saved_processor_seconds(world: World, num_towers: int, num_chunks: int = 1) -> float:
     """Return the processor time that each rank saves per step if values and gradients are sent by towers.
 
-    chunks: number of pipelined chunks inside a tower. Towers need fewer messages than direct sending, in more calls;
-    the result is negative if the calls cost more. Relayed bytes are counted elsewhere."""
+    num_chunks: number of pipelined chunks inside a tower. Towers need fewer messages than direct sending, in more
+    calls; the result is negative if the calls cost more. Relayed bytes are counted elsewhere."""
     others = world.num_ranks - 1
     size = world.num_ranks // num_towers
     if size == 1 or num_towers == 1:  # one call with the same number of messages
         return 0.0
-    fewer = others - (chunks * (size - 1) + num_towers - 1)
+    fewer = others - (num_chunks * (size - 1) + num_towers - 1)
     # The measured seconds of a message include its part of the cost of a call.
     message_seconds = world.message_processor_seconds * others / (others + CALL_MESSAGES)
-    return 2 * (fewer - chunks * CALL_MESSAGES) * message_seconds
+    return 2 * (fewer - num_chunks * CALL_MESSAGES) * message_seconds
 
 
 def _ranks_key(sharding: Sharding) -> Any:

@@ -80,8 +80,8 @@ class TableLoad:
         """Number of bags in one rank's batch, empty ones included."""
         return self.samples * len(self.columns)
 
-    def expected_unique_rows(self, ranks: int, world: World) -> float:
-        """Return the number of distinct rows in the batches of `ranks` ranks together.
+    def expected_unique_rows(self, num_ranks: int, world: World) -> float:
+        """Return the number of distinct rows in the batches of `num_ranks` ranks together.
 
         Interpolates the counts of one rank, one host and all ranks as powers of the number of ranks."""
         known = {
@@ -93,7 +93,7 @@ class TableLoad:
         if not all(known.values()):
             return known[counts[-1]]
         logs = np.interp(
-            math.log(ranks), [math.log(n) for n in counts], [math.log(known[n]) for n in counts]
+            math.log(num_ranks), [math.log(n) for n in counts], [math.log(known[n]) for n in counts]
         )
         return math.exp(float(logs))
 

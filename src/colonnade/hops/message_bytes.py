@@ -34,22 +34,24 @@ def expected_length_bytes(longest: int, lookups: float, samples: float, owners: 
     return 2.0 if not bits else 1 + samples * bits / 8
 
 
-def count_bag_length_bits(longest: int, lookups: float, samples: float, owners: int) -> int:
+def count_bag_length_bits(
+    max_bag_length: int, num_lookups: float, num_samples: float, num_owners: int
+) -> int:
     """Return the bits of a bag's length in a message to one owner; 0: all lengths are equal.
 
-    longest: lookups of the feature's longest bag. lookups, samples: of a rank's batch."""
-    is_equal = abs(lookups - longest * samples) < 0.5
-    if owners == 1:
-        return 0 if is_equal else _fitting_bits(longest)
+    max_bag_length: lookups of the feature's longest bag. lookups, num_samples: of a rank's batch."""
+    is_equal = abs(num_lookups - max_bag_length * num_samples) < 0.5
+    if num_owners == 1:
+        return 0 if is_equal else _fitting_bits(max_bag_length)
     # Find the longest part of a bag at one owner that occurs in more than half a sample of a batch on average.
-    share = longest
+    share = max_bag_length
     expected_samples = 0.0
     while share > 0:
         expected_samples += (
-            math.comb(longest, share)
-            * (owners - 1) ** (longest - share)
-            / owners**longest
-            * samples
+            math.comb(max_bag_length, share)
+            * (num_owners - 1) ** (max_bag_length - share)
+            / num_owners**max_bag_length
+            * num_samples
         )
         if expected_samples > 0.5:
             break
@@ -62,9 +64,9 @@ def _fitting_bits(length: int) -> int:
 
 
 def expected_id_bytes(
-    lookups: float,
-    unique: float,
-    rows: int,
+    num_lookups: float,
+    num_unique_ids: float,
+    num_table_rows: int,
     num_owners: int,
     *,
     list_ratio: float = 1.0,
@@ -72,66 +74,73 @@ def expected_id_bytes(
 ) -> float:
     """Return the bytes of one table's ids in a message to one owner.
 
-    lookups: number of lookups of the owner's rows; unique: distinct rows among them. rows: of the table; 0: an
-    open table. list_ratio, raw_list_ratio: as in `TableLoad`."""
-    if lookups <= 0:
+    num_lookups: number of lookups of the owner's rows; num_unique_ids: distinct rows among them. num_table_rows: of
+    the table; 0: an open table. list_ratio, raw_list_ratio: as in `TableLoad`."""
+    if num_lookups <= 0:
         return 0.0
-    head = list_header_bytes(lookups, rows)
+    head = list_header_bytes(num_lookups, num_table_rows)
     raw_list = (
-        expected_unsorted_list_bytes(lookups, rows, num_owners) - head
+        expected_unsorted_list_bytes(num_lookups, num_table_rows, num_owners) - head
     ) * raw_list_ratio + head
     # The number of distinct ids at an owner is random in the rows of the batch and in the owners of these rows.
-    deviation = math.sqrt(unique * max(0.0, 1 - unique / (lookups * num_owners)))
+    deviation = math.sqrt(
+        num_unique_ids * max(0.0, 1 - num_unique_ids / (num_lookups * num_owners))
+    )
     indices = sum(
-        weight * expected_numbers_bytes(lookups, max(1.0, unique + deviations * deviation))
+        weight
+        * expected_numbers_bytes(num_lookups, max(1.0, num_unique_ids + deviations * deviation))
         for deviations, weight in NORMAL_QUADRATURE
     )
-    distinct = expected_id_list_bytes(unique, rows, num_owners) * list_ratio + indices
+    distinct = (
+        expected_id_list_bytes(num_unique_ids, num_table_rows, num_owners) * list_ratio + indices
+    )
     return 1 + min(raw_list, distinct)
 
 
-def expected_id_list_bytes(count: float, rows: int, num_owners: int) -> float:
-    """Return the expected bytes of a list of `count` unique rows of one owner, if every set of `count` rows is equally
-    likely. This holds for hashed ids, and where popular ids are spread over a table; measure ids in order of popularity
-    instead. rows 0: an open table. Pure."""
-    if count <= 0:
+def expected_id_list_bytes(num_ids: float, num_table_rows: int, num_owners: int) -> float:
+    """Return the expected bytes of a list of `num_ids` unique rows of one owner, if every set of `num_ids` rows is
+    equally likely. This holds for hashed ids, and where popular ids are spread over a table; measure ids in order of
+    popularity instead. rows 0: an open table. Pure."""
+    if num_ids <= 0:
         return 1.0
-    least = math.floor(count)
-    if count > least:  # a mean over batches
-        part = count - least
-        below, above = (expected_id_list_bytes(n, rows, num_owners) for n in (least, least + 1))
+    least = math.floor(num_ids)
+    if num_ids > least:  # a mean over batches
+        part = num_ids - least
+        below, above = (
+            expected_id_list_bytes(n, num_table_rows, num_owners) for n in (least, least + 1)
+        )
         return (1 - part) * below + part * above
-    keys = -(-rows // num_owners) if rows else 2.0**64 / num_owners
-    varint = 1 + sum(count >= 1 << 7 * i for i in range(1, 10))
+    keys = -(-num_table_rows // num_owners) if num_table_rows else 2.0**64 / num_owners
+    varint = 1 + sum(num_ids >= 1 << 7 * i for i in range(1, 10))
     whole, rest = divmod(least, BLOCK)
-    blocks = whole * _expected_distance_block_bytes(BLOCK, count, keys)
+    blocks = whole * _expected_distance_block_bytes(BLOCK, num_ids, keys)
     if rest:
-        blocks += _expected_distance_block_bytes(rest, count, keys)
-    return varint + (0 if rows else 1) + blocks
+        blocks += _expected_distance_block_bytes(rest, num_ids, keys)
+    return varint + (0 if num_table_rows else 1) + blocks
 
 
-def _expected_distance_block_bytes(length: int, count: float, keys: float) -> float:
-    """Return the expected bytes of a block of `length` distances between `count` random keys of `keys`. The largest
-    distance determines the width of all."""
+def _expected_distance_block_bytes(block_length: int, num_keys: float, upper_bound: float) -> float:
+    """Return the expected bytes of a block of `block_length` distances between `num_keys` random keys of
+    `upper_bound`. The largest distance determines the width of all."""
     size = chance_before = 0.0
     for width in range(65):
-        # A distance is 2^width or more if that many consecutive keys are not among the `count`.
-        free = 1 - 2.0**width / max(1.0, keys - (count - 1) / 2)
-        longer = free**count if free > 0 and 2.0**width <= keys - count else 0.0
-        chance = (1 - longer) ** length
-        size += (chance - chance_before) * (1 + math.ceil(length * width / 8))
+        # A distance is 2^width or more if that many consecutive keys are not among the `num_keys`.
+        free = 1 - 2.0**width / max(1.0, upper_bound - (num_keys - 1) / 2)
+        longer = free**num_keys if free > 0 and 2.0**width <= upper_bound - num_keys else 0.0
+        chance = (1 - longer) ** block_length
+        size += (chance - chance_before) * (1 + math.ceil(block_length * width / 8))
         if chance == 1.0:  # for all larger widths, too
             break
         chance_before = chance
     return size
 
 
-def expected_numbers_bytes(count: float, keys: float) -> float:
-    """Return the expected bytes of `count` numbers below `keys`, each equally likely, as `_native.pack_numbers` packs
-    them. Pure."""
-    whole, rest = divmod(count, BLOCK)
-    return whole * _expected_number_block_bytes(BLOCK, keys) + (
-        _expected_number_block_bytes(rest, keys) if rest else 0.0
+def expected_numbers_bytes(num_numbers: float, upper_bound: float) -> float:
+    """Return the expected bytes of `num_numbers` numbers below `upper_bound`, each equally likely, as
+    `_native.pack_numbers` packs them. Pure."""
+    whole, rest = divmod(num_numbers, BLOCK)
+    return whole * _expected_number_block_bytes(BLOCK, upper_bound) + (
+        _expected_number_block_bytes(rest, upper_bound) if rest else 0.0
     )
 
 
@@ -148,11 +157,11 @@ def list_header_bytes(count: float, rows: int) -> float:
     return 1 + sum(count >= 1 << 7 * i for i in range(1, 10)) + (0 if rows else 11)
 
 
-def _expected_number_block_bytes(length: float, keys: float) -> float:
+def _expected_number_block_bytes(block_length: float, upper_bound: float) -> float:
     size = chance_before = 0.0
     for width in range(65):
-        chance = min(1.0, 2.0**width / keys) ** length
-        size += (chance - chance_before) * (1 + math.ceil(length * width / 8))
+        chance = min(1.0, 2.0**width / upper_bound) ** block_length
+        size += (chance - chance_before) * (1 + math.ceil(block_length * width / 8))
         if chance == 1.0:  # for all larger widths, too
             break
         chance_before = chance

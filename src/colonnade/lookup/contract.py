@@ -228,7 +228,9 @@ class RowGradients:
     by_page: ByPage | None = None  # the same rows and segments, for an update
 
 
-def unique_owned_rows(contexts: Sequence[LookupContext], table_index: int) -> tuple[Tensor, Tensor]:
+def list_unique_owned_rows(
+    contexts: Sequence[LookupContext], table_index: int
+) -> tuple[Tensor, Tensor]:
     """Return (ids (n,) int64, slots (n,) int32) of the rows of one table that these batches use, each once."""
     ids = [torch.empty(0, dtype=torch.int64)]
     slots = [torch.empty(0, dtype=torch.int32)]
@@ -280,18 +282,25 @@ class Kernels(Protocol):
     """Kernels of a step. Outputs and their gradients are stored where the rows are; messages are on the CPU."""
 
     def locate_rows(
-        self, lookups: Lookups, views: Sequence[RowView], index: Tensor, order: Tensor | None = None
+        self,
+        lookups: Lookups,
+        row_views: Sequence[RowView],
+        row_slots: Tensor,
+        row_order: Tensor | None = None,
     ) -> Any:
-        """Return the location of each lookup's row, for `pool`. index: (E,) int32 slots. order: (E,) int32, all lookups
-        in the order of their rows in memory, if it is known (`ByPage.entries`)."""
+        """Return the location of each lookup's row, for `pool`. row_slots: (E,) int32 slots. row_order: (E,) int32,
+        all lookups in the order of their rows in memory, if it is known (`ByPage.entries`)."""
         ...
 
     def pool(
-        self, lookups: Lookups, locations: Any, into: Mapping[int, Tensor] = NO_TENSORS
+        self,
+        lookups: Lookups,
+        row_locations: Any,
+        output_tensors: Mapping[int, Tensor] = NO_TENSORS,
     ) -> list[Tensor]:
         """Pool rows into one tensor per output: pooled fields side by side (B, width), or the rows of a sequence
-        (E_f, dim). into: tensors to write fields into, by output, (B, width) on the CPU; columns of other parts are not
-        changed."""
+        (E_f, dim). output_tensors: tensors to write fields into, by output, (B, width) on the CPU; columns of other
+        parts are not changed."""
         ...
 
     def zero_outputs(self, lookups: Lookups) -> list[Tensor]:
@@ -300,14 +309,14 @@ class Kernels(Protocol):
 
     def gather_message(
         self,
-        source: RowSource,
-        index: Tensor,
-        layout: RowLayout,
+        row_source: RowSource,
+        row_slots: Tensor,
+        message_layout: RowLayout,
         requests: Any,
-        into: Tensor | None = None,
+        message_out: Tensor | None = None,
     ) -> Tensor:
-        """Gather whole rows into a message. index: (P,) int32 slots of the rows of `requests`, rank by rank, table by
-        table. into: a tensor on the CPU to write them to."""
+        """Gather whole rows into a message. row_slots: (P,) int32 slots of the rows of `requests`, rank by rank, table
+        by table. message_out: a tensor on the CPU to write them to."""
         ...
 
     def gradients_from_outputs(self, lookup: PartLookup, gradients: list[Tensor]) -> RowGradients:
@@ -316,14 +325,14 @@ class Kernels(Protocol):
         ...
 
     def sum_gradients_by_row(
-        self, lookup: PartLookup, offsets: Tensor, gradients: list[Tensor]
+        self, lookup: PartLookup, table_offsets: Tensor, output_gradients: list[Tensor]
     ) -> Any:
         """Sum gradients of a lookup's outputs by row of its plan, in the form that `cache.cached_rows.CachedRows` of
-        the pooled rows takes. offsets: (T + 1,) of these rows by table."""
+        the pooled rows takes. table_offsets: (T + 1,) of these rows by table."""
         ...
 
     def gradients_from_sums(
-        self, slots: np.ndarray, counts: np.ndarray, sums: Any, is_selected: np.ndarray
+        self, slots: np.ndarray, counts: np.ndarray, gradient_sums: Any, is_selected: np.ndarray
     ) -> RowGradients:
         """Return sums of `sum_gradients_by_row` as gradients of the rows in `slots` (n,), table by table. counts: (T,)
         rows. is_selected: (T,) bool, tables to include. The result refers to the sums."""
@@ -331,13 +340,14 @@ class Kernels(Protocol):
 
     def merge_batches(
         self,
-        batches: Sequence[PartLookup],
+        part_lookups: Sequence[PartLookup],
         row_gradients: Sequence[RowGradients],
-        slots: Tensor,
-        plan: _native.Plan,
+        row_slots: Tensor,
+        lookup_plan: _native.Plan,
     ) -> RowGradients:
-        """Merge gradients of several batches: sum each batch by row, and add the sums in the order of the batches.
-        plan: of the owned rows of all batches, listed batch by batch; slots: by its unique rows."""
+        """Merge gradients of several part_lookups: sum each batch by row, and add the sums in the order of the
+        batches. lookup_plan: of the owned rows of all batches, listed batch by batch; row_slots: by its unique
+        rows."""
         ...
 
     def squared_norm(self, row_gradients: RowGradients) -> tuple[RowGradients, float]:

@@ -119,15 +119,18 @@ class FieldLayout:
 
 
 def find_runs(
-    blocks: Sequence[Iterable[tuple[ColumnKey, int]]], whole: FieldColumns
+    block_columns: Sequence[Iterable[tuple[ColumnKey, int]]], whole_columns: FieldColumns
 ) -> list[list[ColumnRun]]:
-    """Find the runs of columns of each block in the whole. blocks: (key, first column in the block), ascending."""
+    """Find the runs of columns of each block in the whole. block_columns: (key, first column in the block),
+    ascending."""
     written: set[ColumnKey] = set()
     all_runs = []
-    for block in blocks:
+    for block in block_columns:
         runs: list[ColumnRun] = []
         for key, block_start in block:
-            run = ColumnRun(block_start, whole.starts[key], whole.dims[key], key not in written)
+            run = ColumnRun(
+                block_start, whole_columns.starts[key], whole_columns.dims[key], key not in written
+            )
             written.add(key)
             last = runs[-1] if runs else None
             if last and (

@@ -35,19 +35,19 @@ class SplitBatch:
 
 
 def split_hot_rows(
-    batch: Batch, declared: EmbeddingDeclaration, hot: Mapping[int, Tensor]
+    batch: Batch, declared: EmbeddingDeclaration, table_hot_ids: Mapping[int, Tensor]
 ) -> SplitBatch:
     """Split a batch's lookups into those of hot rows and those of cold rows.
 
-    hot: ids of hot rows by table, (H,) int64 ascending. Raises IdRangeError, DataError and NonFiniteError, as exchanges
-    do for other features."""
+    table_hot_ids: ids of hot rows by table, (H,) int64 ascending. Raises IdRangeError, DataError and NonFiniteError,
+    as exchanges do for other features."""
     ids = dict(batch.ids)
     next_use = None if batch.next_use is None else dict(batch.next_use)
     lengths = {}
     order = {}
     for feature in declared.features:
         t = declared.table_index_of(feature)
-        if t not in hot:
+        if t not in table_hot_ids:
             continue
         column = get_checked_ids(batch, feature, declared.compute_dtype)
         rows = declared.tables[t].rows
@@ -56,7 +56,7 @@ def split_hot_rows(
             raise id_range_error(
                 feature.name, first, int(column.values[first]), rows, feature.table
             )
-        mask = is_hot(column.values, hot[t])
+        mask = is_hot(column.values, table_hot_ids[t])
         for side, side_mask in zip(SIDES, (~mask, mask), strict=True):
             lookups_before = torch.cat([torch.zeros(1, dtype=torch.int64), side_mask.cumsum(0)])
             ids[f"{feature.name}[{side}]"] = Ids(

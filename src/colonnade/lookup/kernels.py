@@ -27,8 +27,8 @@ from colonnade.lookup.layout import EmbeddingDeclaration, LookupColumns, Lookups
 from colonnade.lookup.reads import (
     Read,
     add_gradients,
-    bag_of_column,
-    compute_terms,
+    compute_lookup_gradients,
+    get_column_bag,
     list_reads,
     pool_squares,
     separate_lookups,
@@ -82,25 +82,25 @@ class NativeKernels:
     def locate_rows(
         self,
         lookups: Lookups | None,
-        views: Sequence[RowView],
-        index: Tensor,
-        order: Tensor | None = None,
+        row_views: Sequence[RowView],
+        row_slots: Tensor,
+        row_order: Tensor | None = None,
     ) -> tuple[np.ndarray, np.ndarray, Tensor, Tensor | None]:
         return (
-            np.array([view.address for view in views], dtype=np.int64),
-            np.array([view.stride_bytes for view in views], dtype=np.int64),
-            index,
-            order,
+            np.array([view.address for view in row_views], dtype=np.int64),
+            np.array([view.stride_bytes for view in row_views], dtype=np.int64),
+            row_slots,
+            row_order,
         )
 
     def pool(
         self,
         lookups: Lookups,
-        locations: tuple[Any, Any, Tensor, Tensor | None],
-        into: Mapping[int, Tensor] = NO_TENSORS,
+        row_locations: tuple[Any, Any, Tensor, Tensor | None],
+        output_tensors: Mapping[int, Tensor] = NO_TENSORS,
     ) -> list[Tensor]:
-        bases, strides, index, order = locations
-        tensors = self._empty_outputs(lookups, into)
+        bases, strides, index, order = row_locations
+        tensors = self._empty_outputs(lookups, output_tensors)
         out_bases, out_strides = self._output_addresses(tensors)
         _native.pool(
             lookups.native,
@@ -115,7 +115,7 @@ class NativeKernels:
             order,
         )
         if self.square_reads:
-            self._pool_squares(lookups, locations, tensors)
+            self._pool_squares(lookups, row_locations, tensors)
         return tensors
 
     def _pool_squares(
@@ -143,7 +143,7 @@ class NativeKernels:
         for read, block in zip(self.square_reads, rows, strict=True):
             out = tensors[read.output][:, read.columns]
             values = out if out.dtype == dtype else empty(*out.shape, dtype=dtype)
-            offsets, pooling, weights = bag_of_column(
+            offsets, pooling, weights = get_column_bag(
                 lookups, self.lookup_columns, read.column, block
             )
             _native.pool_squares(block, offsets, POOLINGS.index(pooling), weights, values)
@@ -156,21 +156,21 @@ class NativeKernels:
 
     def gather_message(
         self,
-        source: RowSource,
-        index: Tensor,
-        layout: RowLayout,
+        row_source: RowSource,
+        row_slots: Tensor,
+        message_layout: RowLayout,
         requests: _native.Lookups,
-        into: Tensor | None = None,
+        message_out: Tensor | None = None,
     ) -> Tensor:
-        bases, strides, *_ = self.locate_rows(None, source.views, index)
-        send = into
+        bases, strides, *_ = self.locate_rows(None, row_source.views, row_slots)
+        send = message_out
         if send is None:
-            send = empty(layout.num_elements, dtype=self.declaration.dtype)
-        starts = torch.from_numpy(layout.block_elements.ravel() * self.itemsize)
-        widths = torch.from_numpy(self.widths * self.itemsize).repeat(len(layout.counts))
+            send = empty(message_layout.num_elements, dtype=self.declaration.dtype)
+        starts = torch.from_numpy(message_layout.block_elements.ravel() * self.itemsize)
+        widths = torch.from_numpy(self.widths * self.itemsize).repeat(len(message_layout.counts))
         _native.pool(
             requests,
-            index,
+            row_slots,
             bases,
             strides,
             self.whole_rows,
@@ -195,28 +195,28 @@ class NativeKernels:
         )
 
     def output_gradients(
-        self, lookup: PartLookup, gradients: list[Tensor]
+        self, lookup: PartLookup, gradients_by_output: list[Tensor]
     ) -> tuple[_native.OutputGradients, Any]:
         """Return gradients of a lookup's outputs as the native core takes them, and the tensors that they refer to."""
         if len(self.reads_of_key) < len(self.pooled_reads) + len(self.square_reads):
-            return self._merge_gradients(lookup.lookups, gradients)
-        dtype = str(gradients[0].dtype).removeprefix("torch.")
+            return self._merge_gradients(lookup.lookups, gradients_by_output)
+        dtype = str(gradients_by_output[0].dtype).removeprefix("torch.")
         source = _native.OutputGradients(
-            lookup.lookups.native, self.reads, *self._output_addresses(gradients), dtype
+            lookup.lookups.native, self.reads, *self._output_addresses(gradients_by_output), dtype
         )
-        return source, gradients
+        return source, gradients_by_output
 
     def _merge_gradients(
-        self, lookups: Lookups, gradients: Sequence[Tensor]
+        self, lookups: Lookups, output_gradients: Sequence[Tensor]
     ) -> tuple[_native.OutputGradients, Any]:
         """Return the same where several outputs read a part, or one its squares: the sum of what they contribute. Where
         squares are read, there is one gradient for each lookup."""
         dtype = self.declaration.compute_dtype
-        gradients = [gradient.to(dtype) for gradient in gradients]
+        output_gradients = [gradient.to(dtype) for gradient in output_gradients]
         merged = []
         squared = squared_columns(self.lookup_columns)
         for reads in self.reads_of_key.values():
-            gradient, of_squares = add_gradients(reads, gradients)
+            gradient, of_squares = add_gradients(reads, output_gradients)
             if reads[0].column in squared:
                 gradient = self._square_gradients(lookups, reads[0], gradient, of_squares)
             assert gradient is not None
@@ -227,7 +227,7 @@ class NativeKernels:
             *_block_addresses(merged),
             self.compute,
         )
-        return source, (gradients, merged)
+        return source, (output_gradients, merged)
 
     def _square_gradients(
         self, lookups: Lookups, read: Read, gradient: Tensor | None, of_squares: Tensor | None
@@ -238,33 +238,33 @@ class NativeKernels:
         rows = lookups.squared_rows.get(read.key)
         if rows is None:  # squares were never pooled, so gradients of them are zeros
             rows = out.zero_()
-        offsets, pooling, weights = bag_of_column(lookups, self.lookup_columns, read.column, out)
+        offsets, pooling, weights = get_column_bag(lookups, self.lookup_columns, read.column, out)
         _native.square_gradients(
             rows, offsets, POOLINGS.index(pooling), weights, gradient, of_squares, out
         )
         return out
 
     def sum_gradients_by_row(
-        self, lookup: PartLookup, offsets: Tensor, gradients: list[Tensor]
+        self, lookup: PartLookup, table_offsets: Tensor, output_gradients: list[Tensor]
     ) -> RowSums:
         plan = lookup.plan
-        layout = build_row_layout(offsets.diff().numpy()[None, :], self.widths)
+        layout = build_row_layout(table_offsets.diff().numpy()[None, :], self.widths)
         values = empty(layout.num_elements, dtype=self.declaration.compute_dtype)
         sums = RowSums(values, layout.rank_major_index(self.widths))
         row_gradients = RowGradients(
             lookup.slots,
-            offsets,
+            table_offsets,
             plan.segment_offsets,
             plan.entries,
-            *self.output_gradients(lookup, gradients),
+            *self.output_gradients(lookup, output_gradients),
         )
         self.sum_rows_into(row_gradients, sums.values, sums.index)
         return sums
 
     def gradients_from_sums(
-        self, slots: np.ndarray, counts: np.ndarray, sums: RowSums, is_selected: np.ndarray
+        self, slots: np.ndarray, counts: np.ndarray, gradient_sums: RowSums, is_selected: np.ndarray
     ) -> RowGradients:
-        index = sums.index
+        index = gradient_sums.index
         if not is_selected.all():
             rows = np.repeat(is_selected, counts)
             slots = slots[rows]
@@ -276,8 +276,8 @@ class NativeKernels:
             torch.from_numpy(np.concatenate([[0], counts.cumsum()])),
             ramp,
             ramp[:-1].contiguous(),
-            _native.RowGradients(sums.values.data_ptr(), index, self.compute),
-            (sums, index),
+            _native.RowGradients(gradient_sums.values.data_ptr(), index, self.compute),
+            (gradient_sums, index),
         )
 
     def sum_rows_into(self, row_gradients: RowGradients, sums: Tensor, index: Tensor) -> None:
@@ -314,12 +314,12 @@ class NativeKernels:
 
     def merge_batches(
         self,
-        batches: Sequence[PartLookup],
+        part_lookups: Sequence[PartLookup],
         row_gradients: Sequence[RowGradients],
-        slots: Tensor,
-        plan: _native.Plan,
+        row_slots: Tensor,
+        lookup_plan: _native.Plan,
     ) -> RowGradients:
-        counts = np.stack([np.diff(batch.owned.offsets.numpy()) for batch in batches])
+        counts = np.stack([np.diff(batch.owned.offsets.numpy()) for batch in part_lookups])
         layout = build_row_layout(counts, self.widths)
         sums = empty(layout.num_elements, dtype=self.declaration.compute_dtype)
         index = layout.rank_major_index(self.widths)
@@ -327,12 +327,12 @@ class NativeKernels:
         for i, part in enumerate(row_gradients):
             self.sum_rows_into(part, sums, index[starts[i] : starts[i + 1]].contiguous())
         return RowGradients(
-            slots,
-            torch.as_tensor(plan.block_offsets),
-            plan.segment_offsets,
-            plan.entries,
+            row_slots,
+            torch.as_tensor(lookup_plan.block_offsets),
+            lookup_plan.segment_offsets,
+            lookup_plan.entries,
             _native.RowGradients(sums.data_ptr(), index, self.compute),
-            (sums, index, plan),
+            (sums, index, lookup_plan),
         )
 
     def squared_norm(self, row_gradients: RowGradients) -> tuple[RowGradients, float]:
@@ -369,10 +369,10 @@ class NativeKernels:
             into[i] if i in into else empty(*shape, dtype=dtype) for i, shape in enumerate(shapes)
         ]
 
-    def _output_addresses(self, tensors: Sequence[Tensor]) -> tuple[np.ndarray, np.ndarray]:
+    def _output_addresses(self, output_tensors: Sequence[Tensor]) -> tuple[np.ndarray, np.ndarray]:
         """Return the address of output row 0 of each read, and the bytes between its rows, (R,) int64 each."""
-        itemsize = tensors[0].element_size() if tensors else 0
-        starts = np.array([tensor.data_ptr() for tensor in tensors], dtype=np.int64)
+        itemsize = output_tensors[0].element_size() if output_tensors else 0
+        starts = np.array([tensor.data_ptr() for tensor in output_tensors], dtype=np.int64)
         return starts[
             self._read_outputs
         ] + self._read_columns * itemsize, self._read_widths * itemsize
@@ -400,11 +400,11 @@ def _native_reads(reads: Iterable[Read]) -> _native.Reads:
     )
 
 
-def _block_addresses(blocks: Sequence[Tensor]) -> tuple[np.ndarray, np.ndarray]:
+def _block_addresses(row_blocks: Sequence[Tensor]) -> tuple[np.ndarray, np.ndarray]:
     """Return the address of the first row of each block, and the bytes between its rows, (R,) int64 each."""
-    strides = [block.stride(0) * block.element_size() for block in blocks]
+    strides = [block.stride(0) * block.element_size() for block in row_blocks]
     return (
-        np.array([block.data_ptr() for block in blocks], dtype=np.int64),
+        np.array([block.data_ptr() for block in row_blocks], dtype=np.int64),
         np.array(strides, dtype=np.int64),
     )
 
@@ -456,35 +456,44 @@ class DeviceKernels:
         ]
 
     def locate_rows(
-        self, lookups: Lookups, views: Sequence[RowView], index: Tensor, order: Tensor | None = None
+        self,
+        lookups: Lookups,
+        row_views: Sequence[RowView],
+        row_slots: Tensor,
+        row_order: Tensor | None = None,
     ) -> DeviceLookups:
-        rows = [view.rows for view in views if view.rows is not None]
+        rows = [view.rows for view in row_views if view.rows is not None]
         device = rows[0].device
-        return DeviceLookups(rows, index.to(device), self._bags_on_device(lookups, device))
+        return DeviceLookups(rows, row_slots.to(device), self._bags_on_device(lookups, device))
 
     def pool(
-        self, lookups: Lookups, locations: DeviceLookups, into: Mapping[int, Tensor] = NO_TENSORS
+        self,
+        lookups: Lookups,
+        row_locations: DeviceLookups,
+        output_tensors: Mapping[int, Tensor] = NO_TENSORS,
     ) -> list[Tensor]:
         dtype = self.declaration.output_dtype
-        device = locations.index.device
+        device = row_locations.index.device
         shapes = output_shapes(self.outputs, self.lookup_columns, lookups)
         tensors = [
-            into[i] if i in into else torch.empty(shape, dtype=dtype, device=device)
+            output_tensors[i]
+            if i in output_tensors
+            else torch.empty(shape, dtype=dtype, device=device)
             for i, shape in enumerate(shapes)
         ]
         bounds = lookups.feature_offsets.tolist()
         for read in (*self.reads, *self.square_reads):
             c = read.column
             part = read.part
-            slots = locations.index[bounds[c] : bounds[c + 1]]
-            part_columns = locations.rows[read.table][:, part.column : part.column + part.dim]
+            slots = row_locations.index[bounds[c] : bounds[c + 1]]
+            part_columns = row_locations.rows[read.table][:, part.column : part.column + part.dim]
             values = part_columns.index_select(0, slots)
             if read.is_squared:
                 values = values.to(self.declaration.compute_dtype)
                 lookups.squared_rows[read.key] = values
-                pooled = pool_squares(values, locations.bags[c])
+                pooled = pool_squares(values, row_locations.bags[c])
             else:
-                pooled = reference.pool(values, *locations.bags[c], dtype)
+                pooled = reference.pool(values, *row_locations.bags[c], dtype)
             tensors[read.output][:, read.columns] = pooled
         return tensors
 
@@ -494,20 +503,20 @@ class DeviceKernels:
 
     def gather_message(
         self,
-        source: RowSource,
-        index: Tensor,
-        layout: RowLayout,
+        row_source: RowSource,
+        row_slots: Tensor,
+        message_layout: RowLayout,
         requests: Any,
-        into: Tensor | None = None,
+        message_out: Tensor | None = None,
     ) -> Tensor:
-        rows = [view.rows for view in source.views if view.rows is not None]
-        counts = layout.counts.ravel().tolist()  # rank by rank, table by table
+        rows = [view.rows for view in row_source.views if view.rows is not None]
+        counts = message_layout.counts.ravel().tolist()  # rank by rank, table by table
         blocks = [
             rows[b % len(rows)].index_select(0, block_slots).flatten()
-            for b, block_slots in enumerate(index.to(rows[0].device).split(counts))
+            for b, block_slots in enumerate(row_slots.to(rows[0].device).split(counts))
         ]
         message = torch.cat(blocks)
-        return message.cpu() if into is None else into.copy_(message)
+        return message.cpu() if message_out is None else message_out.copy_(message)
 
     def gradients_from_outputs(self, lookup: PartLookup, gradients: list[Tensor]) -> RowGradients:
         offsets = lookup.owned.offsets
@@ -515,21 +524,21 @@ class DeviceKernels:
         return RowGradients(lookup.slots, offsets, None, None, sums, gradients)
 
     def sum_gradients_by_row(
-        self, lookup: PartLookup, offsets: Tensor, gradients: list[Tensor]
+        self, lookup: PartLookup, table_offsets: Tensor, output_gradients: list[Tensor]
     ) -> list[Tensor]:
         locations: DeviceLookups = lookup.reads.locations  # type: ignore[attr-defined]
         device = locations.index.device
         bags = locations.bags
-        gradients = [gradient.to(device) for gradient in gradients]
+        output_gradients = [gradient.to(device) for gradient in output_gradients]
         lookups = lookup.lookups
         plan = lookup.plan
         segments = torch.as_tensor(plan.segment_offsets)
         entries = torch.as_tensor(plan.entries)
-        firsts = segments[offsets].tolist()
+        firsts = segments[table_offsets].tolist()
         parts = [lookups.feature_offsets, segments, entries]  # one copy for all of them
         moved = torch.cat(parts).to(device).split([len(part) for part in parts])
         ends, segments, entries = moved
-        rows = offsets.tolist()
+        rows = table_offsets.tolist()
         bounds = lookups.feature_offsets.tolist()
         sums = []
         for t, table in enumerate(self.declaration.tables):
@@ -553,8 +562,11 @@ class DeviceKernels:
                     length += num_lookups
                     squared_rows = lookups.squared_rows.get((c, part.column))
                     terms.append(
-                        compute_terms(
-                            *add_gradients(read[c], gradients), squared_rows, bags[c], num_lookups
+                        compute_lookup_gradients(
+                            *add_gradients(read[c], output_gradients),
+                            squared_rows,
+                            bags[c],
+                            num_lookups,
                         )
                     )
                 if not terms:
@@ -586,31 +598,35 @@ class DeviceKernels:
         return by_column
 
     def gradients_from_sums(
-        self, slots: np.ndarray, counts: np.ndarray, sums: list[Tensor], is_selected: np.ndarray
+        self,
+        slots: np.ndarray,
+        counts: np.ndarray,
+        gradient_sums: list[Tensor],
+        is_selected: np.ndarray,
     ) -> RowGradients:
         by_table = [
             table_sums if is_included else table_sums[:0]
-            for table_sums, is_included in zip(sums, is_selected.tolist(), strict=True)
+            for table_sums, is_included in zip(gradient_sums, is_selected.tolist(), strict=True)
         ]
         rows = slots[np.repeat(is_selected, counts)].astype(np.int32)
         offsets = torch.from_numpy(np.concatenate([[0], (counts * is_selected).cumsum()]))
         return RowGradients(
-            torch.from_numpy(rows), offsets, None, None, DeviceRowSums(by_table), sums
+            torch.from_numpy(rows), offsets, None, None, DeviceRowSums(by_table), gradient_sums
         )
 
     def merge_batches(
         self,
-        batches: Sequence[PartLookup],
+        part_lookups: Sequence[PartLookup],
         row_gradients: Sequence[RowGradients],
-        slots: Tensor,
-        plan: _native.Plan,
+        row_slots: Tensor,
+        lookup_plan: _native.Plan,
     ) -> RowGradients:
         parts = [gradients.source.by_table for gradients in row_gradients]
-        segments = torch.as_tensor(plan.segment_offsets)
-        blocks = torch.as_tensor(plan.block_offsets)
+        segments = torch.as_tensor(lookup_plan.segment_offsets)
+        blocks = torch.as_tensor(lookup_plan.block_offsets)
         firsts = segments[blocks].tolist()
-        entries = torch.as_tensor(plan.entries).long()
-        counts = np.stack([np.diff(batch.owned.offsets.numpy()) for batch in batches])
+        entries = torch.as_tensor(lookup_plan.entries).long()
+        counts = np.stack([np.diff(batch.owned.offsets.numpy()) for batch in part_lookups])
         # Rows are listed batch by batch, table by table; in `terms` the rows of one table are contiguous.
         starts = np.concatenate([[0], np.cumsum(counts.ravel())])[:-1].reshape(counts.shape)
         term_starts = np.cumsum(counts, axis=0) - counts
@@ -627,7 +643,7 @@ class DeviceKernels:
                 terms, row_ends.to(terms.device), terms_index.to(terms.device)
             )
             sums.append(row_sums)
-        return RowGradients(slots, blocks, None, None, DeviceRowSums(sums), plan)
+        return RowGradients(row_slots, blocks, None, None, DeviceRowSums(sums), lookup_plan)
 
     def squared_norm(self, row_gradients: RowGradients) -> tuple[RowGradients, float]:
         if not isinstance(row_gradients.source, DeviceRowSums):

@@ -248,50 +248,52 @@ def _check_tables(tables: Sequence[Table], features: Sequence[Feature]) -> None:
 def _check_inputs(
     declaration: EmbeddingDeclaration,
     fields: Mapping[str, LookupField],
-    name: str,
+    consumer_name: str,
     interaction: Interaction,
-    wanted: Sequence[str],
+    wanted_fields: Sequence[str],
 ) -> None:
-    """Raise ConfigError where consumer `name` cannot take the fields that it wants, in this order."""
-    for position, field in enumerate(wanted):
+    """Raise ConfigError where consumer `consumer_name` cannot take the fields that it wants, in this order."""
+    for position, field in enumerate(wanted_fields):
         if field not in fields:
             raise ConfigError(
-                f"consumer {name!r} takes feature {field!r}; declared features: {', '.join(fields)}"
+                f"consumer {consumer_name!r} takes feature {field!r}; declared features: {', '.join(fields)}"
             )
         is_sequence = declaration.features[fields[field].feature].pooling == "sequence"
-        if is_sequence and position < len(wanted) - interaction.sequences:
+        if is_sequence and position < len(wanted_fields) - interaction.sequences:
             raise ConfigError(
-                f"consumer {name!r} takes feature {field!r}, which is a sequence; "
+                f"consumer {consumer_name!r} takes feature {field!r}, which is a sequence; "
                 "pool it (sum, mean), take it with TargetAttention, or leave it without a consumer"
             )
-        if not is_sequence and position >= len(wanted) - interaction.sequences:
+        if not is_sequence and position >= len(wanted_fields) - interaction.sequences:
             raise ConfigError(
-                f"consumer {name!r} takes feature {field!r} as a sequence, but it is pooled; declare "
+                f"consumer {consumer_name!r} takes feature {field!r} as a sequence, but it is pooled; declare "
                 "it with pooling='sequence'"
             )
-    if problem := interaction.find_dims_problem([fields[field].dim for field in wanted]):
-        raise ConfigError(f"consumer {name!r} {problem}")
+    if problem := interaction.find_dims_problem([fields[field].dim for field in wanted_fields]):
+        raise ConfigError(f"consumer {consumer_name!r} {problem}")
 
 
 def _check_squares(
     declaration: EmbeddingDeclaration,
     fields: Mapping[str, LookupField],
-    name: str,
+    consumer_name: str,
     consumer: Consumer,
 ) -> None:
-    """Raise ConfigError where consumer `name` cannot read the squares of its fields."""
+    """Raise ConfigError where consumer `consumer_name` cannot read the squares of its fields."""
     for field in consumer.features:
         if not field.endswith(SQUARES) or field.removesuffix(SQUARES) not in consumer.features:
             continue
         if field in fields:
             raise ConfigError(
-                f"consumer {name!r} reads the squares of {field.removesuffix(SQUARES)!r}, which are named like "
+                f"consumer {consumer_name!r} reads the squares of {field.removesuffix(SQUARES)!r}, which are "
+                "named like "
                 f"feature {field!r}; rename the feature"
             )
         table = declaration.parts[fields[field.removesuffix(SQUARES)].part][0]
         if declaration.tables[table].hashes is not None:
             raise ConfigError(
-                f"consumer {name!r}: got over='ids' and feature {field.removesuffix(SQUARES)!r} of hash-stacked table "
+                f"consumer {consumer_name!r}: got over='ids' and feature {field.removesuffix(SQUARES)!r} of "
+                "hash-stacked table "
                 f"{declaration.tables[table].name!r}, wanted a table with one row per id: the vector of an id is a sum "
                 "of rows there. Use over='fields', a table without hashes, or, if no sample has several ids, list the "
                 "field in `single`"
@@ -326,15 +328,17 @@ def list_lookup_outputs(declaration: EmbeddingDeclaration) -> tuple[Output, ...]
     return tuple(listed)
 
 
-def restrict_outputs(whole: EmbeddingDeclaration, part: EmbeddingDeclaration) -> tuple[Output, ...]:
+def restrict_outputs_to_part(
+    full_declaration: EmbeddingDeclaration, part_declaration: EmbeddingDeclaration
+) -> tuple[Output, ...]:
     """Return the outputs of the whole that have fields of a part of it, with those fields."""
-    part_fields = {field.name: i for i, field in enumerate(part.fields)}
+    part_fields = {field.name: i for i, field in enumerate(part_declaration.fields)}
     restricted = []
-    for output in list_lookup_outputs(whole):
+    for output in list_lookup_outputs(full_declaration):
         own_columns = [
             (part_fields[name], column)
             for i, column in zip(output.fields, output.columns, strict=True)
-            if (name := whole.fields[i].name) in part_fields
+            if (name := full_declaration.fields[i].name) in part_fields
         ]
         if own_columns:
             fields, columns = zip(*own_columns, strict=True)
@@ -412,64 +416,74 @@ def get_checked_ids(batch: Batch, feature: Feature, compute_dtype: torch.dtype) 
 
 def replace_weights(
     lookups: Lookups,
-    weights: Sequence[Tensor | None],
+    column_weights: Sequence[Tensor | None],
     lookup_columns: LookupColumns,
-    dtype: torch.dtype,
+    compute_dtype: torch.dtype,
 ) -> Lookups:
-    """Return the same lookups with other weights, by column. dtype: the compute dtype."""
+    """Return the same lookups with other weights, by column. compute_dtype: the compute dtype."""
     return _build_lookups(
         lookups.ids,
         lookups.feature_offsets,
         lookups.bags,
-        weights,
+        column_weights,
         lookup_columns,
         lookups.batch_size,
-        dtype,
+        compute_dtype,
     )
 
 
 def replace_poolings(
     lookups: Lookups,
-    weights: Sequence[Tensor | None],
+    column_weights: Sequence[Tensor | None],
     lookup_columns: LookupColumns,
-    separate: Collection[int],
-    dtype: torch.dtype,
+    sequence_columns: Collection[int],
+    compute_dtype: torch.dtype,
 ) -> Lookups:
-    """Return the same lookups with other weights, and with the columns `separate` as sequences."""
+    """Return the same lookups with other weights, and with the columns `sequence_columns` as sequences."""
     poolings = lookup_columns.poolings.clone()
-    poolings[list(separate)] = POOLINGS.index("sequence")
-    return replace_weights(lookups, weights, replace(lookup_columns, poolings=poolings), dtype)
+    poolings[list(sequence_columns)] = POOLINGS.index("sequence")
+    return replace_weights(
+        lookups, column_weights, replace(lookup_columns, poolings=poolings), compute_dtype
+    )
 
 
 def _build_lookups(
     ids: Tensor,
-    offsets: Tensor,
-    bags: Sequence[Tensor | None],
-    weights: Sequence[Tensor | None],
+    column_offsets: Tensor,
+    column_bags: Sequence[Tensor | None],
+    column_weights: Sequence[Tensor | None],
     lookup_columns: LookupColumns,
-    size: int,
+    batch_size: int,
     dtype: torch.dtype,
 ) -> Lookups:
     bag_offsets = None
-    if bags.count(None) < len(bags):
-        ramp = torch.arange(size + 1, dtype=torch.int64)
+    if column_bags.count(None) < len(column_bags):
+        ramp = torch.arange(batch_size + 1, dtype=torch.int64)
         starts = [
             (ramp if bag is None else bag)[:-1] + start
-            for bag, start in zip(bags, offsets.tolist(), strict=False)
+            for bag, start in zip(column_bags, column_offsets.tolist(), strict=False)
         ]
-        bag_offsets = torch.cat([*starts, offsets[-1:]])
+        bag_offsets = torch.cat([*starts, column_offsets[-1:]])
     all_weights = None
-    if weights.count(None) < len(weights):
+    if column_weights.count(None) < len(column_weights):
         all_weights = torch.cat(
             [
                 torch.ones(count, dtype=dtype) if column is None else column.to(dtype)
-                for count, column in zip(offsets.diff().tolist(), weights, strict=True)
+                for count, column in zip(
+                    column_offsets.diff().tolist(), column_weights, strict=True
+                )
             ]
         )
     native = _native.Lookups(
-        ids, offsets, lookup_columns.tables, lookup_columns.poolings, size, bag_offsets, all_weights
+        ids,
+        column_offsets,
+        lookup_columns.tables,
+        lookup_columns.poolings,
+        batch_size,
+        bag_offsets,
+        all_weights,
     )
-    return Lookups(ids, offsets, native, size, list(bags), list(weights))
+    return Lookups(ids, column_offsets, native, batch_size, list(column_bags), list(column_weights))
 
 
 def collect_next_use(
@@ -495,7 +509,7 @@ def collect_next_use(
     return np.concatenate(collected) if collected else np.zeros(0, np.uint8)
 
 
-def _check_ids(feature: Feature, ids: Ids, size: int, compute_dtype: torch.dtype) -> None:
+def _check_ids(feature: Feature, ids: Ids, batch_size: int, compute_dtype: torch.dtype) -> None:
     if not isinstance(ids, Ids):
         raise DataError(
             f"feature {feature.name!r}: got a {type(ids).__name__}, wanted Ids(values, offsets, weights)"
@@ -518,13 +532,13 @@ def _check_ids(feature: Feature, ids: Ids, size: int, compute_dtype: torch.dtype
             "int64 (lookups,). Convert smaller integers with ids.to(torch.int64); readers of files hash texts to ids"
         )
     if ids.offsets is None:
-        if len(ids.values) != size:
+        if len(ids.values) != batch_size:
             raise DataError(
-                f"feature {feature.name!r}: got {len(ids.values)} ids for {size} samples and no offsets; "
+                f"feature {feature.name!r}: got {len(ids.values)} ids for {batch_size} samples and no offsets; "
                 "a feature with any number of ids per sample needs offsets (samples + 1,)"
             )
     else:
-        _check_offsets(feature, ids.offsets, len(ids.values), size)
+        _check_offsets(feature, ids.offsets, len(ids.values), batch_size)
     if ids.weights is not None:
         if ids.weights.shape != ids.values.shape or not ids.weights.is_floating_point():
             raise DataError(
@@ -570,16 +584,16 @@ def _describe_kind(value: object) -> str:
     return f"{value.device.type} {value.layout}{' whose storage was freed' if is_freed else ''}"
 
 
-def _check_offsets(feature: Feature, offsets: Tensor, num_ids: int, size: int) -> None:
-    wanted = f"wanted {size + 1} int64 offsets from 0 to {num_ids} that never decrease"
-    if offsets.dtype != torch.int64 or offsets.shape != (size + 1,):
+def _check_offsets(feature: Feature, bag_offsets: Tensor, num_ids: int, batch_size: int) -> None:
+    wanted = f"wanted {batch_size + 1} int64 offsets from 0 to {num_ids} that never decrease"
+    if bag_offsets.dtype != torch.int64 or bag_offsets.shape != (batch_size + 1,):
         raise DataError(
-            f"feature {feature.name!r}: got offsets of {offsets.dtype} and shape {tuple(offsets.shape)} "
-            f"for {size} samples, {wanted}"
+            f"feature {feature.name!r}: got offsets of {bag_offsets.dtype} and shape {tuple(bag_offsets.shape)} "
+            f"for {batch_size} samples, {wanted}"
         )
-    first = int(offsets[0])
-    last = int(offsets[-1])
-    if first != 0 or last != num_ids or bool((offsets.diff() < 0).any()):
+    first = int(bag_offsets[0])
+    last = int(bag_offsets[-1])
+    if first != 0 or last != num_ids or bool((bag_offsets.diff() < 0).any()):
         raise DataError(
             f"feature {feature.name!r}: got offsets from {first} to {last} for {num_ids} ids, {wanted}"
         )
@@ -599,11 +613,13 @@ def explain_range_error(
     )
 
 
-def id_range_error(feature: str, position: int, id: int, rows: int, table: str) -> IdRangeError:
-    """Return the error for an id outside its vocabulary table. position: of the lookup among the feature's of a
+def id_range_error(
+    feature_name: str, lookup_position: int, invalid_id: int, num_table_rows: int, table_name: str
+) -> IdRangeError:
+    """Return the error for an id outside its vocabulary table. lookup_position: of the lookup among the feature's of a
     batch."""
     return IdRangeError(
-        f"feature {feature!r}, lookup {position} of the batch: got id {id}, "
-        f"wanted 0 .. {rows - 1} of vocabulary table {table!r}. Declare more rows, "
+        f"feature {feature_name!r}, lookup {lookup_position} of the batch: got id {invalid_id}, "
+        f"wanted 0 .. {num_table_rows - 1} of vocabulary table {table_name!r}. Declare more rows, "
         "hash the id into range, or leave rows out for an open table"
     )

@@ -63,59 +63,66 @@ def record_backward(
 def build_outputs(
     declaration: EmbeddingDeclaration,
     outputs: Sequence[Output],
-    tensors: Sequence[Tensor],
+    output_tensors: Sequence[Tensor],
     device: torch.device,
-    dense: Tensor | None,
+    dense_columns: Tensor | None,
 ) -> dict[str, Tensor]:
-    """Return the model's outputs by name, from one tensor per output. dense: (B, n) of the batch."""
+    """Return the model's outputs by name, from one tensor per output. dense_columns: (B, n) of the batch."""
     by_name = {}
-    for output, pooled in zip(outputs, tensors, strict=True):
+    for output, pooled in zip(outputs, output_tensors, strict=True):
         tensor = pooled.to(device)  # once, before the consumers that share it
         for name in output.names:
             consumer = declaration.consumers.get(name)
             if output.is_partial:
                 assert consumer is not None
-                by_name[name] = combine(name, consumer, tensor, dense)
+                by_name[name] = combine(name, consumer, tensor, dense_columns)
             elif consumer is None:
                 by_name[name] = tensor
             else:
-                by_name[name] = evaluate_consumer(name, consumer, tensor, dense)
+                by_name[name] = evaluate_consumer(name, consumer, tensor, dense_columns)
     return {name: by_name[name] for name in declaration.output_names if name in by_name}
 
 
 def combine(name: str, consumer: Consumer, stats: Tensor, dense: Tensor | None) -> Tensor:
     """Compute a consumer's output from its merged partials, stats (B, P). Raises as `evaluate`."""
-    return consumer.interaction.combine(stats, *_dense_columns(name, consumer, dense, stats))
+    return consumer.interaction.combine(stats, *_check_dense_input(name, consumer, dense, stats))
 
 
 def evaluate_consumer(
-    name: str, consumer: Consumer, pooled: Tensor, dense: Tensor | None
+    consumer_name: str, consumer: Consumer, pooled_fields: Tensor, dense_columns: Tensor | None
 ) -> Tensor:
-    """Compute a consumer's output from its fields side by side, pooled (B, sum of dims). Raises DataError for another
-    number of dense columns than it takes."""
+    """Compute a consumer's output from its fields side by side, pooled_fields (B, sum of dims). Raises DataError for
+    another number of dense columns than it takes."""
     interaction = consumer.interaction
     num_fields = len(consumer.features)
-    dim = pooled.shape[1] // max(1, num_fields)
+    dim = pooled_fields.shape[1] // max(1, num_fields)
     if interaction.width(dim) is None:
-        return interaction.combine(pooled)
-    fields = pooled.unflatten(1, (num_fields, dim)) if interaction.needs_equal_dims else pooled
-    output: Tensor = interaction(fields, *_dense_columns(name, consumer, dense, pooled))
+        return interaction.combine(pooled_fields)
+    fields = (
+        pooled_fields.unflatten(1, (num_fields, dim))
+        if interaction.needs_equal_dims
+        else pooled_fields
+    )
+    output: Tensor = interaction(
+        fields, *_check_dense_input(consumer_name, consumer, dense_columns, pooled_fields)
+    )
     return output
 
 
-def _dense_columns(
-    name: str, consumer: Consumer, dense: Tensor | None, like: Tensor
+def _check_dense_input(
+    consumer_name: str, consumer: Consumer, dense_columns: Tensor | None, output_like: Tensor
 ) -> tuple[Tensor, ...]:
-    """Return the batch's dense columns, of dtype and device of `like`, for an operator that takes them; else ()."""
+    """Return the batch's dense columns, of dtype and device of `output_like`, for an operator that takes them; else
+    ()."""
     if not (wanted := consumer.interaction.num_dense):
         return ()
-    shape = None if dense is None else tuple(dense.shape)
-    if dense is None or shape != (like.shape[0], wanted):
+    shape = None if dense_columns is None else tuple(dense_columns.shape)
+    if dense_columns is None or shape != (output_like.shape[0], wanted):
         raise DataError(
-            f"consumer {name!r} takes {wanted} dense columns of a batch; got dense {shape}, wanted "
-            f"{(like.shape[0], wanted)}. The reader's schema and the model's operators must agree"
+            f"consumer {consumer_name!r} takes {wanted} dense columns of a batch; got dense {shape}, wanted "
+            f"{(output_like.shape[0], wanted)}. The reader's schema and the model's operators must agree"
         )
-    return (dense.to(like),)
+    return (dense_columns.to(output_like),)
 
 
 def all_finite(values: Tensor) -> bool:

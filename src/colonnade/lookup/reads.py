@@ -65,22 +65,26 @@ Bag = tuple[Tensor | None, Pooling, Tensor | None]
 """Offsets, pooling and weights of the lookups of one column, as `ops.reference.pool` takes them."""
 
 
-def bag_of_column(
-    lookups: Lookups, lookup_columns: LookupColumns, column: int, like: Tensor
+def get_column_bag(
+    lookups: Lookups, lookup_columns: LookupColumns, column_index: int, compute_like: Tensor
 ) -> Bag:
-    """Return the bags of a column of lookups. like: a tensor of the compute dtype."""
-    offsets = lookups.bags[column]
-    weights = lookups.weights[column]
-    pooling = POOLINGS[int(lookup_columns.poolings[column])]
+    """Return the bags of a column of lookups. compute_like: a tensor of the compute dtype."""
+    offsets = lookups.bags[column_index]
+    weights = lookups.weights[column_index]
+    pooling = POOLINGS[int(lookup_columns.poolings[column_index])]
     # A sample's only lookup is not divided.
     kind: Pooling = "sequence" if offsets is None else pooling
-    return offsets, kind, None if weights is None else weights.to(like)
+    return offsets, kind, None if weights is None else weights.to(compute_like)
 
 
-def pool_squares(rows: Tensor, bag: Bag) -> Tensor:
+def pool_squares(row_vectors: Tensor, bag: Bag) -> Tensor:
     """Return the squares (B, D) of these vectors (E, D), summed in lookup order."""
     offsets, kind, _ = bag
-    values = rows if (factors := _compute_factors(rows, bag)) is None else rows * factors
+    values = (
+        row_vectors
+        if (factors := _compute_factors(row_vectors, bag)) is None
+        else row_vectors * factors
+    )
     squares = values.square()
     return (
         squares
@@ -90,41 +94,41 @@ def pool_squares(rows: Tensor, bag: Bag) -> Tensor:
 
 
 def add_gradients(
-    reads: Sequence[Read], gradients: Sequence[Tensor]
+    reads: Sequence[Read], read_gradients: Sequence[Tensor]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Add up the gradients (B, D) that a part receives from these reads: those of its pooled vectors, and of its pooled
-    squares; None without such a read. gradients: by output."""
+    """Add up the read_gradients (B, D) that a part receives from these reads: those of its pooled vectors, and of its
+    pooled squares; None without such a read. read_gradients: by output."""
     sums: list[Tensor | None] = [None, None]
     for read in reads:
         before = sums[read.is_squared]
-        own = gradients[read.output][:, read.columns]
+        own = read_gradients[read.output][:, read.columns]
         sums[read.is_squared] = own if before is None else before + own
     return sums[0], sums[1]
 
 
-def compute_terms(
-    gradient: Tensor | None,
-    of_squares: Tensor | None,
-    rows: Tensor | None,
+def compute_lookup_gradients(
+    vector_gradient: Tensor | None,
+    square_gradient: Tensor | None,
+    row_vectors: Tensor | None,
     bag: Bag,
     num_lookups: int,
 ) -> Tensor:
     """Return the gradients (E, D) of the lookups of one column, from what `add_gradients` returns.
 
-    With coefficient x and gradient g of the lookup's bag this is x g, and of squares 2 v (x g) x. rows: v (E, D), if
-    squares were pooled; None: gradients of squares are zeros.
+    With coefficient x and gradient g of the lookup's bag this is x g, and of squares 2 v (x g) x. row_vectors: v (E,
+    D), if squares were pooled; None: gradients of squares are zeros.
     """
     terms = None
-    if gradient is not None:
-        terms = reference.lookup_gradients(gradient, *bag, num_lookups=num_lookups)
-    if of_squares is None:
+    if vector_gradient is not None:
+        terms = reference.lookup_gradients(vector_gradient, *bag, num_lookups=num_lookups)
+    if square_gradient is None:
         assert terms is not None, "wanted a read of vectors or of squares"
         return terms
-    squares = reference.lookup_gradients(of_squares, *bag, num_lookups=num_lookups)
-    if rows is not None:
-        rows = rows.to(squares)
-        factors = _compute_factors(rows, bag)
-        squares = 2 * rows * (squares if factors is None else squares * factors)
+    squares = reference.lookup_gradients(square_gradient, *bag, num_lookups=num_lookups)
+    if row_vectors is not None:
+        row_vectors = row_vectors.to(squares)
+        factors = _compute_factors(row_vectors, bag)
+        squares = 2 * row_vectors * (squares if factors is None else squares * factors)
     return squares if terms is None else terms + squares
 
 

@@ -41,62 +41,62 @@ PACKED = torch.contiguous_format
 
 
 def read_weights(
-    views: Slices,
-    shards: Sequence[Shard],
-    store: Resident,
+    table_views: Slices,
+    rank_shards: Sequence[Shard],
+    row_store: Resident,
     mesh: Mesh,
-    table: str,
+    table_name: str,
     ids: Tensor,
 ) -> Tensor:
     """Read the weights of rows from the ranks that own them. Collective, with the same ids (N,) on every rank."""
-    declared = views.declared
-    table_index = declared.table_index(table)
-    slices = views.slices_of_table[table_index]
-    num_rows = views.table_shards[slices[0]].table.rows
+    declared = table_views.declared
+    table_index = declared.table_index(table_name)
+    slices = table_views.slices_of_table[table_index]
+    num_rows = table_views.table_shards[slices[0]].table.rows
     unique, inverse = torch.unique(ids, return_inverse=True)
     if num_rows is not None and len(unique) and not (unique[0] >= 0 and unique[-1] < num_rows):
         raise IdRangeError(
-            f"table {table!r}: got ids {int(unique[0])} .. {int(unique[-1])}, wanted 0 .. {num_rows - 1}"
+            f"table {table_name!r}: got ids {int(unique[0])} .. {int(unique[-1])}, wanted 0 .. {num_rows - 1}"
         )
     width = declared.tables[table_index].width
     compute = declared.compute_dtype
     weights = torch.zeros(len(unique), width, dtype=compute)
     for t in slices:
-        table_shard = views.table_shards[t]
-        shard = shards[t]
+        table_shard = table_views.table_shards[t]
+        shard = rank_shards[t]
         is_owned = shard.owns(unique, num_rows)
         if mesh.rank not in table_shard.sharding.row_owners:
             is_owned[:] = False  # a replicated row that another rank returns
         num_owned = int(is_owned.sum())
-        offsets = torch.tensor([0] * (t + 1) + [num_owned] * (len(shards) - t))
-        own = store.read(unique[is_owned].contiguous(), offsets)[t].to(compute)
+        offsets = torch.tensor([0] * (t + 1) + [num_owned] * (len(rank_shards) - t))
+        own = row_store.read(unique[is_owned].contiguous(), offsets)[t].to(compute)
         weights[is_owned, slice(*table_shard.columns)] = own
     # One rank's values and zeros: exact.
     return mesh.all_reduce("evaluate", weights).to(declared.dtype)[inverse]
 
 
 def delete_rows(
-    views: Slices,
-    shards: Sequence[Shard],
-    store: Resident,
+    table_views: Slices,
+    rank_shards: Sequence[Shard],
+    row_store: Resident,
     policies: Mapping[int, RowPolicy],
-    table: str,
+    table_name: str,
     ids: Tensor,
 ) -> None:
     """Delete the rows that this rank owns, and what policies remember of them. ids (N,): the same on every rank."""
-    for t in views.slices_of_table[views.declared.table_index(table)]:
-        own = ids[shards[t].owns(ids, views.table_shards[t].table.rows)].unique()
-        store.delete(t, own)
+    for t in table_views.slices_of_table[table_views.declared.table_index(table_name)]:
+        own = ids[rank_shards[t].owns(ids, table_views.table_shards[t].table.rows)].unique()
+        row_store.delete(t, own)
         policy = policies.get(t)
         if isinstance(policy, RowRetention):
             policy.drop(own)
 
 
-def scan_rows(views: Slices, store: Resident, table: str) -> Iterator[Rows]:
+def scan_rows(table_views: Slices, row_store: Resident, table_name: str) -> Iterator[Rows]:
     """Yield this rank's trained rows of a table from memory and storage, each row once."""
-    for t in views.slices_of_table[views.declared.table_index(table)]:
-        slice_table = views.table_shards[t].table
-        for ids, records in store.scan(t):
+    for t in table_views.slices_of_table[table_views.declared.table_index(table_name)]:
+        slice_table = table_views.table_shards[t].table
+        for ids, records in row_store.scan(t):
             # Copied even where one row is contiguous already: its clock may begin at any byte.
             weights = records[:, : slice_table.width * slice_table.itemsize].clone(
                 memory_format=PACKED
@@ -104,7 +104,7 @@ def scan_rows(views: Slices, store: Resident, table: str) -> Iterator[Rows]:
             clocks = records[:, -CLOCK_BYTES:].clone(memory_format=PACKED)
             yield Rows(
                 ids,
-                weights.view(views.declared.dtype),
+                weights.view(table_views.declared.dtype),
                 count_updates(clocks.view(torch.int64).flatten()),
             )
 
@@ -112,19 +112,19 @@ def scan_rows(views: Slices, store: Resident, table: str) -> Iterator[Rows]:
 def admit_loaded_rows(
     policy: RowRetention,
     table: Table,
-    squared_norms: Callable[[RowView, Tensor], Tensor],
-    ids: Tensor,
-    records: Tensor,
+    compute_squared_norms: Callable[[RowView, Tensor], Tensor],
+    loaded_ids: Tensor,
+    loaded_records: Tensor,
     step: int,
 ) -> Tensor:
     """Admit rows of a slice that were loaded from a checkpoint or an import, between steps. Return the ids to delete
-    for them. ids (N,) unique; records (N, record_bytes) uint8; step: updates made before."""
+    for them. loaded_ids (N,) unique; loaded_records (N, record_bytes) uint8; step: updates made before."""
     norms = None
     if policy.reads_norms:
-        indices = torch.arange(len(ids), dtype=torch.int32)
-        view = RowView(records.data_ptr(), table.record_bytes, table.width, table.dtype)
-        norms = squared_norms(view, indices)
-    unique_ids: Tensor = policy.adopt(ids, step, norms).unique()
+        indices = torch.arange(len(loaded_ids), dtype=torch.int32)
+        view = RowView(loaded_records.data_ptr(), table.record_bytes, table.width, table.dtype)
+        norms = compute_squared_norms(view, indices)
+    unique_ids: Tensor = policy.adopt(loaded_ids, step, norms).unique()
     return unique_ids
 
 

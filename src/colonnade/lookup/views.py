@@ -145,9 +145,9 @@ class Slices:
         others = tuple(field for n, field in enumerate(features) if n not in positions)
         return tuple(features[n] for n in positions), others
 
-    def _slice_feature(self, f: int, slice_index: int) -> Feature:
+    def _slice_feature(self, feature_index: int, slice_index: int) -> Feature:
         """Return a declared feature as the reader of one slice of its table."""
-        feature = self.declared.features[f]
+        feature = self.declared.features[feature_index]
         table = self.table_shards[slice_index].table
         if not isinstance(table, TableSide):
             return replace(feature, table=table.name)
@@ -241,18 +241,18 @@ class Slices:
 
     def merge_outputs(
         self,
-        values: Mapping[str, Tensor],
-        offsets: Mapping[str, Tensor],
+        exchange_outputs: Mapping[str, Tensor],
+        sequence_offsets: Mapping[str, Tensor],
         split_batch: SplitBatch | None = None,
-        dense: Tensor | None = None,
-        evaluated: Collection[str] = (),
+        dense_columns: Tensor | None = None,
+        evaluated_consumers: Collection[str] = (),
     ) -> dict[str, Tensor]:
-        """Merge the outputs of an exchange of `declaration` into the model's declared outputs. offsets: of
-        `sequence_offsets`; dense: of the batch; evaluated: consumers whose partials were sent."""
+        """Merge the outputs of an exchange of `declaration` into the model's declared outputs. sequence_offsets: of
+        `sequence_offsets`; dense_columns: of the batch; evaluated_consumers: consumers whose partials were sent."""
         outputs = (
-            self._join_outputs(values, split_batch, dense, evaluated)
+            self._join_outputs(exchange_outputs, split_batch, dense_columns, evaluated_consumers)
             if self.is_cut
-            else dict(values)
+            else dict(exchange_outputs)
         )
         if self.hashes_by_field:
             outputs = sum_hashed_rows(outputs, self.hashes_by_field)
@@ -261,7 +261,9 @@ class Slices:
         for name in self.local_attention:
             consumer = self.declared.consumers[name]
             (field,) = self._sequences_of(name)
-            outputs[name] = consumer.interaction(outputs[name], outputs[field], offsets[field])
+            outputs[name] = consumer.interaction(
+                outputs[name], outputs[field], sequence_offsets[field]
+            )
         return {name: outputs[name] for name in self.declared.output_names}
 
     @cached_property
@@ -276,35 +278,35 @@ class Slices:
 
     def _join_outputs(
         self,
-        values: Mapping[str, Tensor],
+        exchange_outputs: Mapping[str, Tensor],
         split_batch: SplitBatch | None,
-        dense: Tensor | None,
-        evaluated: Collection[str],
+        dense_columns: Tensor | None,
+        evaluated_consumers: Collection[str],
     ) -> dict[str, Tensor]:
         """Return the declared outputs, except that those of `local_attention` consumers are their pooled fields."""
         outputs = {}
         for name, consumer in self.declared.consumers.items():
             if name in self.local_attention:
                 outputs[name] = self._merge_slices(
-                    self._pooled_fields(name), values[name], split_batch
+                    self._pooled_fields(name), exchange_outputs[name], split_batch
                 )
             elif name in self.exchanged:
-                outputs[name] = values[name].to(self.declared.output_dtype)
+                outputs[name] = exchange_outputs[name].to(self.declared.output_dtype)
             elif name in self.split_consumers:
                 others = self._merge_slices(
-                    self._split_fields(name)[1], values[f"{name}{OTHERS}"], split_batch
+                    self._split_fields(name)[1], exchange_outputs[f"{name}{OTHERS}"], split_batch
                 )
                 outputs[name] = self._merge_partial(
-                    name, values[name], others, dense, name in evaluated
+                    name, exchange_outputs[name], others, dense_columns, name in evaluated_consumers
                 )
             else:
-                whole = self._merge_slices(consumer.features, values[name], split_batch)
-                outputs[name] = evaluate_consumer(name, consumer, whole, dense)
+                whole = self._merge_slices(consumer.features, exchange_outputs[name], split_batch)
+                outputs[name] = evaluate_consumer(name, consumer, whole, dense_columns)
         for name in self.unconsumed:
             if name not in self.sequences:
-                outputs[name] = self._merge_slices((name,), values[name], split_batch)
+                outputs[name] = self._merge_slices((name,), exchange_outputs[name], split_batch)
                 continue
-            parts = [values[slice_name] for slice_name in self.slice_names[name]]
+            parts = [exchange_outputs[slice_name] for slice_name in self.slice_names[name]]
             f = self._feature_of(name)
             if split_batch is not None and f.name in split_batch.order:
                 order = split_batch.order[f.name].to(parts[0].device)
@@ -315,19 +317,24 @@ class Slices:
         return outputs
 
     def _merge_partial(
-        self, name: str, values: Tensor, others: Tensor, dense: Tensor | None, is_partial: bool
+        self,
+        consumer_name: str,
+        own_values: Tensor,
+        others: Tensor,
+        dense_columns: Tensor | None,
+        is_partial: bool,
     ) -> Tensor:
-        """Return the output of a split consumer. values: the partial of the fields that an exchange may evaluate, or
-        these side by side; others: its other fields side by side."""
-        consumer = self.declared.consumers[name]
+        """Return the output of a split consumer. own_values: the partial of the fields that an exchange may evaluate,
+        or these side by side; others: its other fields side by side."""
+        consumer = self.declared.consumers[consumer_name]
         output = self.declared.output_dtype
-        whole_fields, other_fields = self._split_fields(name)
+        whole_fields, other_fields = self._split_fields(consumer_name)
         dims = {field.name: field.dim for field in self.declared.fields}
         if not is_partial:
             parts = dict(
                 zip(
                     whole_fields,
-                    values.to(output).split([dims[f] for f in whole_fields], 1),
+                    own_values.to(output).split([dims[f] for f in whole_fields], 1),
                     strict=True,
                 )
             )
@@ -335,33 +342,33 @@ class Slices:
                 other_fields, others.split([dims[f] for f in other_fields], 1), strict=True
             )
             whole = torch.cat([parts[f] for f in consumer.features], 1)
-            return evaluate_consumer(name, consumer, whole, dense)
+            return evaluate_consumer(consumer_name, consumer, whole, dense_columns)
         operator = consumer.interaction
-        others = others.to(values)
+        others = others.to(own_values)
         other_values = (
             others.unflatten(1, (len(other_fields), -1)) if operator.needs_equal_dims else others
         )
         positions = [consumer.features.index(f) for f in other_fields]
-        stats = values + operator.partial_of_fields(other_values, positions)
-        return combine(name, consumer, stats, dense).to(output)
+        stats = own_values + operator.partial_of_fields(other_values, positions)
+        return combine(consumer_name, consumer, stats, dense_columns).to(output)
 
     def _merge_slices(
-        self, fields: Sequence[str], values: Tensor, split_batch: SplitBatch | None
+        self, field_names: Sequence[str], slice_values: Tensor, split_batch: SplitBatch | None
     ) -> Tensor:
-        """Merge slices of these fields, side by side in `values`, into the fields, (B, sum of dims)."""
+        """Merge slices of these fields, side by side in `slice_values`, into the fields, (B, sum of dims)."""
         if split_batch is None:
-            return values.to(self.declared.output_dtype)
+            return slice_values.to(self.declared.output_dtype)
         dims = {field.name: field.dim for field in self.declared.fields}
         squared = {field.name for field in self.declared.fields if field.is_squared}
         parts = []
         column = 0
-        for name in fields:
+        for name in field_names:
             feature = self._feature_of(name)
             dim = dims[name]
-            part = values[:, column : column + dim]
+            part = slice_values[:, column : column + dim]
             column = column + dim
             if self.declared.table_index_of(feature) in self.hot_ids:
-                part = part + values[:, column : column + dim]
+                part = part + slice_values[:, column : column + dim]
                 column = column + dim
                 if feature.name in split_batch.lengths:
                     lengths = split_batch.lengths[feature.name].to(part.device)
@@ -382,7 +389,7 @@ class Slices:
 def is_merged_at_samples(sharding: Sharding) -> bool:
     """Return whether only the ranks of the samples have whole values of a table's fields: it is cut by columns, has hot
     rows, or is replicated."""
-    return _explain_apart(sharding) is not None
+    return _explain_not_whole_at_owners(sharding) is not None
 
 
 def slices_of(
@@ -425,13 +432,13 @@ def slices_of(
 
 
 def check_attention_under_partials(
-    views: Slices, shardings: Sequence[Sharding], exchanges: Sequence[str]
+    table_views: Slices, shardings: Sequence[Sharding], exchanges: Sequence[str]
 ) -> None:
     """Check that owners can evaluate each consumer of a sequence whose table is under `partials`. shardings, exchanges:
     by declared table. Raises ConfigError."""
-    declared = views.declared
+    declared = table_views.declared
     tables = {field.name: declared.parts[field.part][0] for field in declared.fields}
-    for name in views.local_attention:
+    for name in table_views.local_attention:
         consumer = declared.consumers[name]
         sequence = consumer.features[-1]
         table = declared.tables[tables[sequence]].name
@@ -439,7 +446,7 @@ def check_attention_under_partials(
             continue
         for field in consumer.features:
             t = tables[field]
-            reason = _explain_apart(shardings[t])
+            reason = _explain_not_whole_at_owners(shardings[t])
             if reason is None and exchanges[t] != "partials":
                 reason = f"is under {exchanges[t]}"
             if reason is not None:
@@ -451,7 +458,7 @@ def check_attention_under_partials(
                 )
 
 
-def _explain_apart(sharding: Sharding) -> str | None:
+def _explain_not_whole_at_owners(sharding: Sharding) -> str | None:
     """Describe why only the ranks of the samples have whole values of a table's fields; None: its owners have them."""
     if sharding.slices > 1:
         return "is cut by columns"

@@ -177,13 +177,13 @@ def collect_model_settings(config: RunConfig) -> dict[str, Any]:
     return settings
 
 
-def build_row_optimizer(config: RunConfig, table: str | None = None) -> SparseOptimizer:
+def build_row_optimizer(config: RunConfig, table_name: str | None = None) -> SparseOptimizer:
     """Build the optimizer of all rows, or of one table's rows. Raises ConfigError for a setting that the configured
     optimizer does not have."""
     rows = config.embedding
-    if table in rows.by_table:
+    if table_name in rows.by_table:
         return _build_overridden_optimizer(
-            f"embedding.by_table.{table}", rows.by_table[table], rows
+            f"embedding.by_table.{table_name}", rows.by_table[table_name], rows
         )
     settings = {name: getattr(rows, name) for name in OPTIMIZER_SETTINGS}
     return _build_optimizer("embedding", rows.optimizer, rows.lr, settings)
@@ -195,29 +195,31 @@ def build_wide_optimizer(config: RunConfig) -> SparseOptimizer:
 
 
 def _build_overridden_optimizer(
-    section: str, own_settings: WideConfig | TableEmbeddingConfig, row_settings: EmbeddingConfig
+    config_section: str,
+    own_settings: WideConfig | TableEmbeddingConfig,
+    row_settings: EmbeddingConfig,
 ) -> SparseOptimizer:
     """Build the optimizer that a section configures; settings it leaves out are those of all rows."""
     settings = {name: getattr(own_settings, name) for name in OPTIMIZER_SETTINGS}
     lr = row_settings.lr if own_settings.lr is None else own_settings.lr
     if own_settings.optimizer is not None:
-        return _build_optimizer(section, own_settings.optimizer, lr, settings)
+        return _build_optimizer(config_section, own_settings.optimizer, lr, settings)
     settings = {
         name: getattr(row_settings, name) if value is None else value
         for name, value in settings.items()
     }
-    return _build_optimizer(section, row_settings.optimizer, lr, settings)
+    return _build_optimizer(config_section, row_settings.optimizer, lr, settings)
 
 
 def _build_optimizer(
-    section: str, optimizer_name: str, lr: float, settings: Mapping[str, Any]
+    config_section: str, optimizer_name: str, lr: float, settings: Mapping[str, Any]
 ) -> SparseOptimizer:
     optimizer = SPARSE_OPTIMIZERS[optimizer_name]
     arguments = {setting: value for setting, value in settings.items() if value is not None}
     known = {setting.name for setting in fields(optimizer)}
     if unknown := sorted(set(arguments) - known):
         raise ConfigError(
-            f"{section}.{unknown[0]}: {optimizer.name} has no such setting; it takes "
+            f"{config_section}.{unknown[0]}: {optimizer.name} has no such setting; it takes "
             f"{', '.join(sorted(known))}; set it to none"
         )
     return optimizer(lr=lr, **arguments)
@@ -331,7 +333,7 @@ def _build_eviction_policy(config: EvictionConfig) -> Eviction | None:
 
 
 def _choose_row_settings(
-    spec: ModelSpec, table_name: str, tasks: int, config: RunConfig
+    model_spec: ModelSpec, table_name: str, num_tasks: int, config: RunConfig
 ) -> dict[str, Any]:
     """Return dim, optimizer and initializer of a `Table`. Raises ConfigError."""
     scale = config.embedding.init_scale
@@ -339,12 +341,14 @@ def _choose_row_settings(
     table_scale = config.embedding.by_table.get(table_name, TableEmbeddingConfig()).init_scale
     dim = config.model.dim or DEFAULT_DIM
     optimizer = build_row_optimizer(config, table_name)
-    if spec.rows == "weights":
+    if model_spec.rows == "weights":
         initializer = Uniform(scale=(scale or 0.0) if table_scale is None else table_scale)
-        return {"dim": tasks, "optimizer": optimizer, "initializer": initializer}
-    model_scale = spec.model.init_scales.get(table_name, dim**-0.5 if scale is None else scale)
+        return {"dim": num_tasks, "optimizer": optimizer, "initializer": initializer}
+    model_scale = model_spec.model.init_scales.get(
+        table_name, dim**-0.5 if scale is None else scale
+    )
     initializer = Uniform(scale=model_scale if table_scale is None else table_scale)
-    width = spec.model.row_width(table_name, dim, config.model.model_dump())
+    width = model_spec.model.row_width(table_name, dim, config.model.model_dump())
     if width != int(width):
         raise ConfigError(
             f"model.dim: got {dim}; {config.model.name} uses {width / dim:g} of it for rows of {table_name}; "
@@ -352,10 +356,10 @@ def _choose_row_settings(
         )
     dim = int(width)
     vector = {"dim": dim, "optimizer": optimizer, "initializer": initializer}
-    if spec.rows == "vector":
+    if model_spec.rows == "vector":
         return vector
     return {
-        "dim": {DEEP: dim, WIDE: tasks},
+        "dim": {DEEP: dim, WIDE: num_tasks},
         "optimizer": {DEEP: vector["optimizer"], WIDE: build_wide_optimizer(config)},
         "initializer": {DEEP: initializer, WIDE: wide_initializer},
     }

@@ -61,12 +61,14 @@ def find_first_order_fields(
 def build_pairs(
     operator: type[Pairs],
     features: Sequence[Feature],
-    over: PairVariables,
-    bags: Collection[str] | None,
+    pair_variables: PairVariables,
+    bag_features: Collection[str] | None,
 ) -> Pairs:
-    """Return `FM` or `BiInteraction` over these features' ids or fields. bags: names of the features of which a sample
-    may have several ids; None: all. Without any, both are the same, and pairs of fields cost less."""
+    """Return `FM` or `BiInteraction` over these features' ids or fields. bag_features: names of the features of which
+    a sample may have several ids; None: all. Without any, both are the same, and pairs of fields cost less."""
     single = [
-        i for i, feature in enumerate(features) if bags is not None and feature.name not in bags
+        i
+        for i, feature in enumerate(features)
+        if bag_features is not None and feature.name not in bag_features
     ]
-    return operator("fields" if len(single) == len(features) else over, single=single)
+    return operator("fields" if len(single) == len(features) else pair_variables, single=single)

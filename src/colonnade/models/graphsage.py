@@ -96,13 +96,16 @@ class GraphSAGE(Retriever):
         rows = self.embeddings(self.fill_missing_features(batch))
         return self.augment_items(self._embed_role(rows, "item"), self.log_frequency(batch))
 
-    def _embed_role(self, rows: Mapping[str, Tensor], role: str) -> Tensor:
+    def _embed_role(self, node_rows: Mapping[str, Tensor], role_name: str) -> Tensor:
         """Compute the vectors of all samples' queries, or items, from their nodes' rows."""
-        levels = [rows[role], *(rows[f"{role}_hop{hop}"] for hop in range(1, self.hops + 1))]
+        levels = [
+            node_rows[role_name],
+            *(node_rows[f"{role_name}_hop{hop}"] for hop in range(1, self.hops + 1)),
+        ]
         for hop, (own, below) in enumerate(pairwise(levels), 1):
             if len(below) % max(len(own), 1) or len(below) < len(own):
                 raise DataError(
-                    f"graphsage: got {len(below)} nodes in {role}_hop{hop} below {len(own)}, wanted "
+                    f"graphsage: got {len(below)} nodes in {role_name}_hop{hop} below {len(own)}, wanted "
                     "equally many, at least one, below each"
                 )
         return self.evaluate_network(*levels, out_like=levels[0])

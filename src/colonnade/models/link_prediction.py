@@ -266,20 +266,20 @@ class KnowledgeGraph(SplitModel):
 
 
 def compute_link_loss(
-    model: KnowledgeGraph, links: LinkBatch, known: KnownAnswers, mesh: Mesh
+    model: KnowledgeGraph, link_batch: LinkBatch, known_answers: KnownAnswers, mesh: Mesh
 ) -> Tensor:
     """Compute this rank's part of the weighted mean over all ranks' triples. Collective, and its backward too.
 
     A triple's loss is the mean of `model.loss` over both questions, against all ranks' candidates that are not known
     to be true, plus the penalty of the triple's own vectors.
     """
-    candidates = concatenate_over_ranks(mesh, links.candidates)
-    ids = concatenate_over_ranks(mesh, links.candidate_ids)
-    total = mesh.all_reduce("dense", links.weight.sum(dtype=torch.float64))
+    candidates = concatenate_over_ranks(mesh, link_batch.candidates)
+    ids = concatenate_over_ranks(mesh, link_batch.candidate_ids)
+    total = mesh.all_reduce("dense", link_batch.weight.sum(dtype=torch.float64))
     losses = []
     for queries, answers, true in (
-        (links.tail_queries, links.tails, known.tails),
-        (links.head_queries, links.heads, known.heads),
+        (link_batch.tail_queries, link_batch.tails, known_answers.tails),
+        (link_batch.head_queries, link_batch.heads, known_answers.heads),
     ):
         right, wrong = model.evaluate_network(queries, answers, candidates, out_like=queries)
         is_excluded = mark_matching_candidates(true.samples, true.values, len(queries), ids).to(
@@ -293,39 +293,46 @@ def compute_link_loss(
             losses.append(
                 sampled_softmax_loss(right, wrong, is_excluded, num_wrong, model.temperature)
             )
-    triple_losses = (losses[0] + losses[1]) / 2 + links.penalty
-    return (triple_losses * links.weight.to(triple_losses)).sum() / max(float(total), 1e-12)
+    triple_losses = (losses[0] + losses[1]) / 2 + link_batch.penalty
+    return (triple_losses * link_batch.weight.to(triple_losses)).sum() / max(float(total), 1e-12)
 
 
 def binary_triple_loss(
-    right: Tensor, wrong: Tensor, is_excluded: Tensor, temperature: float
+    true_scores: Tensor, negative_scores: Tensor, is_excluded: Tensor, temperature: float
 ) -> Tensor:
-    """Compute the loss of classifying triples as true or wrong (Sun et al. 2019, equations 5 and 6).
+    """Compute the loss of classifying triples as true or negative_scores (Sun et al. 2019, equations 5 and 6).
 
-    right (P,) and wrong (P, M) are scores; wrong ones marked in `out` do not count. Returns (P,): the mean of
+    true_scores (P,) and negative_scores (P, M) are scores; wrong ones marked in `out` do not count. Returns (P,): the
+    mean of
     -log sigmoid(right) and of -log sigmoid(-wrong), the latter weighted by the softmax of the wrong scores.
     """
-    weights = (wrong.detach() * temperature).masked_fill(is_excluded, float("-inf")).softmax(1)
+    weights = (
+        (negative_scores.detach() * temperature).masked_fill(is_excluded, float("-inf")).softmax(1)
+    )
     weights = weights.nan_to_num()  # rows without a wrong candidate
-    return -(logsigmoid(right) + (weights * logsigmoid(-wrong)).sum(1)) / 2
+    return -(logsigmoid(true_scores) + (weights * logsigmoid(-negative_scores)).sum(1)) / 2
 
 
 def sampled_softmax_loss(
-    right: Tensor, wrong: Tensor, is_excluded: Tensor, num_wrong: Tensor, temperature: float
+    true_scores: Tensor,
+    negative_scores: Tensor,
+    is_excluded: Tensor,
+    num_negatives: Tensor,
+    temperature: float,
 ) -> Tensor:
     """Compute the loss of finding the answer among all entities by sampled softmax (Bengio and Senecal 2003).
 
-    right (P,) and wrong (P, M) are scores; wrong ones marked in `out` do not count. Returns (P,): -log of the answer's
-    share in the softmax over it and all wrong entities, `all_wrong` (P,) in number. The wrong scores are a sample, and
-    each counts for equally many of them (for links: Ruffinelli et al. 2020).
+    true_scores (P,) and negative_scores (P, M) are scores; wrong ones marked in `out` do not count. Returns (P,): -log
+    of the answer's share in the softmax over it and all wrong entities, `all_wrong` (P,) in number. The wrong scores
+    are a sample, and each counts for equally many of them (for links: Ruffinelli et al. 2020).
     """
     num_sampled = (is_excluded.shape[1] - is_excluded.count_nonzero(1)).clamp(min=1)
-    log_weight = (num_wrong / num_sampled).log()
+    log_weight = (num_negatives / num_sampled).log()
     # Each line is one pass over the scores; cross entropy computes the whole softmax in two.
-    others = torch.add(log_weight[:, None], wrong, alpha=temperature).masked_fill_(
+    others = torch.add(log_weight[:, None], negative_scores, alpha=temperature).masked_fill_(
         is_excluded, float("-inf")
     )
-    logits = torch.cat([right[:, None] * temperature, others], 1)
+    logits = torch.cat([true_scores[:, None] * temperature, others], 1)
     return cross_entropy(logits, torch.zeros_like(num_sampled), reduction="none")
 
 
@@ -348,21 +355,23 @@ def rank_true_answers(model: KnowledgeGraph, batch: Batch, entities: Tensor) -> 
     return torch.cat(ranks)
 
 
-def compute_filtered_ranks(scores: Tensor, truth: Tensor, known: Ids) -> Tensor:
+def compute_filtered_ranks(
+    entity_scores: Tensor, true_entities: Tensor, known_entities: Ids
+) -> Tensor:
     """Rank each truth among all entities but the others that are known to be true (Bordes et al. 2013).
 
-    scores (B, E), truth (B,) -> (B,) float64 ranks, from 1; equal scores share the mean of their ranks.
+    entity_scores (B, E), true_entities (B,) -> (B,) float64 ranks, from 1; equal scores share the mean of their ranks.
     Raises NonFiniteError.
     """
-    check_scores(scores)
-    truth_scores = scores.gather(1, truth[:, None])
+    check_scores(entity_scores)
+    truth_scores = entity_scores.gather(1, true_entities[:, None])
     # int32: a third of the time of int64.
-    above = (scores > truth_scores).sum(1, dtype=torch.int32).double()
-    equal = (scores == truth_scores).sum(1, dtype=torch.int32).double() - 1
-    sample = known.samples
-    is_other = known.values != truth[sample]
+    above = (entity_scores > truth_scores).sum(1, dtype=torch.int32).double()
+    equal = (entity_scores == truth_scores).sum(1, dtype=torch.int32).double() - 1
+    sample = known_entities.samples
+    is_other = known_entities.values != true_entities[sample]
     sample = sample[is_other]
-    other_scores = scores[sample, known.values[is_other]]
+    other_scores = entity_scores[sample, known_entities.values[is_other]]
     others_above = (other_scores > truth_scores[sample, 0]).double()
     others_equal = (other_scores == truth_scores[sample, 0]).double()
     above -= torch.zeros_like(above).index_add_(0, sample, others_above)

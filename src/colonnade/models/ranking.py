@@ -157,17 +157,21 @@ def check_scores(scores: Tensor) -> None:
 
 
 def mark_matching_candidates(
-    samples: Tensor, items: Tensor, num_samples: int, candidate_ids: Tensor
+    pair_samples: Tensor, pair_items: Tensor, num_samples: int, candidate_ids: Tensor
 ) -> Tensor:
     """Mark which candidates (M,) are items of each sample, from pairs (sample, item): (num_samples, M) bool."""
     marks = torch.zeros(num_samples, len(candidate_ids), dtype=torch.bool)
     ids, order = candidate_ids.sort()
-    first = torch.searchsorted(ids, items)
+    first = torch.searchsorted(ids, pair_items)
     # Few of the items are candidates, and only these need the second search.
-    hits = (ids[first.clamp(max=len(ids) - 1)] == items).nonzero()[:, 0] if len(ids) else first[:0]
+    hits = (
+        (ids[first.clamp(max=len(ids) - 1)] == pair_items).nonzero()[:, 0]
+        if len(ids)
+        else first[:0]
+    )
     first = first[hits]
-    counts = torch.searchsorted(ids, items[hits], right=True) - first
+    counts = torch.searchsorted(ids, pair_items[hits], right=True) - first
     steps = torch.arange(int(counts.sum()))
     positions = steps + (first - counts.cumsum(0) + counts).repeat_interleave(counts)
-    marks[samples[hits].repeat_interleave(counts), order[positions]] = True
+    marks[pair_samples[hits].repeat_interleave(counts), order[positions]] = True
     return marks

@@ -196,31 +196,34 @@ def contrastive_loss(contrast: ContrastiveBatch, temperature: float, mesh: Mesh)
     return (losses * weight).sum() / max(float(total), 1e-12)
 
 
-def recall_and_ndcg(top: Tensor, truth: Ids, k: int) -> tuple[Tensor, Tensor]:
+def recall_and_ndcg(top_items: Tensor, true_items: Ids, k: int) -> tuple[Tensor, Tensor]:
     """Compute exact recall@k and NDCG@k of each query, (B,) float64 each.
 
-    top (B, >= k) items, best first, -1 for none; truth (B,) bags of distinct items.
+    top_items (B, >= k) items, best first, -1 for none; true_items (B,) bags of distinct items.
 
     recall: share of a query's true items that are among its first k. ndcg: sum of 1 / log2(rank + 1) of these, divided
     by the sum for a perfect ranking. NaN for a query without true items.
     """
-    top = top[:, :k]
-    counts = truth.counts
-    sample = truth.samples
+    top_items = top_items[:, :k]
+    counts = true_items.counts
+    sample = true_items.samples
     # Keys that differ between queries, so that one search serves all queries.
-    largest = max(top.max() if top.numel() else 0, truth.values.max() if sample.numel() else 0)
+    largest = max(
+        top_items.max() if top_items.numel() else 0,
+        true_items.values.max() if sample.numel() else 0,
+    )
     width = int(largest) + 2
-    true_keys = (sample * width + truth.values).sort().values
-    top_keys = torch.arange(len(top))[:, None] * width + top
+    true_keys = (sample * width + true_items.values).sort().values
+    top_keys = torch.arange(len(top_items))[:, None] * width + top_items
     if len(true_keys):
         positions = torch.searchsorted(true_keys, top_keys).clamp(max=len(true_keys) - 1)
-        is_hit = (true_keys[positions] == top_keys) & (top >= 0)
+        is_hit = (true_keys[positions] == top_keys) & (top_items >= 0)
     else:
-        is_hit = torch.zeros_like(top, dtype=torch.bool)
+        is_hit = torch.zeros_like(top_items, dtype=torch.bool)
     gains = 1 / torch.arange(2, k + 2, dtype=torch.float64).log2()
     perfect = torch.cat([torch.zeros(1, dtype=torch.float64), gains.cumsum(0)])
     hits = is_hit.double()
-    return hits.sum(1) / counts, (hits * gains[: top.shape[1]]).sum(1) / perfect[
+    return hits.sum(1) / counts, (hits * gains[: top_items.shape[1]]).sum(1) / perfect[
         counts.clamp(max=k)
     ]
 
@@ -240,23 +243,23 @@ def to_column_major(vectors: Tensor) -> Tensor:
 
 
 def rank_items(
-    queries: Tensor, items: Tensor, masked: Ids, k: int, block: int | None = None
+    queries: Tensor, items: Tensor, masked_items: Ids, k: int, items_per_block: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Rank all items for each query by the dots of their vectors, exactly, `block` items at a time.
+    """Rank all items for each query by the dots of their vectors, exactly, `items_per_block` items at a time.
 
-    queries (B, D), items (I, D), masked (B,) bags of items that are not ranked
+    queries (B, D), items (I, D), masked_items (B,) bags of items that are not ranked
     -> items and scores (B, min(k, I)), on the CPU, best first; equal scores in the order of item numbers; -1 and -inf
     instead of items that are masked. Raises NonFiniteError for NaN.
     """
-    if block is None:
-        block = max(BLOCK, BLOCK_SCORES // max(len(queries), 1))
+    if items_per_block is None:
+        items_per_block = max(BLOCK, BLOCK_SCORES // max(len(queries), 1))
     top = torch.empty(len(queries), 0, dtype=torch.int64)
     top_scores = torch.empty(len(queries), 0)
-    samples = masked.samples
-    for begin in range(0, len(items), block):
-        scores = (queries @ items[begin : begin + block].T).cpu()
+    samples = masked_items.samples
+    for begin in range(0, len(items), items_per_block):
+        scores = (queries @ items[begin : begin + items_per_block].T).cpu()
         if len(samples):
-            _mask_columns(scores, samples, masked.values - begin)
+            _mask_columns(scores, samples, masked_items.values - begin)
         best, best_scores = _find_best(scores, k)
         if begin == 0:
             top = best

@@ -101,21 +101,21 @@ class DCNTower(nn.Module):
 
 def build_tower_consumers(
     partition: Partition,
-    dims: Mapping[str, int],
-    make: Callable[[Sequence[int]], TowerModule],
+    field_dims: Mapping[str, int],
+    make_module: Callable[[Sequence[int]], TowerModule],
     *,
     seed: int,
 ) -> dict[str, tuple[TowerModule, list[str]]]:
     """Build a module for each tower of the partition: modules and their fields, by consumer name.
 
-    make: function from the dims of a tower's fields to its module. A module's initial weights depend only on `seed` and
-    on its tower's features in their order, so towers may be reordered. torch's generator is left unchanged.
+    make_module: function from the dims of a tower's fields to its module. A module's initial weights depend only on
+    `seed` and on its tower's features in their order, so towers may be reordered. torch's generator is left unchanged.
     """
     consumers = {}
     for number, features in enumerate(partition.towers):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(_tower_seed(features, seed))
-            module = make([dims[name] for name in features])
+            module = make_module([field_dims[name] for name in features])
         consumers[f"{TOWER}{number}"] = module, list(features)
     return consumers
 

@@ -61,7 +61,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, relu: bool = False
             return y
         return y.relu() if torch.is_grad_enabled() else y.relu_()
     if not _is_stack_checked:
-        install_signal_stack()
+        install_alternate_signal_stack()
     if not torch.is_grad_enabled():  # nothing to record
         y = _multiply(x, weight, bias)
         return y.relu_() if relu else y
@@ -180,7 +180,7 @@ class SignalStack(ctypes.Structure):
     _fields_ = [("address", ctypes.c_void_p), ("flags", ctypes.c_int), ("size", ctypes.c_size_t)]
 
 
-def install_signal_stack() -> None:
+def install_alternate_signal_stack() -> None:
     """Give the main thread an alternate signal stack unless it has one. Does nothing in other threads."""
     global _is_stack_checked, _signal_stack
     if threading.current_thread() is not threading.main_thread():

@@ -227,7 +227,7 @@ def sum_squares(rows: Tensor) -> Tensor:
     return sums[:, 0]
 
 
-def raise_to_powers(base: float, exponents: Tensor) -> Tensor:
+def raise_to_powers(decay_base: float, exponents: Tensor) -> Tensor:
     """Return base^t, (U,) float64, for t (U,) in 0 .. 2^32 - 1 (clamped), correct to about t roundings.
 
     The result is the product of base^(i * 256^k) over the four digits i of t to the base 256; each of the 256 numbers
@@ -236,9 +236,9 @@ def raise_to_powers(base: float, exponents: Tensor) -> Tensor:
     exponents = exponents.clamp(max=2**32 - 1)
     product = torch.ones(len(exponents), dtype=torch.float64, device=exponents.device)
     for k in range(4):
-        powers = _powers(base, exponents.device)
+        powers = _powers(decay_base, exponents.device)
         product = product * powers[_shift(exponents, 8 * k) & 0xFF]
-        base = _powers(base, torch.device("cpu"))[256].item()
+        decay_base = _powers(decay_base, torch.device("cpu"))[256].item()
     return product
 
 
@@ -259,7 +259,7 @@ def round_stochastically(
     seed: int,  # of the table
     dtype: torch.dtype,  # bfloat16 or float16
     *,
-    column: int = 0,  # of the first value, in its row
+    first_column: int = 0,  # of the first value, in its row
 ) -> Tensor:
     """Round each value to one of its two neighbours at random, the nearer the likelier, so that the mean is the value.
 
@@ -270,7 +270,7 @@ def round_stochastically(
     Column c of a row takes bits 16 (c mod 4) and up of word c // 4 + 1 of the splitmix64 stream that starts at
     mix64(mix64(mix64(id) ^ seed) ^ (updates + 1)).
     """
-    random = draw_rounding_bits(ids, clocks, seed, values.shape[1], column=column)
+    random = draw_rounding_bits(ids, clocks, seed, values.shape[1], first_column=first_column)
     bits = values.view(torch.int32).long() & 0xFFFFFFFF
     if dtype == torch.bfloat16:
         rounded = torch.where(values.isnan(), bits >> 16 | 0x40, (bits + random) >> 16)
@@ -286,14 +286,17 @@ def round_stochastically(
     return ((rounded ^ 0x8000) - 0x8000).short().view(dtype)
 
 
-def draw_rounding_bits(ids: Tensor, clocks: Tensor, seed: int, dim: int, *, column: int) -> Tensor:
-    """Return the random bits of `round_stochastically`, (U, dim) int64, 16 each, for the columns from `column` on."""
+def draw_rounding_bits(
+    ids: Tensor, clocks: Tensor, seed: int, dim: int, *, first_column: int
+) -> Tensor:
+    """Return the random bits of `round_stochastically`, (U, dim) int64, 16 each, for the columns from `first_column`
+    on."""
     start = mix64(mix64(mix64(ids) ^ _word(seed)) ^ (count_updates(clocks) + 1))
-    columns = torch.arange(column, column + dim, device=ids.device)
+    columns = torch.arange(first_column, first_column + dim, device=ids.device)
     words = mix64(start[:, None] + (columns // 4 + 1) * _word(GOLDEN))
     random = torch.empty_like(words)
     for lane in range(4):
-        lane_columns = slice((lane - column) % 4, None, 4)
+        lane_columns = slice((lane - first_column) % 4, None, 4)
         random[:, lane_columns] = _shift(words[:, lane_columns], 16 * lane) & 0xFFFF
     return random
 

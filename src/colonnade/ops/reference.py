@@ -31,9 +31,15 @@ def mix64(x: Tensor) -> Tensor:
 
 
 def initial_values(
-    ids: Tensor, dim: int, seed: int, scale: float, dtype: torch.dtype, *, column: int = 0
+    ids: Tensor,
+    dim: int,
+    seed: int,
+    uniform_scale: float,
+    dtype: torch.dtype,
+    *,
+    first_column: int = 0,
 ) -> Tensor:
-    """Return the first weights (N, D) of D columns of rows from `column` on, uniform in [-scale, scale).
+    """Return the first weights (N, D) of D columns of rows from `first_column` on, uniform in [-scale, scale).
 
     Column j of the row is word j + 1 of the splitmix64 stream that starts at mix64(mix64(id) ^ seed): its top 24 bits
     (float64: 53) as a number u in [-1, 1), exactly, times scale. 16-bit rows are float32 ones, rounded to nearest.
@@ -41,9 +47,11 @@ def initial_values(
     computed = torch.float64 if dtype == torch.float64 else torch.float32
     bits = 53 if dtype == torch.float64 else 24
     start = mix64(mix64(ids) ^ _word(seed))
-    words = mix64(start[:, None] + torch.arange(column + 1, column + dim + 1) * _word(GOLDEN))
+    words = mix64(
+        start[:, None] + torch.arange(first_column + 1, first_column + dim + 1) * _word(GOLDEN)
+    )
     u = _shift(words, 64 - bits).to(computed) * 2.0 ** (1 - bits) - 1
-    return (u * torch.tensor(scale, dtype=computed)).to(dtype)
+    return (u * torch.tensor(uniform_scale, dtype=computed)).to(dtype)
 
 
 def split_masters(masters: Tensor) -> tuple[Tensor, Tensor]:
@@ -60,18 +68,18 @@ def join(highs: Tensor, lows: Tensor) -> Tensor:
     return ((highs.view(torch.int16).int() << 16) + lows).view(torch.float32)
 
 
-def ordered_sum(terms: Tensor, offsets: Tensor) -> Tensor:
+def ordered_sum(terms: Tensor, segment_offsets: Tensor) -> Tensor:
     """Sum segments (S, D): terms[offsets[s]] + ... + terms[offsets[s + 1] - 1], one after the other; empty ones: zeros.
 
     Works on any device: torch gives each element of a sum a thread of its own, which adds the terms in order.
     """
-    if not len(terms) or len(offsets) == 1:
-        return terms.new_zeros(len(offsets) - 1, terms.shape[1])
+    if not len(terms) or len(segment_offsets) == 1:
+        return terms.new_zeros(len(segment_offsets) - 1, terms.shape[1])
     # Start at -0.0, which changes no first term, not even -0.0.
     sums = torch.segment_reduce(
-        terms.contiguous(), "sum", offsets=offsets.long(), axis=0, unsafe=True, initial=-0.0
+        terms.contiguous(), "sum", offsets=segment_offsets.long(), axis=0, unsafe=True, initial=-0.0
     )
-    return sums.masked_fill_((offsets.diff() == 0)[:, None], 0.0)
+    return sums.masked_fill_((segment_offsets.diff() == 0)[:, None], 0.0)
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from colonnade.comm.mesh import Mesh
 from colonnade.exchange.exchange import Exchange
-from colonnade.lookup.contract import LookupContext, Pushed, unique_owned_rows
+from colonnade.lookup.contract import LookupContext, Pushed, list_unique_owned_rows
 from colonnade.lookup.outputs import all_finite
 from colonnade.store.contract import Resident
 from colonnade.store.policies import RowPolicy, RowRetention
@@ -134,16 +134,16 @@ class StepGradients:
         for context in self.contexts:
             context.gradients.clear()
 
-    def drop_unused_batches(self, is_used: Sequence[float]) -> None:
-        """Drop the batches since the last step that no rank recorded a gradient for. Collective. is_used: by batch, the
-        number of ranks that recorded one."""
+    def drop_unused_batches(self, is_batch_used: Sequence[float]) -> None:
+        """Drop the batches since the last step that no rank recorded a gradient for. Collective. is_batch_used: by
+        batch, the number of ranks that recorded one."""
         if self.pushed is not None:
             self.discard_pushed()
-        if all(is_used):
+        if all(is_batch_used):
             return
         contexts = self.contexts
         self.contexts = []
-        for context, count in zip(contexts, is_used, strict=True):
+        for context, count in zip(contexts, is_batch_used, strict=True):
             if count:
                 self.contexts.append(context)
             else:
@@ -252,7 +252,7 @@ class Updates:
         self, policy: RowPolicy, table_index: int, contexts: Sequence[LookupContext], step: int
     ) -> None:
         """Pass the rows of table t that were just updated on this rank to the policy, and delete those it forgets."""
-        updated, where = unique_owned_rows(contexts, table_index)
+        updated, where = list_unique_owned_rows(contexts, table_index)
         clocks = self.store.clocks(table_index, where)
         if isinstance(policy, RowRetention) and policy.reads_norms:
             norms = self.exchange.squared_norms(self.store.views()[table_index], where)

@@ -150,16 +150,19 @@ class Lookahead(Iterator[Batch]):
             self._updates.apply_oldest(postponed)
             self._fetch_due_batches(1)
 
-    def _fetch_due_batches(self, num_left: int = 0) -> None:
-        """Fetch every batch and table whose bound is reached. num_left: batches that have left the line since the reads
-        were postponed."""
-        while not self._prepared.is_exhausted and len(self._line) + num_left <= self._max_staleness:
-            self._fetch_next_batch(num_left)
+    def _fetch_due_batches(self, num_left_batches: int = 0) -> None:
+        """Fetch every batch and table whose bound is reached. num_left_batches: batches that have left the line since
+        the reads were postponed."""
+        while (
+            not self._prepared.is_exhausted
+            and len(self._line) + num_left_batches <= self._max_staleness
+        ):
+            self._fetch_next_batch(num_left_batches)
         for steps in self._staleness_bounds[:-1]:
-            if len(self._line) + num_left > steps:
-                self._fetch(self._line[steps - num_left].unused, steps)
+            if len(self._line) + num_left_batches > steps:
+                self._fetch(self._line[steps - num_left_batches].unused, steps)
 
-    def _fetch_next_batch(self, num_left: int) -> None:
+    def _fetch_next_batch(self, num_left_batches: int) -> None:
         """Fetch the next prepared batch, and add it to the line."""
         batch = self._prepared.take_next_batch()
         if batch is None:
@@ -167,7 +170,7 @@ class Lookahead(Iterator[Batch]):
         measures = self._prepared.deepens
         before = self._signals.stall_seconds() if measures else 0.0
         try:
-            self._fetch(batch.unused, len(self._line) + num_left)
+            self._fetch(batch.unused, len(self._line) + num_left_batches)
         except BaseException:  # no other code can drop it
             self._prepared.drop_batch(batch)
             raise

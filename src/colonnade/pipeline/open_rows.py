@@ -14,7 +14,7 @@ from colonnade.exchange.cached import CachedExchange, find_cached_part
 from colonnade.exchange.exchange import Exchange
 from colonnade.lookup.layout import EmbeddingDeclaration
 from colonnade.lookup.views import Slices, check_attention_under_partials, slices_of
-from colonnade.plan.placement import MemoryBalancer, describe_change
+from colonnade.plan.placement import MemoryBalancer, describe_slot_changes
 from colonnade.plan.plan import Plan
 from colonnade.sizes import StorageLocation
 from colonnade.staleness import list_steps_ahead
@@ -68,7 +68,7 @@ class OpenRows:
         if not chosen:
             return ""
         store.resize(chosen)
-        return describe_change(store.tables, before, store.capacities())
+        return describe_slot_changes(store.tables, before, store.capacities())
 
     def build_slices(self, table: str) -> tuple[int, ...]:
         """Return the indices of a declared table's slices among all sharded tables, from the left."""
@@ -132,17 +132,17 @@ def open_rows(
 
 
 def _open_row_store(
-    views: Slices,
+    table_views: Slices,
     plan: Plan,
-    shards: Sequence[Shard],
+    rank_shards: Sequence[Shard],
     seed: int,
     device: torch.device,
-    backings: Sequence[Backing],
+    shard_backings: Sequence[Backing],
 ) -> tuple[DramStore, Resident]:
     """Make room for this rank's rows in memory, mapped memory and, above these, device memory. Return the store in
     memory, and the topmost one."""
     planned = plan.tables
-    table_shards = views.table_shards
+    table_shards = table_views.table_shards
     memory = open_dram_store(
         [table_shard.stored for table_shard in table_shards],
         [
@@ -150,10 +150,10 @@ def _open_row_store(
             for table_shard in table_shards
         ],
         seed=seed,
-        shards=shards,
-        backings=backings,
-        mapped=None if plan.mapped is None else _open_mapped_tier(views, plan, plan.mapped),
-        most_rows=_count_most_rows(views, plan) if backings else (),
+        shards=rank_shards,
+        backings=shard_backings,
+        mapped=None if plan.mapped is None else _open_mapped_tier(table_views, plan, plan.mapped),
+        most_rows=_count_max_resident_rows(table_views, plan) if shard_backings else (),
     )
     if plan.hbm_bytes is None:
         return memory, memory
@@ -161,7 +161,7 @@ def _open_row_store(
         0
         if shard.owner_index is None
         else table_shard.max_resident_rows(planned[table_shard.number].hbm_rows)
-        for shard, table_shard in zip(shards, table_shards, strict=True)
+        for shard, table_shard in zip(rank_shards, table_shards, strict=True)
     ]
     return memory, open_hbm_store(memory, slots, device, seed=seed)
 
@@ -180,10 +180,10 @@ MOST_GROWTH = 16
 """Largest growth of a table's memory, which bounds the address space that tables reserve."""
 
 
-def _count_most_rows(views: Slices, plan: Plan) -> list[int]:
+def _count_max_resident_rows(table_views: Slices, plan: Plan) -> list[int]:
     """Return the rows that each table may have in memory when memory has moved; 0: as many as planned."""
     limits = []
-    for table_shard in views.table_shards:
+    for table_shard in table_views.table_shards:
         planned = plan.tables[table_shard.number]
         can_move = not (table_shard.is_hot or planned.has_own_budget or planned.tier == "mapped")
         limit = 0
@@ -195,18 +195,18 @@ def _count_most_rows(views: Slices, plan: Plan) -> list[int]:
 
 
 def _open_balancer(
-    views: Slices, plan: Plan, shards: Sequence[Shard], store: DramStore
+    table_views: Slices, plan: Plan, rank_shards: Sequence[Shard], store: DramStore
 ) -> MemoryBalancer | None:
     """Open the decisions to move memory between tables, and let the store sample its traffic; None for nothing to move.
 
     A table with all its rows in memory has them at fixed addresses, and keeps them.
     """
     resizable = store.capacities()
-    limits = _count_most_rows(views, plan)
+    limits = _count_max_resident_rows(table_views, plan)
     movable = {}
     for t, limit in enumerate(limits):
-        table = views.table_shards[t].stored
-        local = None if table.rows is None else shards[t].max_rows(table.rows)
+        table = table_views.table_shards[t].stored
+        local = None if table.rows is None else rank_shards[t].max_rows(table.rows)
         if limit and t in resizable and local != 0:  # 0: this rank owns none of its rows
             movable[t] = replace(table, rows=local)
     if len(movable) < 2:
@@ -218,20 +218,22 @@ def _open_balancer(
 
 
 def _open_retention_policies(
-    views: Slices,
-    shards: Sequence[Shard],
+    table_views: Slices,
+    rank_shards: Sequence[Shard],
     seed: int,
-    cached: CachedExchange | None,
-    overridden: Mapping[str, RowPolicy],
+    cached_exchange: CachedExchange | None,
+    policies_by_table: Mapping[str, RowPolicy],
 ) -> dict[int, RowPolicy]:
-    """Open the policies of each table's admission and eviction. overridden: policies by table, instead of these."""
-    tables = [table_shard.table for table_shard in views.table_shards]
-    declared = open_retention_policies(tables, shards, seed=seed)
-    number_of = views.declared.table_index
+    """Open the policies of each table's admission and eviction. policies_by_table: policies by table, instead of
+    these."""
+    tables = [table_shard.table for table_shard in table_views.table_shards]
+    declared = open_retention_policies(tables, rank_shards, seed=seed)
+    number_of = table_views.declared.table_index
     overrides = {
-        views.slices_of_table[number_of(name)]: policy for name, policy in overridden.items()
+        table_views.slices_of_table[number_of(name)]: policy
+        for name, policy in policies_by_table.items()
     }
     check_retention_policies(
-        overrides, declared, tables, has_copies=cached.is_cached if cached else []
+        overrides, declared, tables, has_copies=cached_exchange.is_cached if cached_exchange else []
     )
     return declared | {t: policy for (t,), policy in overrides.items()}

@@ -55,8 +55,8 @@ class PreparedBatch(Batch):
         self.context = None
         return context
 
-    def _move_tensors(self, move: Callable[[Tensor], Tensor]) -> Batch:
-        moved = Batch._move_tensors(self, move)
+    def _move_tensors(self, move_tensor: Callable[[Tensor], Tensor]) -> Batch:
+        moved = Batch._move_tensors(self, move_tensor)
         if moved is not self:
             self.context = None  # the copy has it now
         return moved
@@ -66,13 +66,13 @@ register_batch_class(PreparedBatch)
 VALUES = attrgetter(*(batch_field.name for batch_field in fields(Batch)))
 
 
-def choose_next_depth(depth: int, *, stalled: float, window: float) -> int:
+def choose_next_depth(depth: int, *, stalled_fraction: float, pinned_fraction: float) -> int:
     """Return how many batches "auto" looks ahead next. Pure.
 
-    stalled: the part of the time that training waited for reads of batches that had been prepared in time.
-    window: the largest part of any table's slots that the batches in flight have pinned.
+    stalled_fraction: the part of the time that training waited for reads of batches that had been prepared in time.
+    pinned_fraction: the largest part of any table's slots that the batches in flight have pinned.
     """
-    if stalled <= STALLED or 2 * window > CROWDED:
+    if stalled_fraction <= STALLED or 2 * pinned_fraction > CROWDED:
         return depth
     return min(2 * depth, max(depth, DEEPEST))
 
@@ -217,7 +217,9 @@ class PreparedBatches:
             return
         now = time.perf_counter()
         stalled = self._stalled / max(1e-9, now - self._since)
-        depth = choose_next_depth(self.depth, stalled=stalled, window=self._signals.share())
+        depth = choose_next_depth(
+            self.depth, stalled_fraction=stalled, pinned_fraction=self._signals.share()
+        )
         for _ in range(depth - self.depth):
             self._permits.put(True)
         self.depth = depth
@@ -248,35 +250,36 @@ class PreparedBatches:
 def _prepare_batches(
     prepare_next: Callable[[], PreparedBatch | None],
     permits: queue.Queue[bool],
-    ready: ReadyBatches,
-    window: PipelineSignals,
+    ready_queue: ReadyBatches,
+    pipeline_signals: PipelineSignals,
 ) -> None:
-    """Prepare one batch per permit and put it in `ready`; None after the last one, or the error. Thread's target."""
+    """Prepare one batch per permit and put it in `ready_queue`; None after the last one, or the error. Thread's
+    target."""
     # Its work is hidden behind training's, which should get the processors.
     _native.limit_threads_here(max(1, _native.num_threads() // 4))
     try:
         while permits.get():
             batch = prepare_next()
             # Cleared here too, because training may be slow to wake: the next batch may wait for this one's rows.
-            window.starved.clear()
-            ready.put(batch)
+            pipeline_signals.starved.clear()
+            ready_queue.put(batch)
             if batch is None:
                 return
     except BaseException as error:
-        ready.put(error)
+        ready_queue.put(error)
 
 
 def _prepare_next_batch(
     batches: Iterator[Batch],
-    prepare: Callable[[Batch, PrefetchedBatch | None], LookupContext],
-    prefetched: Iterator[PrefetchedBatch | None],
+    prepare_batch: Callable[[Batch, PrefetchedBatch | None], LookupContext],
+    prefetched_batches: Iterator[PrefetchedBatch | None],
 ) -> PreparedBatch | None:
     """Prepare a copy of the next batch, because a source may yield the same one twice. None after the last one."""
     batch = next(batches, None)
     if batch is None:
         return None
     own = as_prepared(batch)
-    own.context = prepare(own, next(prefetched))
+    own.context = prepare_batch(own, next(prefetched_batches))
     return own
 
 

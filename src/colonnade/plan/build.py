@@ -44,14 +44,14 @@ def check_memory_budget(
     tables: Sequence[Table],
     rank_tables: Sequence[Table],
     dram_bytes: int | None,
-    table_bytes: Mapping[str, int],
+    own_table_bytes: Mapping[str, int],
 ) -> None:
     """Check that memory budgets have room for one row of each table of a rank.
 
-    rank_tables: tables, or slices, with rows on the rank. table_bytes: budgets of single tables by name. Raises
+    rank_tables: tables, or slices, with rows on the rank. own_table_bytes: budgets of single tables by name. Raises
     ConfigError, also for names of unknown tables."""
     by_name = {table.name: table for table in tables}
-    for name, size in table_bytes.items():
+    for name, size in own_table_bytes.items():
         if name not in by_name:
             raise ConfigError(
                 f"plan.memory.tables: got {name!r}, wanted a table of this model: {', '.join(by_name)}"
@@ -63,8 +63,10 @@ def check_memory_budget(
             )
     if dram_bytes is None:
         return
-    others = sum(slot_bytes(table) for table in rank_tables if table.origin[0] not in table_bytes)
-    singles = sum(table_bytes.get(table.origin[0], 0) for table in rank_tables)
+    others = sum(
+        slot_bytes(table) for table in rank_tables if table.origin[0] not in own_table_bytes
+    )
+    singles = sum(own_table_bytes.get(table.origin[0], 0) for table in rank_tables)
     least = singles + others
     if dram_bytes < least:
         own_budgets = f" and the {singles:,} bytes of single tables" if singles else ""
@@ -149,7 +151,7 @@ def _read_shardings(
 
 
 def _assemble_plan(
-    config: PlanConfig, tables: Sequence[Table], world: World, planned: Sequence[TablePlan]
+    config: PlanConfig, tables: Sequence[Table], world: World, table_plans: Sequence[TablePlan]
 ) -> Plan:
     memory = config.memory
     codec = config.codec
@@ -158,7 +160,7 @@ def _assemble_plan(
         dram_bytes=memory.dram,
         lookahead=config.lookahead,
         staleness_steps=config.staleness_steps,
-        tables=tuple(planned),
+        tables=tuple(table_plans),
         mapped=memory.mapped_location,
         ssd=memory.ssd_locations,
         write_budget=config.write_budget,
@@ -189,20 +191,20 @@ def _list_cold_shards(
 
 def _demand_even_shares(
     shards: Sequence[TableShard],
-    row_bytes: Callable[[Table], int],
-    open_rows: int,
-    own_bytes: Mapping[str, int],
+    count_row_bytes: Callable[[Table], int],
+    open_table_rows: int,
+    own_table_bytes: Mapping[str, int],
 ) -> list[MemoryDemand]:
-    """Return the demand of each shard. own_bytes: of single tables, by name."""
+    """Return the demand of each shard. own_table_bytes: of single tables, by name."""
     demands = []
     for shard in shards:
         table = shard.table
         name = table.origin[0]
-        rows = open_rows
+        rows = open_table_rows
         if table.rows is not None:
             rows = max_rows_per_owner(table.rows, shard.sharding.num_owners)
-        size = row_bytes(table)
-        own_rows = own_bytes[name] // size if name in own_bytes else None
+        size = count_row_bytes(table)
+        own_rows = own_table_bytes[name] // size if name in own_table_bytes else None
         demands.append(
             demand_even_share(name, size, rows, own_rows=own_rows, is_open=table.rows is None)
         )
@@ -271,14 +273,14 @@ def get_record_bytes(table: Table) -> int:
 def apply_placement(
     plan: Plan,
     tables: Sequence[Table],
-    placed: Sequence[TableMemory],
+    placed_memory: Sequence[TableMemory],
     *,
     lookahead: int | Literal["auto"],
 ) -> Plan:
     """Return `plan` with the memory that the profiled placement chose, by table."""
     is_limited = plan.dram_bytes is not None
     planned = []
-    for table, before, memory in zip(tables, plan.tables, placed, strict=True):
+    for table, before, memory in zip(tables, plan.tables, placed_memory, strict=True):
         count = memory.rows
         owned = (
             None

@@ -92,38 +92,40 @@ def _read_table_constraint(config: PlanConfig, table_name: str, world: World) ->
     )
 
 
-def _check_owner_ranks(setting: str, ranks: tuple[int, ...], world: World) -> None:
+def _check_owner_ranks(setting_name: str, owner_ranks: tuple[int, ...], world: World) -> None:
     """Raise ConfigError for a rank that the world does not have, or that cannot own rows."""
-    if ranks[-1] >= world.num_ranks:
+    if owner_ranks[-1] >= world.num_ranks:
         raise ConfigError(
-            f"{setting}: got ranks {list(ranks)}, but this world has ranks 0 .. {world.num_ranks - 1}; name one of "
+            f"{setting_name}: got ranks {list(owner_ranks)}, but this world has ranks 0 .. "
+            f"{world.num_ranks - 1}; name one of "
             "them, or leave it out"
         )
-    if trainers := [rank for rank in ranks if rank not in world.owners]:
+    if trainers := [rank for rank in owner_ranks if rank not in world.owners]:
         raise ConfigError(
-            f"{setting}: got ranks {list(ranks)}, but with plan.servers={world.servers_per_host} rank {trainers[0]} "
+            f"{setting_name}: got ranks {list(owner_ranks)}, but with plan.servers={world.servers_per_host} "
+            f"rank {trainers[0]} "
             f"trains and has no rows; name servers: {', '.join(map(str, world.owners))}"
         )
 
 
 def _check_whole_hosts(
-    setting: str, ranks: list[int], kind: Kind, exchange: str, world: World
+    setting_name: str, owner_ranks: list[int], sharding_kind: Kind, exchange_name: str, world: World
 ) -> None:
     """Raise ConfigError for ranks that are not whole hosts if the kind of sharding requires whole hosts."""
-    if kind == "grid":
-        hosts = sorted({world.host(rank) for rank in ranks})
-        if list(grid(world, hosts).ranks) != ranks:
+    if sharding_kind == "grid":
+        hosts = sorted({world.host(rank) for rank in owner_ranks})
+        if list(grid(world, hosts).ranks) != owner_ranks:
             raise ConfigError(
-                f"{setting}: got {ranks}, wanted all ranks of two or more hosts, such as "
+                f"{setting_name}: got {owner_ranks}, wanted all ranks of two or more hosts, such as "
                 f"{list(grid(world, [0, 1]).ranks)}"
             )
     if (
-        kind == "host_wise" and exchange not in BY_TOWERS
+        sharding_kind == "host_wise" and exchange_name not in BY_TOWERS
     ):  # With towers, the ranks are those of a tower (`shard_in_towers`).
-        wanted = list(host_wise(world, world.host(ranks[0])).ranks)
-        if ranks != wanted:
+        wanted = list(host_wise(world, world.host(owner_ranks[0])).ranks)
+        if owner_ranks != wanted:
             raise ConfigError(
-                f"{setting}: got {ranks}, wanted all ranks of one host, such as {wanted}"
+                f"{setting_name}: got {owner_ranks}, wanted all ranks of one host, such as {wanted}"
             )
 
 
@@ -142,21 +144,21 @@ def resolve_fixed_tables(
     return resolved
 
 
-def _resolve_sharding(constraint: Constraint, world: World) -> Sharding | None:
+def _resolve_sharding(table_constraint: Constraint, world: World) -> Sharding | None:
     """Return the sharding that a constraint determines; None if it leaves a choice."""
     if world.num_ranks == 1:
         return row_wise(1)
-    if constraint.kind == "replicated":
+    if table_constraint.kind == "replicated":
         return replicated(world.num_ranks)
-    if constraint.kind is None:
+    if table_constraint.kind is None:
         return None
-    if constraint.ranks is not None:
-        return sharding_on_ranks(constraint.kind, constraint.ranks, world)
-    if constraint.kind in COLUMN_KINDS:
-        return shard_columns_everywhere(constraint.kind, world)
-    if constraint.kind == "row_wise":
+    if table_constraint.ranks is not None:
+        return sharding_on_ranks(table_constraint.kind, table_constraint.ranks, world)
+    if table_constraint.kind in COLUMN_KINDS:
+        return shard_columns_everywhere(table_constraint.kind, world)
+    if table_constraint.kind == "row_wise":
         return row_wise_over_owners(world)
-    if constraint.kind == "host_wise" and world.num_hosts == 1:
+    if table_constraint.kind == "host_wise" and world.num_hosts == 1:
         return host_wise(world, 0)
     return None
 
@@ -174,23 +176,23 @@ def resolve_plan_config(
     config: PlanConfig,
     tables: Sequence[Table],
     world: World,
-    choice: PlanDecision | None = None,
-    hot: Mapping[str, Sequence[int]] | None = None,
+    plan_decision: PlanDecision | None = None,
+    table_hot_ids: Mapping[str, Sequence[int]] | None = None,
 ) -> PlanConfig:
     """Return `config` with the sharding, exchange and replicated ids of every table, as `build_plan` requires.
 
-    choice: the planner's decision for open settings; without it, open tables are row-wise and exchange rows. hot: ids
-    by table name, for tables with a configured number of replicated rows; a replicated table needs none. One rank sends
-    nothing, so every exchange is "rows" there. Raises ConfigError.
+    plan_decision: the planner's decision for open settings; without it, open tables are row-wise and exchange rows.
+    table_hot_ids: ids by table name, for tables with a configured number of replicated rows; a replicated table needs
+    none. One rank sends nothing, so every exchange is "rows" there. Raises ConfigError.
     """
     own_settings = {}
     for name, resolved in resolve_fixed_tables(config, tables, world).items():
-        if resolved is None and choice is not None:
-            side = name if name in choice.shardings else f"{name}[cold]"
-            resolved = choice.shardings[side], choice.exchanges[side]
+        if resolved is None and plan_decision is not None:
+            side = name if name in plan_decision.shardings else f"{name}[cold]"
+            resolved = plan_decision.shardings[side], plan_decision.exchanges[side]
         sharding, exchange = resolved or (row_wise_over_owners(world), "rows")
         own = config.tables.get(name, TablePlanConfig())
-        ids = (hot or {}).get(name)
+        ids = (table_hot_ids or {}).get(name)
         if isinstance(own.sharding, Sharding):  # The search knows only its kind and ranks.
             sharding = own.sharding
         if ids is None:

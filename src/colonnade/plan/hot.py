@@ -19,16 +19,16 @@ from colonnade.topology.sharding import Sharding, build_hot_rows
 def add_hot_rows_to_shardings(
     tables: Sequence[Table],
     shardings: Sequence[Sharding],
-    hot: Mapping[str, Iterable[int] | Tensor],
+    table_hot_ids: Mapping[str, Iterable[int] | Tensor],
     num_ranks: int,
-    servers: Sequence[int] = (),
+    server_ranks: Sequence[int] = (),
 ) -> list[Sharding]:
-    """Return the shardings with the hot rows of `hot` (ids by table name); unchanged on one rank.
+    """Return the shardings with the hot rows of `table_hot_ids` (ids by table name); unchanged on one rank.
 
     Raises ConfigError for a table that cannot have hot rows."""
     combined = []
     for table, sharding in zip(tables, shardings, strict=True):
-        ids = [*hot.get(table.name, ())]
+        ids = [*table_hot_ids.get(table.name, ())]
         if num_ranks > 1 and ids:
             sharding = replace(sharding, hot=build_hot_rows(map(int, ids), num_ranks))
         if sharding.hot is not None:
@@ -38,7 +38,7 @@ def add_hot_rows_to_shardings(
                     f"table {table.name!r}: got hot rows on {sharding.hot.num_ranks} of {num_ranks} ranks, wanted a "
                     "copy on each"
                 )
-            if servers:
+            if server_ranks:
                 raise ConfigError(
                     f"table {table.name!r}: got hot rows and servers; hot rows are copied to trainers, and with "
                     "servers trainers have no rows. Leave servers out, or hot rows"
@@ -49,19 +49,22 @@ def add_hot_rows_to_shardings(
 
 def subtract_hot_row_bytes(
     shards: Sequence[TableShard],
-    budget: int | None,
-    setting: str,
-    row_bytes: Callable[[Table], int],
+    budget_bytes: int | None,
+    setting_name: str,
+    count_row_bytes: Callable[[Table], int],
 ) -> int | None:
     """Return a memory budget less the bytes of each rank's copies of hot rows; None: no limit.
 
-    setting: setting of the budget. Raises ConfigError if nothing remains."""
+    setting_name: setting of the budget. Raises ConfigError if nothing remains."""
     hot_bytes = sum(
-        shard.max_resident_rows(0) * row_bytes(shard.table) for shard in shards if shard.is_hot
+        shard.max_resident_rows(0) * count_row_bytes(shard.table)
+        for shard in shards
+        if shard.is_hot
     )
-    if budget is None or budget > hot_bytes:
-        return None if budget is None else budget - hot_bytes
+    if budget_bytes is None or budget_bytes > hot_bytes:
+        return None if budget_bytes is None else budget_bytes - hot_bytes
     raise ConfigError(
-        f"{setting}: got {budget:,} bytes, wanted more than the {hot_bytes:,} of hot rows, which are always in memory; "
+        f"{setting_name}: got {budget_bytes:,} bytes, wanted more than the {hot_bytes:,} of hot rows, which "
+        "are always in memory; "
         "raise it, or name fewer hot rows"
     )

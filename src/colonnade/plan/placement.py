@@ -86,15 +86,16 @@ def forecast_batches(
     num_samples: int | None,
     first_batch: int = 0,
     last_batch: int,
-    depth: int | None = None,
+    lookahead_depth: int | None = None,
 ) -> RunBatches:
-    """Return the batches of a run under a plan. depth: lookahead in batches; None: the plan's, or 2 if it is "auto"."""
-    if depth is None:
-        depth = 2 if plan.lookahead == "auto" else plan.lookahead
+    """Return the batches of a run under a plan. lookahead_depth: lookahead in batches; None: the plan's, or 2 if it is
+    "auto"."""
+    if lookahead_depth is None:
+        lookahead_depth = 2 if plan.lookahead == "auto" else plan.lookahead
     at_once = 1 + plan.max_staleness_steps
     return RunBatches(
         batch_size=batch_size,
-        window=depth + at_once,
+        window=lookahead_depth + at_once,
         at_once=at_once,
         num_samples=num_samples,
         first_batch=first_batch,
@@ -196,28 +197,28 @@ class MemoryBalancer:
 
     def choose(
         self,
-        capacities: Mapping[int, int],
-        num_resident: Mapping[int, int],
-        traffic: TrafficSample,
+        slot_capacities: Mapping[int, int],
+        resident_rows: Mapping[int, int],
+        traffic_sample: TrafficSample,
         step: int,
     ) -> dict[int, int]:
         """Choose the slots of each table, by index; {}: as they are. Clears the traffic if it was enough to judge.
 
-        capacities, num_resident: slots and rows in memory, by index. step: steps that were trained.
+        capacities, resident_rows: slots and rows in memory, by index. step: steps that were trained.
         """
-        tables = {t: table for t, table in self.tables.items() if t in capacities}
-        if traffic.num_sampled < MIN_BATCHES or len(tables) < 2:
+        tables = {t: table for t, table in self.tables.items() if t in slot_capacities}
+        if traffic_sample.num_sampled < MIN_BATCHES or len(tables) < 2:
             return {}
-        interval = traffic.num_batches
-        demands = predict_traffic_demands(tables, traffic, self.window, self.at_once, step)
-        traffic.clear()
-        self._judge_last_move(demands, capacities, interval)
+        interval = traffic_sample.num_batches
+        demands = predict_traffic_demands(tables, traffic_sample, self.window, self.at_once, step)
+        traffic_sample.clear()
+        self._judge_last_move(demands, slot_capacities, interval)
         if self._waits:
             self._waits -= 1
             return {}
-        budget = sum(capacities[t] * slot_bytes(table) for t, table in tables.items())
+        budget = sum(slot_capacities[t] * slot_bytes(table) for t, table in tables.items())
         limited = [
-            demand.limit_to(max(self.limits[t], capacities[t])) if t in self.limits else demand
+            demand.limit_to(max(self.limits[t], slot_capacities[t])) if t in self.limits else demand
             for t, demand in demands.items()
         ]
         try:
@@ -225,37 +226,44 @@ class MemoryBalancer:
         except BudgetExceeded:  # batches share rows, so that less than predicted is enough so far
             return {}
         chosen = {t: memory.rows for t, memory in zip(demands, placed, strict=True)}
-        present = _count_reads(demands, capacities)
+        present = _count_reads(demands, slot_capacities)
         best = _count_reads(demands, chosen)
-        moved = sum(max(0, num_resident[t] - chosen[t]) for t in chosen)
+        moved = sum(max(0, resident_rows[t] - chosen[t]) for t in chosen)
         if present - best <= LEAST_SAVING * present or (present - best) * interval <= moved:
             return {}
-        self._last = _Move({t: capacities[t] for t in chosen}, moved)
+        self._last = _Move({t: slot_capacities[t] for t in chosen}, moved)
         return chosen
 
     def _judge_last_move(
-        self, demands: Mapping[int, MemoryDemand], capacities: Mapping[int, int], interval: int
+        self,
+        demands: Mapping[int, MemoryDemand],
+        slot_capacities: Mapping[int, int],
+        interval_steps: int,
     ) -> None:
         """Wait longer if the traffic since the last change made it a loss; forget earlier losses if it paid off."""
         if self._last is None:
             return
-        saved = _count_reads(demands, self._last.before) - _count_reads(demands, capacities)
-        self._delay = 0 if saved * interval > self._last.rows else 2 * self._delay + 1
+        saved = _count_reads(demands, self._last.before) - _count_reads(demands, slot_capacities)
+        self._delay = 0 if saved * interval_steps > self._last.rows else 2 * self._delay + 1
         self._waits = self._delay
         self._last = None
 
 
 def predict_traffic_demands(
-    tables: Mapping[int, Table], traffic: TrafficSample, window: int, at_once: int, step: int
+    tables: Mapping[int, Table],
+    traffic_sample: TrafficSample,
+    window_batches: int,
+    pinned_batches: int,
+    step: int,
 ) -> dict[int, MemoryDemand]:
     """Predict the memory demand of each table from its traffic. A lookup is the use of a row by a batch."""
     profiles = []
-    by_table = traffic.by_table()
+    by_table = traffic_sample.by_table()
     for t, table in tables.items():
         batches = by_table[t]
         mean = sum(map(len, batches)) / len(batches)
         own = profile_ids(table.name, np.concatenate(batches), mean)
-        profiles.append(replace(own, most_unique=traffic.peaks[t]))
+        profiles.append(replace(own, most_unique=traffic_sample.peaks[t]))
     num = len(by_table[0])
     profile = Profile(num, num, tuple(profiles), largest_batch=1)
     demands = predict_demands(
@@ -263,22 +271,26 @@ def predict_traffic_demands(
         profile,
         RunBatches(
             batch_size=1,
-            window=window,
-            at_once=at_once,
+            window=window_batches,
+            at_once=pinned_batches,
             first_batch=step,
-            last_batch=step + traffic.num_batches,
+            last_batch=step + traffic_sample.num_batches,
         ),
     )
     return dict(zip(tables, demands, strict=True))
 
 
-def describe_change(
-    tables: Sequence[Table], before: Mapping[int, int], after: Mapping[int, int]
+def describe_slot_changes(
+    tables: Sequence[Table], slots_before: Mapping[int, int], slots_after: Mapping[int, int]
 ) -> str:
     """Describe a change of slots in a line: the tables that change most first."""
-    changes = {t: after[t] - before[t] for t in after if after[t] != before[t]}
+    changes = {
+        t: slots_after[t] - slots_before[t]
+        for t in slots_after
+        if slots_after[t] != slots_before[t]
+    }
     order = sorted(changes, key=lambda t: -abs(changes[t]) * slot_bytes(tables[t]))
-    words = [f"{tables[t].name} {before[t]:,} -> {after[t]:,}" for t in order[:4]]
+    words = [f"{tables[t].name} {slots_before[t]:,} -> {slots_after[t]:,}" for t in order[:4]]
     others = f", and {len(order) - 4} other tables" if len(order) > 4 else ""
     return f"memory moves with the traffic: rows of {', '.join(words)}{others}"
 

@@ -59,7 +59,7 @@ REDUCED_FRACTION = 0.9
 def choose_hot_ids(
     config: PlanConfig,
     declared: EmbeddingDeclaration,
-    sample: Sequence[Batch],
+    sample_batches: Sequence[Batch],
     world: World,
     recorded_shardings: Mapping[str, Sharding],
 ) -> dict[str, Sequence[int]]:
@@ -76,7 +76,7 @@ def choose_hot_ids(
             hot_ids[name] = settings.replicated_rows
             continue
         readers = [feature.name for feature in declared.features if feature.table == name]
-        hot_ids[name] = find_most_popular_ids(sample, readers, settings.replicated_rows)
+        hot_ids[name] = find_most_popular_ids(sample_batches, readers, settings.replicated_rows)
         recorded_hot = recorded_shardings[name].hot if name in recorded_shardings else None
         if recorded_hot is not None and len(recorded_hot.ids) == len(hot_ids[name]):
             hot_ids[name] = recorded_hot.ids
@@ -197,14 +197,14 @@ def apply_tower_partition(
 
 
 def estimate_seconds_per_byte(
-    memory_demands: Sequence[MemoryDemand], budget: int, device: Device
+    memory_demands: Sequence[MemoryDemand], budget_bytes: int, device: Device
 ) -> float:
     """Estimate the seconds of a step that a byte of memory saves in reads of files; inf if there are no files."""
     pages = sum(directory.pages for directory in device.directories)
     if not pages:
         return float("inf")
     min_bytes = sum(demand.least_rows * demand.slot_bytes for demand in memory_demands)
-    full_bytes = min(budget, sum(demand.max_bytes for demand in memory_demands))
+    full_bytes = min(budget_bytes, sum(demand.max_bytes for demand in memory_demands))
     reduced_bytes = max(int(REDUCED_FRACTION * full_bytes), min_bytes)
     if reduced_bytes >= full_bytes:
         return float("inf")
@@ -216,8 +216,8 @@ def estimate_seconds_per_byte(
 
 
 def estimate_link_costs(
-    choice: PlanDecision,
-    loads: Sequence[TableLoad],
+    plan_decision: PlanDecision,
+    table_loads: Sequence[TableLoad],
     device: Device,
     setup: RunSetup,
     world: World,
@@ -229,35 +229,35 @@ def estimate_link_costs(
     """
     if world.num_ranks == 1:
         return LinkCosts()
-    tower_parameters = find_weights_in_towers(choice, setup.collection.declaration)
+    tower_parameters = find_weights_in_towers(plan_decision, setup.collection.declaration)
     num_towers = plan.towers or world.num_hosts
     trainers = world.trainer_world()
     codec = plan.codecs.dense
     reduce_seconds = estimate_reduction_seconds(
         setup.model, trainers, codec, tower_parameters, num_towers
     )
-    one_rank_seconds = sum(predict_single_rank_seconds(load, device.memory) for load in loads)
+    one_rank_seconds = sum(predict_single_rank_seconds(load, device.memory) for load in table_loads)
     return LinkCosts(
-        processor_seconds=choice.seconds.processor - one_rank_seconds,
-        waited_seconds=choice.seconds.waited + reduce_seconds,
-        behind_seconds=choice.seconds.behind,
+        processor_seconds=plan_decision.seconds.processor - one_rank_seconds,
+        waited_seconds=plan_decision.seconds.waited + reduce_seconds,
+        behind_seconds=plan_decision.seconds.behind,
         crowding=world.crowding,
-        sent=group_by_channel(choice.sent),
+        sent=group_by_channel(plan_decision.sent),
     )
 
 
 def find_weights_in_towers(
-    choice: PlanDecision, declared: EmbeddingDeclaration
+    plan_decision: PlanDecision, declared: EmbeddingDeclaration
 ) -> list[nn.Parameter]:
     """Return the weights of operators that are evaluated inside a tower."""
     table_of = {
         field.name: declared.tables[declared.parts[field.part][0]].name for field in declared.fields
     }
     parameters: list[nn.Parameter] = []
-    for consumer in choice.consumers:
+    for consumer in plan_decision.consumers:
         fields = declared.consumers[consumer.name].features
         if consumer.is_partial and all(
-            choice.exchanges.get(table_of[f]) in BY_TOWERS for f in fields
+            plan_decision.exchanges.get(table_of[f]) in BY_TOWERS for f in fields
         ):
             parameters += declared.consumers[consumer.name].interaction.parameters()
     return parameters
@@ -265,8 +265,8 @@ def find_weights_in_towers(
 
 def estimate_reduction_seconds(
     model: nn.Module,
-    trainers: World,
-    codec: CodecName,
+    trainer_world: World,
+    dense_codec: CodecName,
     tower_weights: Sequence[nn.Parameter] = (),
     num_towers: int = 1,
 ) -> float:
@@ -276,30 +276,34 @@ def estimate_reduction_seconds(
     """
     seconds = 0.0
     tower_ids = {id(parameter) for parameter in tower_weights}
-    size = trainers.num_ranks // num_towers
-    if tower_ids and 1 < size < trainers.num_ranks:
-        local_ranks = min(size, trainers.ranks_per_host)
-        tower = replace(trainers, num_hosts=size // local_ranks, ranks_per_host=local_ranks)
+    size = trainer_world.num_ranks // num_towers
+    if tower_ids and 1 < size < trainer_world.num_ranks:
+        local_ranks = min(size, trainer_world.ranks_per_host)
+        tower = replace(trainer_world, num_hosts=size // local_ranks, ranks_per_host=local_ranks)
         bytes_per_tower = sum(p.numel() * p.element_size() for p in tower_weights) / num_towers
         seconds = estimate_sum_traffic(
             choose_sum_algorithm(tower, bytes_per_tower), tower, bytes_per_tower
         ).predict_seconds(tower)
-    if size == trainers.num_ranks:  # one tower has all ranks
+    if size == trainer_world.num_ranks:  # one tower has all ranks
         tower_ids = set()
     trained = [p for p in model.parameters() if p.requires_grad and id(p) not in tower_ids]
-    coded = [p for p in trained if codec != "exact" and p.dtype in CODED_DTYPES]
+    coded = [p for p in trained if dense_codec != "exact" and p.dtype in CODED_DTYPES]
     size = sum(p.numel() * p.element_size() for p in coded)
     other_bytes = sum(p.numel() * p.element_size() for p in trained) - size
     if other_bytes:
         seconds += estimate_sum_traffic(
-            choose_sum_algorithm(trainers, other_bytes), trainers, other_bytes
-        ).predict_seconds(trainers)
+            choose_sum_algorithm(trainer_world, other_bytes), trainer_world, other_bytes
+        ).predict_seconds(trainer_world)
     if size:
-        coded_bytes = coded_buffer_bytes(codec, sum(p.numel() for p in coded), trainers.num_ranks)
+        coded_bytes = coded_buffer_bytes(
+            dense_codec, sum(p.numel() for p in coded), trainer_world.num_ranks
+        )
         seconds += estimate_sum_traffic(
-            sum_algorithm_of_layout(trainers), trainers, size, coded_bytes
-        ).predict_seconds(trainers)
-        seconds += estimate_sum_traffic("whole", trainers, SIGNAL_BYTES).predict_seconds(trainers)
+            sum_algorithm_of_layout(trainer_world), trainer_world, size, coded_bytes
+        ).predict_seconds(trainer_world)
+        seconds += estimate_sum_traffic("whole", trainer_world, SIGNAL_BYTES).predict_seconds(
+            trainer_world
+        )
     return seconds
 
 
@@ -320,20 +324,20 @@ def check_exchanges_of_features(plan: Plan, collection: EmbeddingCollection, dat
 
 
 def find_most_popular_ids(
-    batches: Sequence[Batch], features: Iterable[str], count: int
+    batches: Sequence[Batch], feature_names: Iterable[str], num_ids: int
 ) -> list[int]:
-    """Return the `count` ids that these features look up most often, ascending; of equally frequent ids the smaller.
+    """Return the `num_ids` ids that these features look up most often, ascending; of equally frequent ids the smaller.
 
     Returns fewer if the batches have fewer ids."""
-    ids = [batch.ids[name].values.numpy() for name in features for batch in batches]
+    ids = [batch.ids[name].values.numpy() for name in feature_names for batch in batches]
     values, lookups = np.unique(np.concatenate([*ids, np.zeros(0, np.int64)]), return_counts=True)
-    first = np.lexsort((values, -lookups))[:count]
+    first = np.lexsort((values, -lookups))[:num_ids]
     return sorted(values[first].tolist())
 
 
 def profile_hot_and_cold(
     declared: EmbeddingDeclaration,
-    hot: Mapping[str, Iterable[int] | Tensor],
+    table_hot_ids: Mapping[str, Iterable[int] | Tensor],
     batches: Iterable[Batch],
 ) -> tuple[EmbeddingDeclaration, Profile]:
     """Split each table with hot rows into a hot and a cold table, and profile a sample of the data split likewise.
@@ -341,7 +345,7 @@ def profile_hot_and_cold(
     Returns the declaration with the split tables and the profile. Consumers of no split table are unchanged."""
     tables = declared.tables
     # Any sharding and any exchange that evaluates operators gives the same split.
-    shardings = add_hot_rows_to_shardings(tables, [row_wise(2)] * len(tables), hot, 2)
+    shardings = add_hot_rows_to_shardings(tables, [row_wise(2)] * len(tables), table_hot_ids, 2)
     slices = slices_of(declared, shardings, ["partials"] * len(tables))
     split_batches = (split_hot_rows(batch, declared, slices.hot_ids).batch for batch in batches)
     sides = slices.declaration

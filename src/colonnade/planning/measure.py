@@ -254,15 +254,16 @@ def _write_log(fd: int, size: int, count: int) -> _native.RowLog:
     return log
 
 
-def _measure_calls_per_second(seconds: float, action) -> float:
-    """Measure the calls of `action` per second: the fastest of three runs, because other programs may interfere."""
-    action()
+def _measure_calls_per_second(seconds: float, timed_action) -> float:
+    """Measure the calls of `timed_action` per second: the fastest of three runs, because other programs may
+    interfere."""
+    timed_action()
     best = 0.0
     for _ in range(3):
         count = 0
         start = time.perf_counter()
         while (elapsed := time.perf_counter() - start) < seconds / 3:
-            action()
+            timed_action()
             count += 1
         best = max(best, count / elapsed)
     return best
@@ -403,15 +404,17 @@ def time_all_to_alls(mesh: Mesh, peers: Sequence[int]) -> list[AllToAllTime]:
     return times
 
 
-def fit_message_cost(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
+def fit_message_cost(
+    message_bytes: Sequence[float], message_seconds: Sequence[float]
+) -> tuple[float, float]:
     """Fit a fixed cost in seconds and a rate in bytes per second to measured times; both sequences ascend.
 
     The fixed cost is the time of the smallest size. The rate fits the additional time, with more weight on large
     sizes."""
-    fixed = seconds[0]
+    fixed = message_seconds[0]
     increments = [
-        (size - sizes[0], max(total - fixed, 1e-9))
-        for size, total in zip(sizes, seconds, strict=True)
+        (size - message_bytes[0], max(total - fixed, 1e-9))
+        for size, total in zip(message_bytes, message_seconds, strict=True)
     ]
     # Least squares of seconds = size / rate through the smallest size: sizes are weighted by their square.
     squares = sum(size * size for size, _ in increments)
@@ -421,9 +424,9 @@ def fit_message_cost(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[
 
 
 def _fit_processor_cost(
-    sizes: Sequence[float], seconds: Sequence[float], num_peers: int
+    message_bytes: Sequence[float], processor_seconds: Sequence[float], num_peers: int
 ) -> dict[str, float]:
-    fixed, rate = fit_message_cost(sizes, seconds)
+    fixed, rate = fit_message_cost(message_bytes, processor_seconds)
     return {
         "message_processor_seconds": fixed / num_peers,
         "byte_processor_seconds": 0.5 / rate,  # Every byte is sent once and received once.
@@ -449,21 +452,21 @@ def _combine_rank_times(rank_times: torch.Tensor) -> tuple[list[float], list[flo
 
 
 def build_planned_world(
-    shape: str, *, uplink: str | None = None, local: str | None = None
+    world_shape: str, *, uplink_rate: str | None = None, local_rate: str | None = None
 ) -> World:
     """Build a world that does not run here from its description.
 
-    shape: "HOSTSxRANKS", or a number of ranks on one host. uplink, local: rates such as "1Gbit" or "5GB/s". Raises
-    ConfigError."""
-    match = re.fullmatch(r"\s*(?:(\d+)\s*x\s*)?(\d+)\s*", shape)
+    world_shape: "HOSTSxRANKS", or a number of ranks on one host. uplink, local_rate: rates such as "1Gbit" or "5GB/s".
+    Raises ConfigError."""
+    match = re.fullmatch(r"\s*(?:(\d+)\s*x\s*)?(\d+)\s*", world_shape)
     if not match or int(match[1] or 1) < 1 or int(match[2]) < 1:
         raise ConfigError(
-            f"got world {shape!r}, wanted HOSTSxRANKS such as 2x4 (2 hosts with 4 ranks each)"
+            f"got world {world_shape!r}, wanted HOSTSxRANKS such as 2x4 (2 hosts with 4 ranks each)"
         )
     speeds: dict[str, float] = {}
     for name, field, rate in (
-        ("uplink", "remote_bytes_per_second", uplink),
-        ("local", "local_bytes_per_second", local),
+        ("uplink", "remote_bytes_per_second", uplink_rate),
+        ("local", "local_bytes_per_second", local_rate),
     ):
         if rate is not None:
             try:

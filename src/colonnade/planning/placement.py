@@ -148,11 +148,12 @@ def _divide_evenly(plan: Plan, reason: str) -> Placement:
 
 
 def read_profile(
-    folder: Path | None, tables: Sequence[Table], digest: str = ""
+    folder: Path | None, tables: Sequence[Table], data_digest: str = ""
 ) -> tuple[Profile | None, str]:
-    """Read the profile of a run folder. Returns None, and a remark, for one that is damaged or of other tables or data.
+    """Read the profile of a run folder. Returns None, and a remark, for one that is damaged or of other tables or
+    data.
 
-    digest: of the run's tables and data. Profiles of earlier versions have none, and are used."""
+    data_digest: of the run's tables and data. Profiles of earlier versions have none, and are used."""
     if folder is None or not (folder / PROFILE_FILE).is_file():
         return None, ""
     try:
@@ -171,7 +172,7 @@ def read_profile(
             f"{PROFILE_FILE} is ignored, and the data profiled anew: it is of another model, with tables "
             f"{', '.join(names)}; this one has {', '.join(wanted)}"
         )
-    if digest and profile.digest and profile.digest != digest:
+    if data_digest and profile.digest and profile.digest != data_digest:
         return None, (
             f"{PROFILE_FILE} is ignored, and the data profiled anew: it is of tables of the same names with other "
             "rows, dimensions or features, or of other data"
@@ -189,13 +190,13 @@ def can_read_twice(source: Source) -> bool:
 def read_sample_batches(
     source: Source,
     batch_size: int,
-    lookups: int = SAMPLE_LOOKUPS,
+    min_lookups: int = SAMPLE_LOOKUPS,
     *,
     rank: int = 0,
     num_ranks: int = 1,
     max_batches: int = MAX_BATCHES,
 ) -> list[Batch]:
-    """Read a rank's first batches of the first epoch until they have `lookups` lookups."""
+    """Read a rank's first batches of the first epoch until they have `min_lookups` lookups."""
     sample: list[Batch] = []
     count = 0
     batches = source.batches(batch_size, rank=rank, num_ranks=num_ranks)
@@ -203,7 +204,7 @@ def read_sample_batches(
         for batch in islice(batches, max_batches):
             sample.append(batch)
             count += sum(len(ids.values) for ids in batch.ids.values())
-            if count >= lookups and len(sample) >= MIN_BATCHES:
+            if count >= min_lookups and len(sample) >= MIN_BATCHES:
                 break
     finally:
         if hasattr(batches, "close"):

@@ -121,18 +121,19 @@ class _SampledRun:
 
     def predict_demands(
         self,
-        depth: int,
+        lookahead_depth: int,
         shardings: Sequence[Sharding] | None = None,
         fixed_bytes: Mapping[str, int] | None = None,
     ) -> list[MemoryDemand]:
-        """Predict the memory that each table needs. depth: lookahead. fixed_bytes: default, those of the settings."""
+        """Predict the memory that each table needs. lookahead_depth: lookahead. fixed_bytes: default, those of the
+        settings."""
         batches = forecast_batches(
             self.base_plan,
             batch_size=self.profile.largest_batch,  # all samples, if there are fewer than a batch
             num_samples=self.setup.data.train.num_samples,
             first_batch=self.first_step,
             last_batch=self.last_step,
-            depth=depth,
+            lookahead_depth=lookahead_depth,
         )
         if fixed_bytes is None:
             fixed_bytes = self.setup.config.plan.memory.tables
@@ -224,12 +225,12 @@ def plan_from_sample(
     )
 
 
-def _sample_run(setup: RunSetup, world: World, first_step: int, lookups: int) -> _SampledRun:
+def _sample_run(setup: RunSetup, world: World, first_step: int, min_lookups: int) -> _SampledRun:
     """Read a sample, profile it, and find its hot rows."""
     config = setup.config
     tables = setup.collection.tables
     declared = setup.collection.declaration
-    sample = read_sample_batches(setup.data.train, config.train.samples_per_step, lookups)
+    sample = read_sample_batches(setup.data.train, config.train.samples_per_step, min_lookups)
     hashed_sample = [hash_ids(batch, declared) for batch in sample]
     profile = profile_batches(tables, declared.features, hashed_sample)
     recorded = _read_recorded_shardings(setup.folder)
@@ -238,7 +239,7 @@ def _sample_run(setup: RunSetup, world: World, first_step: int, lookups: int) ->
         setup=setup,
         world=world,
         base_plan=build_plan(
-            tables, world, resolve_plan_config(config.plan, tables, world, hot=hot_ids)
+            tables, world, resolve_plan_config(config.plan, tables, world, table_hot_ids=hot_ids)
         ),
         sample=sample,
         hashed_sample=hashed_sample,
@@ -249,32 +250,36 @@ def _sample_run(setup: RunSetup, world: World, first_step: int, lookups: int) ->
     )
 
 
-def _choose_depth(run: _SampledRun, main_bytes: int | None) -> tuple[int, list[MemoryDemand]]:
+def _choose_depth(
+    sampled_run: _SampledRun, main_bytes: int | None
+) -> tuple[int, list[MemoryDemand]]:
     """Return the first lookahead with a window of batches that fits in memory, else the last; and its memory demands.
 
     A window that fits waits for no batch to finish."""
-    lookahead = run.setup.config.plan.lookahead
+    lookahead = sampled_run.setup.config.plan.lookahead
     for depth in AUTO_DEPTHS if lookahead == "auto" else (lookahead,):
-        demands = run.predict_demands(depth)
+        demands = sampled_run.predict_demands(depth)
         if main_bytes is None or count_window_bytes(demands) <= main_bytes:
             break
     return depth, demands
 
 
-def _place_rows(run: _SampledRun, decision: PlanDecision, depth: int) -> _PlacedRows:
+def _place_rows(
+    sampled_run: _SampledRun, decision: PlanDecision, lookahead_depth: int
+) -> _PlacedRows:
     """Divide memory among the tables under a decision."""
-    tables = run.tables
-    world = run.world
-    config = run.setup.config.plan
+    tables = sampled_run.tables
+    world = sampled_run.world
+    config = sampled_run.setup.config.plan
     plan = build_plan(
-        tables, world, resolve_plan_config(config, tables, world, decision, run.hot_ids)
+        tables, world, resolve_plan_config(config, tables, world, decision, sampled_run.hot_ids)
     )
-    demands = run.predict_demands(depth, plan.shardings)
+    demands = sampled_run.predict_demands(lookahead_depth, plan.shardings)
     if config.placement == "even":
         memory = _get_planned_memory(demands, plan)
     else:
         memory = divide_planned_memory(plan, tables, demands)
-        plan = apply_placement(plan, tables, memory, lookahead=depth)
+        plan = apply_placement(plan, tables, memory, lookahead=lookahead_depth)
         # Rows in mapped memory leave fewer reads to the files.
         memory = [
             replace(table, reads=demand.reads_at(table.rows + table_plan.mapped_rows))
@@ -283,28 +288,32 @@ def _place_rows(run: _SampledRun, decision: PlanDecision, depth: int) -> _Placed
             for table, demand, table_plan in zip(memory, demands, plan.tables, strict=True)
         ]
     demands, memory = average_over_ranks(demands, memory, plan.shardings, len(world.owners))
-    return _PlacedRows(plan, demands, memory, depth)
+    return _PlacedRows(plan, demands, memory, lookahead_depth)
 
 
-def _predict_plan(run: _SampledRun, placed: _PlacedRows, measured: MeasuredCosts) -> PlannedStep:
+def _predict_plan(
+    sampled_run: _SampledRun, placed_rows: _PlacedRows, measured_costs: MeasuredCosts
+) -> PlannedStep:
     """Predict the speed of a plan, and complete it."""
-    plan = placed.plan
-    config = run.setup.config.plan
-    depth = placed.depth
+    plan = placed_rows.plan
+    config = sampled_run.setup.config.plan
+    depth = placed_rows.depth
     if config.placement == "even" and plan.lookahead != "auto":
         depth = plan.lookahead
     elif config.lookahead == "auto":
-        depth = choose_lookahead_depth(placed.memory, measured.step, measured.device, depth)
+        depth = choose_lookahead_depth(
+            placed_rows.memory, measured_costs.step, measured_costs.device, depth
+        )
     prediction = predict_speed(
-        run.tables,
-        placed.demands,
-        placed.memory,
-        [run.profile.lookups_per_sample(t) for t in range(len(run.tables))],
-        measured,
+        sampled_run.tables,
+        placed_rows.demands,
+        placed_rows.memory,
+        [sampled_run.profile.lookups_per_sample(t) for t in range(len(sampled_run.tables))],
+        measured_costs,
         PredictedRun(
-            batch_size=run.profile.largest_batch,
-            num_batches=run.last_step - run.first_step,
-            num_ranks=len(run.world.owners),
+            batch_size=sampled_run.profile.largest_batch,
+            num_batches=sampled_run.last_step - sampled_run.first_step,
+            num_ranks=len(sampled_run.world.owners),
             lookahead=depth,
             write_budget=config.write_budget,
         ),
@@ -314,8 +323,8 @@ def _predict_plan(run: _SampledRun, placed: _PlacedRows, measured: MeasuredCosts
         plan = replace(plan, lookahead=depth)
         if config.memory.hbm is not None:
             # Bytes of single tables are of main memory.
-            demands = run.predict_demands(depth, plan.shardings, fixed_bytes={})
-            plan = place_rows_on_device(plan, run.tables, demands)
+            demands = sampled_run.predict_demands(depth, plan.shardings, fixed_bytes={})
+            plan = place_rows_on_device(plan, sampled_run.tables, demands)
     return PlannedStep(plan, prediction)
 
 
@@ -456,11 +465,11 @@ def read_recorded_plan(
     return plan
 
 
-def fix_choices(config: PlanConfig, plan: Plan) -> PlanConfig:
+def fix_choices(plan_config: PlanConfig, chosen_plan: Plan) -> PlanConfig:
     """Return settings with the shardings and exchanges of a plan; hot rows stay as they are set. Pure."""
     own_settings = {}
-    for planned in plan.tables:
-        own = config.tables.get(planned.name, TablePlanConfig())
+    for planned in chosen_plan.tables:
+        own = plan_config.tables.get(planned.name, TablePlanConfig())
         is_copied = planned.sharding.is_replicated
         own_settings[planned.name] = own.model_copy(
             update={
@@ -469,4 +478,4 @@ def fix_choices(config: PlanConfig, plan: Plan) -> PlanConfig:
                 "exchange": None if is_copied else planned.exchange,
             }
         )
-    return config.model_copy(update={"tables": own_settings})
+    return plan_config.model_copy(update={"tables": own_settings})

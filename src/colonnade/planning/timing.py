@@ -156,7 +156,7 @@ class _TimedModel:
 
 
 def _plan_with_little_memory(
-    collection: EmbeddingCollection, batches: Sequence[Batch], reads: Mapping[str, float]
+    collection: EmbeddingCollection, batches: Sequence[Batch], reads_by_table: Mapping[str, float]
 ) -> Plan:
     """Build a plan in which a step reads about as many rows of each table as it will in the run.
 
@@ -175,31 +175,33 @@ def _plan_with_little_memory(
             )
             for batch in batches
         ]
-        rows = choose_resident_rows(ids, LOOKAHEAD + 2, reads[table.name])
+        rows = choose_resident_rows(ids, LOOKAHEAD + 2, reads_by_table[table.name])
         budgets[table.name] = int(rows * 1.05 + 16) * slot_bytes(table)
     memory = MemoryConfig(dram=sum(budgets.values()), tables=budgets)
     return build_plan(collection.tables, 1, PlanConfig(memory=memory, lookahead=LOOKAHEAD))
 
 
-def choose_resident_rows(batches: Sequence[np.ndarray], window: int, reads: float) -> int:
-    """Return how many rows must be in memory so that a step over these batches reads about `reads` rows. Pure.
+def choose_resident_rows(
+    batch_row_ids: Sequence[np.ndarray], window_batches: int, target_reads: float
+) -> int:
+    """Return how many rows must be in memory so that a step over these batches reads about `target_reads` rows. Pure.
 
-    Memory holds the rows of any `window` consecutive batches, and the most used of the others. batches: unique ids of
-    each batch; training repeats them.
+    Memory holds the rows of any `window_batches` consecutive batches, and the most used of the others. batch_row_ids:
+    unique ids of each batch; training repeats them.
     """
     unique_ids, inverse, uses = np.unique(
-        np.concatenate(batches), return_inverse=True, return_counts=True
+        np.concatenate(batch_row_ids), return_inverse=True, return_counts=True
     )
     order = np.argsort(-uses, kind="stable")
     # By number of cached rows: uses of all other rows, in all steps.
     uses_left = int(uses.sum()) - np.concatenate([[0], np.cumsum(uses[order])])
-    num_cached = int(np.argmax(uses_left <= reads * len(batches)))
+    num_cached = int(np.argmax(uses_left <= target_reads * len(batch_row_ids)))
     is_cached = np.zeros(len(unique_ids), bool)
     is_cached[order[:num_cached]] = True
     rows = num_cached
-    starts = np.cumsum([0, *map(len, batches)])
-    for first in range(len(batches)):
-        last = min(first + window, len(batches))
+    starts = np.cumsum([0, *map(len, batch_row_ids)])
+    for first in range(len(batch_row_ids)):
+        last = min(first + window_batches, len(batch_row_ids))
         window_rows = np.unique(inverse.ravel()[starts[first] : starts[last]])
         rows = max(rows, num_cached + int((~is_cached[window_rows]).sum()))
     return max(rows, 1)
@@ -250,7 +252,7 @@ def count_plans_to_time(predicted_seconds: Sequence[float], run_steps: int | Non
     return count if count > 1 else 0
 
 
-def time_in_turns(candidates: Sequence[TrainSteps], mesh: Mesh) -> list[float]:
+def time_in_turns(candidate_steps: Sequence[TrainSteps], mesh: Mesh) -> list[float]:
     """Return the seconds of a step of each candidate on the slowest rank, the same on every rank. Collective.
 
     The first turn initialises rows and buffers, and does not count: in a benchmark, the first candidate took twice as
@@ -262,9 +264,9 @@ def time_in_turns(candidates: Sequence[TrainSteps], mesh: Mesh) -> list[float]:
         own_seconds = torch.tensor(seconds, dtype=torch.float64)
         return max(float(value) for value in mesh.all_gather("control", own_seconds))
 
-    for train in candidates:
+    for train in candidate_steps:
         take_turn(train, MIN_TURN_STEPS)
-    first = [take_turn(train, MIN_TURN_STEPS) for train in candidates]
+    first = [take_turn(train, MIN_TURN_STEPS) for train in candidate_steps]
     hopeful = [i for i, seconds in enumerate(first) if seconds <= HOPELESS * min(first)]
     num_steps = MAX_SECONDS / (len(hopeful) * min(first))  # of each plan, in all turns
     num_turns = min(max(int(num_steps / FEWEST_STEPS), 1), NUM_TURNS)
@@ -273,7 +275,7 @@ def time_in_turns(candidates: Sequence[TrainSteps], mesh: Mesh) -> list[float]:
     turns: dict[int, list[float]] = {i: [] for i in hopeful}
     for _ in range(num_turns if len(hopeful) > 1 else 0):
         for i in hopeful:
-            turns[i].append(take_turn(candidates[i], steps))
+            turns[i].append(take_turn(candidate_steps[i], steps))
     medians = {i: median(part) for i, part in turns.items() if part}
     # An excluded plan stays as far behind as it was, should the machine be slower since.
     drift = max(1.0, min(medians.values()) / min(first)) if medians else 1.0
@@ -347,14 +349,14 @@ def _read_first_batches(setup: RunSetup) -> list[Batch]:
 
 
 def add_measured_seconds(
-    comparison: PlanComparison, seconds: Iterable[float], chosen: int
+    comparison: PlanComparison, measured_seconds: Iterable[float], chosen_index: int
 ) -> PlanComparison:
     """Return a comparison with the measured seconds of its first plans. Pure."""
     measured: list[ComparedPlan] = [
         replace(plan, measured_seconds=value)
-        for plan, value in zip(comparison.plans, seconds, strict=False)
+        for plan, value in zip(comparison.plans, measured_seconds, strict=False)
     ]
-    return PlanComparison((*measured, *comparison.plans[len(measured) :]), chosen)
+    return PlanComparison((*measured, *comparison.plans[len(measured) :]), chosen_index)
 
 
 class _TimedCopy:
@@ -364,15 +366,15 @@ class _TimedCopy:
         self.trainer = trainer
         self.outcome = Outcome()
 
-    def train_steps(self, warm_up: int, steps: int, start: Callable[[], None]) -> float:
+    def train_steps(self, num_warm_up: int, num_steps: int, on_warm: Callable[[], None]) -> float:
         """Train steps on the first batches; see `TrainSteps`. Collective."""
         trainer = self.trainer
         began = 0.0
         # One lookahead at a time: two would send ids of two plans in no common order.
         with trainer.collection.lookahead(trainer.read_remaining_batches()) as stream:
-            for step in range(warm_up + steps):
-                if step == warm_up:
-                    start()
+            for step in range(num_warm_up + num_steps):
+                if step == num_warm_up:
+                    on_warm()
                     began = time.perf_counter()
                 trainer.train_step(stream, self.outcome)
             seconds = time.perf_counter() - began

@@ -76,14 +76,14 @@ class ApproximateIndex:
             top[row, : len(result[0])], scores[row, : len(result[0])] = result
         return top, scores
 
-    def _search(self, query: Tensor, mask: Tensor, k: int) -> tuple[Tensor, Tensor] | None:
+    def _search(self, query: Tensor, masked_items: Tensor, k: int) -> tuple[Tensor, Tensor] | None:
         """Return at most k items with their scores, best first; None: too few, or too many to ask for."""
         num_items = len(self.vectors)
-        count = k + len(mask)
+        count = k + len(masked_items)
         if count > MAX_SHARE * num_items:
             return None
         items = search_graph(self.graph, query[None], count)[0]
-        items = items[(items >= 0) & ~torch.isin(items, mask)].sort().values
+        items = items[(items >= 0) & ~torch.isin(items, masked_items)].sort().values
         if len(items) < k:
             return None
         values = self.vectors[items] @ query
@@ -125,10 +125,10 @@ def lengthen(vectors: Tensor) -> Tensor:
     return torch.cat([vectors, (squares.max() - squares).clamp(min=0).sqrt()], dim=1).contiguous()
 
 
-def search_graph(graph: Any, queries: Tensor, count: int) -> Tensor:
-    """Return `count` items near each query, (B, count) int64; -1 where the graph returns fewer."""
+def search_graph(graph: Any, queries: Tensor, num_neighbours: int) -> Tensor:
+    """Return `num_neighbours` items near each query, (B, count) int64; -1 where the graph returns fewer."""
     longer = torch.cat([queries, queries.new_zeros(len(queries), 1)], dim=1)
-    result = graph.search(longer.numpy(), count, threads=1)
+    result = graph.search(longer.numpy(), num_neighbours, threads=1)
     keys = torch.from_numpy(np.atleast_2d(result.keys).astype(np.int64))
     counts = getattr(result, "counts", None)
     if counts is None:  # a single query, whose keys are as many as were found

@@ -364,9 +364,9 @@ class Predictor:
             self._torn = None
         subscriber.record_delta(delta)
 
-    def _open_base(self, subscriber: Subscriber, base: BaseExport) -> None:
+    def _open_base(self, subscriber: Subscriber, base_export: BaseExport) -> None:
         """Replace rows and weights by those of a full export of the publication."""
-        folder = folder_inside(subscriber.folder, base.folder)
+        folder = folder_inside(subscriber.folder, base_export.folder)
         export = read_export(folder)
         check_file_lengths(folder, export)
         _check_schema(self.schema, export, folder)
@@ -378,7 +378,7 @@ class Predictor:
             self.step = export.step
             self.folder = folder
             self._torn = None
-        subscriber.record_base(base)
+        subscriber.record_base(base_export)
 
     def __enter__(self) -> Predictor:
         return self
@@ -425,12 +425,12 @@ def _read_ahead(items: Iterable[T]) -> Any:
         thread.join()
 
 
-def _parse_published_step(path: Path, at: int | str) -> int:
-    """Return the step that `at` names. Raises ConfigError for names of a run's checkpoints."""
-    if isinstance(at, int) or at.isdecimal():
-        return int(at)
+def _parse_published_step(publication_path: Path, step_text: int | str) -> int:
+    """Return the step that `step_text` names. Raises ConfigError for names of a run's checkpoints."""
+    if isinstance(step_text, int) or step_text.isdecimal():
+        return int(step_text)
     raise ConfigError(
-        f"{path} is a publication: got at={at!r}, wanted a published step, or nothing for the newest"
+        f"{publication_path} is a publication: got at={step_text!r}, wanted a published step, or nothing for the newest"
     )
 
 
@@ -522,18 +522,22 @@ def _list_columns(schema: Schema) -> list[str]:
     ]
 
 
-def _check_dense_weights(model: nn.Module, weights: dict[str, Tensor], folder: Path) -> None:
+def _check_dense_weights(
+    model: nn.Module, loaded_weights: dict[str, Tensor], export_folder: Path
+) -> None:
     """Raise CheckpointError for dense weights of other names or shapes than the network's, or with NaN or inf."""
     parameters = dense_weights(model)
-    for name in [*parameters, *weights]:
-        got = tuple(weights[name].shape) if name in weights else None
+    for name in [*parameters, *loaded_weights]:
+        got = tuple(loaded_weights[name].shape) if name in loaded_weights else None
         wanted = tuple(parameters[name].shape) if name in parameters else None
         if got != wanted:
             raise CheckpointError(
-                f"{folder}: got dense weights {name} of shape {got}, this network has {wanted}; give the network "
+                f"{export_folder}: got dense weights {name} of shape {got}, this network has {wanted}; give "
+                "the network "
                 "that was trained"
             )
-        if not bool(weights[name].isfinite().all()):
+        if not bool(loaded_weights[name].isfinite().all()):
             raise CheckpointError(
-                f"{folder}: got NaN or inf in the dense weights {name}, which score nothing; export an older step"
+                f"{export_folder}: got NaN or inf in the dense weights {name}, which score nothing; export "
+                "an older step"
             )

@@ -145,7 +145,7 @@ def copy_publication(source: RemoteFolder, target: RemoteFolder) -> None:
         _delete_unneeded(target, current)
 
 
-def check_url_owner(url: str, run: str) -> None:
+def check_url_owner(url: str, run_name: str) -> None:
     """Raise ConfigError if another run publishes at `url`.
 
     A location that cannot be read now is accepted: checkpoints are copied when it can be.
@@ -158,7 +158,9 @@ def check_url_owner(url: str, run: str) -> None:
         ),
     ):
         if (content := location.read_current()) is not None:
-            check_publication_owner(Path(location.root), _parse_current_of(content, location), run)
+            check_publication_owner(
+                Path(location.root), _parse_current_of(content, location), run_name
+            )
 
 
 def _parse_current_of(content: bytes, location: RemoteFolder) -> CurrentPointer:
@@ -188,39 +190,41 @@ def _copy_base(
         target.files.pipe_file(target.path(name), content)
 
 
-def _has_checksum(location: RemoteFolder, name: str, checksums: FileChecksums) -> bool:
+def _has_checksum(remote_folder: RemoteFolder, file_name: str, checksums: FileChecksums) -> bool:
     """Read a file and return whether it has the right checksum."""
     crc = 0
-    with location.open(name) as file:
+    with remote_folder.open(file_name) as file:
         while piece := file.read(COPY_BYTES):
             crc = _native.crc32c(np.frombuffer(piece, np.uint8), crc)
     return f"{crc:08x}" == checksums.crc32c
 
 
 def _copy_file(
-    source: RemoteFolder, target: RemoteFolder, name: str, checksums: FileChecksums | None
+    source: RemoteFolder, target: RemoteFolder, file_name: str, checksums: FileChecksums | None
 ) -> None:
     """Copy a file and check its length, and its checksum if there is one."""
-    target.files.makedirs(target.path(name).rpartition("/")[0], exist_ok=True)
+    target.files.makedirs(target.path(file_name).rpartition("/")[0], exist_ok=True)
     crc = num_bytes = 0
-    if target.size(name) is not None:
-        target.files.rm(target.path(name))  # do not overwrite a file that a process may have mapped
-    with source.open(name) as source_file:
-        with target.files.open(target.path(name), "wb") as target_file:
+    if target.size(file_name) is not None:
+        target.files.rm(
+            target.path(file_name)
+        )  # do not overwrite a file that a process may have mapped
+    with source.open(file_name) as source_file:
+        with target.files.open(target.path(file_name), "wb") as target_file:
             while piece := source_file.read(COPY_BYTES):
                 target_file.write(piece)
                 num_bytes += len(piece)
                 if checksums is not None:
                     crc = _native.crc32c(np.frombuffer(piece, np.uint8), crc)
     if checksums is not None and (num_bytes, f"{crc:08x}") != (checksums.bytes, checksums.crc32c):
-        target.files.rm(target.path(name))
+        target.files.rm(target.path(file_name))
         raise CorruptionError(
-            f"{source.path(name)}: got {num_bytes:,} bytes of checksum {crc:08x}, wanted {checksums.bytes:,} of "
+            f"{source.path(file_name)}: got {num_bytes:,} bytes of checksum {crc:08x}, wanted {checksums.bytes:,} of "
             f"{checksums.crc32c} by its {MODEL}: it is torn or altered; {REMEDY}"
         )
-    if target.size(name) != num_bytes:
+    if target.size(file_name) != num_bytes:
         raise StorageError(
-            f"{target.path(name)}: got fewer bytes than {num_bytes:,}; it will be copied again"
+            f"{target.path(file_name)}: got fewer bytes than {num_bytes:,}; it will be copied again"
         )
 
 
@@ -258,9 +262,11 @@ class UrlPublisher:
     local_publisher: DeltaPublisher
     url: str
 
-    def send(self, step: int, retained: Sequence[int], print_line: Callable[[str], None]) -> None:
+    def send(
+        self, newest_step: int, retained_steps: Sequence[int], print_line: Callable[[str], None]
+    ) -> None:
         """Publish a checkpoint in the run folder, and copy the publication to the URL."""
-        self.local_publisher.send(step, retained, print_line)
+        self.local_publisher.send(newest_step, retained_steps, print_line)
         if self.local_publisher.problem is not None:
             return
         try:

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from colonnade.checkpoint.header import header_path, read_header
 from colonnade.checkpoint.states import load_state
-from colonnade.checkpoint.stores import find_row_folders
+from colonnade.checkpoint.stores import find_row_folders_by_slice
 from colonnade.errors import (
     CheckpointError,
     ColonnadeError,
@@ -136,20 +136,23 @@ class DeltaPublisher:
         self.only_best = only_best
         self.problem: ColonnadeError | OSError | None = None  # of the newest checkpoint
 
-    def send(self, step: int, retained: Sequence[int], print_line: Callable[[str], None]) -> None:
-        """Publish the saved checkpoint of `step`. The delta needs the previously published checkpoint to exist, too."""
+    def send(
+        self, newest_step: int, retained_steps: Sequence[int], print_line: Callable[[str], None]
+    ) -> None:
+        """Publish the saved checkpoint of `newest_step`. The delta needs the previously published checkpoint to exist,
+        too."""
         try:
-            header = read_header(self.run_folder, step)
+            header = read_header(self.run_folder, newest_step)
             best = header.get("best_step")
-            if self.only_best and best is not None and best != step:
-                step = best
+            if self.only_best and best is not None and best != newest_step:
+                newest_step = best
                 header = read_header(self.run_folder, best)
-            self._publish_step(step, header)
+            self._publish_delta_or_base(newest_step, header)
             self.problem = None
         except (ColonnadeError, OSError) as error:
             self.problem = error
             print_line(
-                f"{self.folder}: could not publish step {step}: {error}. Training continues; the next "
+                f"{self.folder}: could not publish step {newest_step}: {error}. Training continues; the next "
                 "checkpoint publishes it"
             )
 
@@ -158,13 +161,15 @@ class DeltaPublisher:
         if self.problem is not None:
             raise self.problem
 
-    def _publish_step(self, step: int, header: Mapping[str, Any]) -> None:
+    def _publish_delta_or_base(self, step: int, header: Mapping[str, Any]) -> None:
         """Publish a step as a delta, or as a new base if the difference is unknown or deltas are large."""
         self.disk.make_dir(self.folder)
         current = read_current(self.folder)
         tag = checkpoint_tag(self.run_folder, step)
         if current is None:
-            self._write_current(self._with_base(CurrentPointer(header["run"], 0, step, tag, (), 0)))
+            self._write_current(
+                self._export_new_base(CurrentPointer(header["run"], 0, step, tag, (), 0))
+            )
             return
         check_publication_owner(self.folder, current, header["run"])
         if current.tag == tag:
@@ -175,7 +180,7 @@ class DeltaPublisher:
         except (IncomparableCommits, CheckpointError, CorruptionError):
             # The previous checkpoint is deleted, damaged or has other shardings, so the difference is unknown.
             self._write_current(
-                self._with_base(
+                self._export_new_base(
                     CurrentPointer(current.run, next_number, step, tag, current.bases, 0)
                 )
             )
@@ -187,11 +192,11 @@ class DeltaPublisher:
         )
         try:
             if total_delta_bytes > max(MIN_BYTES_FOR_BASE, current.bases[-1].num_bytes):
-                updated = self._with_base(updated)
+                updated = self._export_new_base(updated)
         finally:  # without space for a base, the delta alone is still valid
             self._write_current(updated)
 
-    def _with_base(self, current: CurrentPointer) -> CurrentPointer:
+    def _export_new_base(self, current: CurrentPointer) -> CurrentPointer:
         """Export the current checkpoint as a base; return the pointer with it."""
         name = f"base-{current.number:012d}-{current.tag}"
         if not (self.folder / name).exists():
@@ -218,29 +223,34 @@ class DeltaPublisher:
 
 def build_delta(
     run_folder: Path,
-    current: CurrentPointer,
+    current_pointer: CurrentPointer,
     step: int,
     header: Mapping[str, Any],
-    number: int,
-    tag: str,
+    delta_number: int,
+    new_tag: str,
 ) -> bytes:
     """Build the file of a delta from the currently published checkpoint to that of `step`.
 
     Raises IncomparableCommits, CheckpointError if the difference between the two is unknown, NonFiniteError for weights
     that are NaN or inf.
     """
-    if current.step >= step or checkpoint_tag(run_folder, current.step) != current.tag:
+    if (
+        current_pointer.step >= step
+        or checkpoint_tag(run_folder, current_pointer.step) != current_pointer.tag
+    ):
         raise CheckpointError(
-            f"{run_folder} has no checkpoint of step {current.step} as it was published"
+            f"{run_folder} has no checkpoint of step {current_pointer.step} as it was published"
         )
-    previous_header = read_header(run_folder, current.step)
+    previous_header = read_header(run_folder, current_pointer.step)
     for name in ("shardings", "num_ranks", "model"):
         if previous_header.get(name) != header.get(name):
-            raise IncomparableCommits(f"{run_folder}: {name} changed after step {current.step}")
+            raise IncomparableCommits(
+                f"{run_folder}: {name} changed after step {current_pointer.step}"
+            )
     tensors: dict[str, Tensor] = {}
     for table_index, table_header in enumerate(header["model"]["tables"].values()):
         delta = _build_table_delta(
-            run_folder, header, table_index, table_header, current.step, step
+            run_folder, header, table_index, table_header, current_pointer.step, step
         )
         check_rows_finite(list(header["model"]["tables"])[table_index], delta.ids, delta.weights)
         tensors[f"rows/{table_index}/ids"] = delta.ids
@@ -251,7 +261,9 @@ def build_delta(
     check_dense_finite(dense)
     for name, value in dense.items():
         tensors[f"dense/{name}"] = value.contiguous().clone()
-    delta_header = DeltaHeader(current.run, number, current.tag, tag, step)
+    delta_header = DeltaHeader(
+        current_pointer.run, delta_number, current_pointer.tag, new_tag, step
+    )
     return save(tensors, metadata={"change": json.dumps(asdict(delta_header))})
 
 
@@ -268,7 +280,7 @@ def _build_table_delta(
     dims = table_header["dim"]
     width = sum(dims.values()) if isinstance(dims, Mapping) else dims
     differences: list[tuple[tuple[int, int], CommitDifference]] = []
-    for columns, paths in find_row_folders(header, table_index):
+    for columns, paths in find_row_folders_by_slice(header, table_index):
         first, last = columns or (0, width)
         for path in paths:
             part = diff_commits(run_folder / "rows" / path, earlier_step, later_step)
@@ -293,13 +305,13 @@ def _build_table_delta(
     return TableDelta(torch.from_numpy(ids), shaped, torch.from_numpy(gone))
 
 
-def _merge_differences(parts: list[CommitDifference]) -> CommitDifference:
+def _merge_differences(store_differences: list[CommitDifference]) -> CommitDifference:
     """Merge the differences of stores with different rows of one table; ids ascending."""
-    ids = np.concatenate([part.ids for part in parts])
+    ids = np.concatenate([part.ids for part in store_differences])
     order = ids.argsort(kind="stable")
-    records = np.concatenate([part.records for part in parts])[order]
+    records = np.concatenate([part.records for part in store_differences])[order]
     return CommitDifference(
-        ids[order], records, np.sort(np.concatenate([part.gone for part in parts]))
+        ids[order], records, np.sort(np.concatenate([part.gone for part in store_differences]))
     )
 
 
@@ -365,9 +377,9 @@ def delta_file_name(number: int) -> str:
     return f"change-{number:012d}"
 
 
-def read_delta(folder: Path, number: int) -> Delta:
+def read_delta(folder: Path, delta_number: int) -> Delta:
     """Read and check a delta. Raises StorageError if it is missing, CorruptionError if it is damaged or no delta."""
-    path = folder / delta_file_name(number)
+    path = folder / delta_file_name(delta_number)
     content = _read_checked(path)
     try:
         end = 8 + int.from_bytes(content[:8], "little")
@@ -421,20 +433,31 @@ def _check_ids(ids: Tensor) -> None:
         raise ValueError("ids that are not int64 (N,), ascending")
 
 
-def read_linked_delta(folder: Path, number: int, before: str, current: CurrentPointer) -> Delta:
-    """Read change `number` as `read_delta`, and check that it leads from checkpoint `before` ("": any) to the next one.
+def read_linked_delta(
+    folder: Path, delta_number: int, previous_tag: str, current_pointer: CurrentPointer
+) -> Delta:
+    """Read change `delta_number` as `read_delta`, and check that it leads from checkpoint `previous_tag` ("": any) to
+    the next one.
 
     Raises CheckpointError for another publication's, and if the pointer states another next one, where followers would
     start over forever.
     """
-    delta = read_delta(folder, number)
+    delta = read_delta(folder, delta_number)
     header = delta.header
-    tags = {base.number: base.tag for base in current.bases} | {current.number: current.tag}
+    tags = {base.number: base.tag for base in current_pointer.bases} | {
+        current_pointer.number: current_pointer.tag
+    }
     got = (header.run, header.number, header.before, header.tag)
-    wanted = (current.run, number, before or header.before, tags.get(number, header.tag))
+    wanted = (
+        current_pointer.run,
+        delta_number,
+        previous_tag or header.before,
+        tags.get(delta_number, header.tag),
+    )
     if got != wanted:
         raise CheckpointError(
-            f"{folder}: change {number}: got one of run {got[0]} that leads from checkpoint {got[2]} to {got[3]}, "
+            f"{folder}: change {delta_number}: got one of run {got[0]} that leads from checkpoint {got[2]} "
+            f"to {got[3]}, "
             f"wanted run {wanted[0]}, from {wanted[2]} to {wanted[3]}: it is another publication's. Publish to a "
             "folder of its own"
         )

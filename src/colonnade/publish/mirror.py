@@ -60,28 +60,31 @@ class Mirror:
         self.url = url
         self.problem: StorageError | None = None  # of the newest checkpoint
 
-    def send(self, step: int, retained: Sequence[int], print_line: Callable[[str], None]) -> None:
-        """Copy the retained checkpoints, of which `step` is the newest, to the URL, and delete all others there.
+    def send(
+        self, newest_step: int, retained_steps: Sequence[int], print_line: Callable[[str], None]
+    ) -> None:
+        """Copy the retained checkpoints, of which `newest_step` is the newest, to the URL, and delete all others
+        there.
 
         Copies missing files only, each header after its files. Deletes headers first.
         """
         try:
             files, root = open_url(self.url)
-            with name_url_in_errors(self.url, f"copy the checkpoint of step {step}"):
+            with name_url_in_errors(self.url, f"copy the checkpoint of step {newest_step}"):
                 mirrored = list_mirrored_steps(files, root)
-                sizes = _file_sizes(files, f"{root}/rows")
-                for retained_step in retained:
-                    is_new = retained_step not in mirrored or retained_step == step
+                sizes = _list_file_sizes(files, f"{root}/rows")
+                for retained_step in retained_steps:
+                    is_new = retained_step not in mirrored or retained_step == newest_step
                     try:
-                        self._copy(files, root, retained_step, is_new, sizes)
+                        self._copy_checkpoint(files, root, retained_step, is_new, sizes)
                     except (CheckpointError, CorruptionError) as error:
-                        if retained_step == step:
+                        if retained_step == newest_step:
                             raise
                         # An older checkpoint that is damaged must not keep the newest from the mirror.
                         print_line(
                             f"{self.url}: left out the checkpoint of step {retained_step}: {error}"
                         )
-                _delete_unretained(files, root, retained)
+                _delete_unretained(files, root, retained_steps)
             self.problem = None
         except StorageError as error:
             self.problem = error
@@ -92,9 +95,16 @@ class Mirror:
         if self.problem is not None:
             raise self.problem
 
-    def _copy(self, files: Any, root: str, step: int, is_new: bool, sizes: dict[str, int]) -> None:
+    def _copy_checkpoint(
+        self,
+        file_system: Any,
+        remote_root: str,
+        step: int,
+        is_new: bool,
+        remote_sizes: dict[str, int],
+    ) -> None:
         """Copy the missing files of one checkpoint, its header last."""
-        target = f"{root}/checkpoints/{step:012d}"
+        target = f"{remote_root}/checkpoints/{step:012d}"
         header = read_header(self.folder, step)
         small_files = [
             p for p in (self.folder / "checkpoints" / f"{step:012d}").iterdir() if p.is_file()
@@ -106,14 +116,18 @@ class Mirror:
                 # Named as a file in the store's own directory, where a store looks for copies of its stripes.
                 name = f"{_relative_to_folder(self.folder, shard.folder / file.path.name)}-{file.content}"
                 # The name identifies the content; a wrong size means an incomplete copy.
-                if sizes.get(name) != file.num_bytes:
-                    _upload(files, file.path, f"{root}/{name}")
-                    sizes[name] = file.num_bytes
+                if remote_sizes.get(name) != file.num_bytes:
+                    _upload(file_system, file.path, f"{remote_root}/{name}")
+                    remote_sizes[name] = file.num_bytes
         if is_new:
             for path in small_files:
-                _upload(files, path, f"{target}/files/{_relative_to_folder(self.folder, path)}")
-            _upload(files, self.folder / "checkpoints" / f"{step:012d}.json", f"{target}.part")
-            files.mv(f"{target}.part", f"{target}.json")  # atomic, even where uploads are not
+                _upload(
+                    file_system, path, f"{target}/files/{_relative_to_folder(self.folder, path)}"
+                )
+            _upload(
+                file_system, self.folder / "checkpoints" / f"{step:012d}.json", f"{target}.part"
+            )
+            file_system.mv(f"{target}.part", f"{target}.json")  # atomic, even where uploads are not
 
 
 def fetch_run(url: str, folder: Path | str, *, at: int | None = None) -> int:
@@ -143,30 +157,34 @@ def fetch_run(url: str, folder: Path | str, *, at: int | None = None) -> int:
 
 
 def _fetch_checkpoint(
-    files: Any, root: str, folder: Path, step: int, fetched: set[Path]
+    file_system: Any, remote_root: str, run_folder: Path, step: int, downloaded_paths: set[Path]
 ) -> dict[str, Any]:
-    """Fetch one checkpoint's files, its header last; return the header. fetched: segments of earlier fetches."""
+    """Fetch one checkpoint's files, its header last; return the header. downloaded_paths: segments of earlier
+    fetches."""
     disk = Disk()
-    small_folder = f"{root}/checkpoints/{step:012d}/files"
-    for path in files.find(small_folder):
+    small_folder = f"{remote_root}/checkpoints/{step:012d}/files"
+    for path in file_system.find(small_folder):
         name = _relative_to_root(small_folder, path)
         for part in name.split("/"):
             check_file_name(part, path)
-        _download(disk, files, path, folder / name)
-    local_header = folder / "checkpoints" / f"{step:012d}.json"
-    header_bytes = files.cat_file(f"{root}/checkpoints/{step:012d}.json")
+        _download(disk, file_system, path, run_folder / name)
+    local_header = run_folder / "checkpoints" / f"{step:012d}.json"
+    header_bytes = file_system.cat_file(f"{remote_root}/checkpoints/{step:012d}.json")
     # Under another name first, because its rows are not fetched yet.
     unfinished_header = local_header.with_suffix(".fetched")
     disk.make_dir(unfinished_header.parent)
     write_durably(disk, unfinished_header, header_bytes, checked=False)
     header = parse_header(local_header, read_verified(unfinished_header))
-    for shard in _list_store_files(folder, header):
+    for shard in _list_store_files(run_folder, header):
         for file in shard.files:
             path = shard.folder / file.path.name
-            if path not in fetched:
-                fetched.add(path)
+            if path not in downloaded_paths:
+                downloaded_paths.add(path)
                 _download(
-                    disk, files, f"{root}/{_relative_to_folder(folder, path)}-{file.content}", path
+                    disk,
+                    file_system,
+                    f"{remote_root}/{_relative_to_folder(run_folder, path)}-{file.content}",
+                    path,
                 )
     disk.rename(unfinished_header, local_header)
     disk.sync_dir(local_header.parent)
@@ -192,40 +210,42 @@ def list_mirrored_steps(files: Any, root: str) -> list[int]:
     return sorted(int(p.stem) for p in names if p.suffix == ".json" and p.stem.isdigit())
 
 
-def _file_sizes(files: Any, folder: str) -> dict[str, int]:
-    """Return the sizes of all files under `folder`, by path relative to its parent."""
-    if not files.exists(folder):
+def _list_file_sizes(file_system: Any, remote_folder: str) -> dict[str, int]:
+    """Return the sizes of all files under `remote_folder`, by path relative to its parent."""
+    if not file_system.exists(remote_folder):
         return {}
-    parent = folder.rpartition("/")[0]
-    entries = files.find(folder, detail=True).items()
+    parent = remote_folder.rpartition("/")[0]
+    entries = file_system.find(remote_folder, detail=True).items()
     return {_relative_to_root(parent, path): entry["size"] for path, entry in entries}
 
 
-def _delete_unretained(files: Any, root: str, retained: Sequence[int]) -> None:
+def _delete_unretained(file_system: Any, remote_root: str, retained_steps: Sequence[int]) -> None:
     """Delete the mirrored checkpoints that are not retained, and row files that none uses."""
-    steps = list_mirrored_steps(files, root)
+    steps = list_mirrored_steps(file_system, remote_root)
     for step in steps:
-        if step not in retained:
-            files.rm(f"{root}/checkpoints/{step:012d}.json")
+        if step not in retained_steps:
+            file_system.rm(f"{remote_root}/checkpoints/{step:012d}.json")
     used = set()
-    for path in list(files.ls(f"{root}/checkpoints", detail=False)):
+    for path in list(file_system.ls(f"{remote_root}/checkpoints", detail=False)):
         name = PurePosixPath(path).name
-        if name.isdigit() and int(name) not in retained:
-            files.rm(path, recursive=True)
+        if name.isdigit() and int(name) not in retained_steps:
+            file_system.rm(path, recursive=True)
         elif name.isdigit():
             small_folder = f"{path}/files"
-            for manifest in files.find(f"{small_folder}/rows"):
+            for manifest in file_system.find(f"{small_folder}/rows"):
                 store_folder = PurePosixPath(_relative_to_root(small_folder, manifest)).parent
                 if FILE_NAME.fullmatch(PurePosixPath(manifest).name):
-                    manifest_content = json.loads(_strip_checksum_line(files.cat_file(manifest)))
+                    manifest_content = json.loads(
+                        _strip_checksum_line(file_system.cat_file(manifest))
+                    )
                     used |= {
                         f"{store_folder}/{f.path.name}-{f.content}"
                         for f in list_commit_files(Path(), manifest_content)
                     }
-    if files.exists(f"{root}/rows"):
-        for path in files.find(f"{root}/rows"):
-            if _relative_to_root(root, path) not in used:
-                files.rm(path)
+    if file_system.exists(f"{remote_root}/rows"):
+        for path in file_system.find(f"{remote_root}/rows"):
+            if _relative_to_root(remote_root, path) not in used:
+                file_system.rm(path)
 
 
 @dataclass(frozen=True, slots=True)

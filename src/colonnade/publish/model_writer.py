@@ -154,7 +154,9 @@ def check_rows_finite(table: str, ids: Tensor, weights: Tensor) -> None:
         )
 
 
-def _build_table_entry(number: int, name: str, table_header: dict[str, Any]) -> dict[str, Any]:
+def _build_table_entry(
+    table_index: int, table_name: str, table_header: dict[str, Any]
+) -> dict[str, Any]:
     """Return the entry of a table in model.json, without its row count."""
     dims = (
         table_header["dim"] if isinstance(table_header["dim"], dict) else {"": table_header["dim"]}
@@ -165,50 +167,50 @@ def _build_table_entry(number: int, name: str, table_header: dict[str, Any]) -> 
         parts.append({"name": part, "column": column, "dim": dim})
         column += dim
     return {
-        "number": number,
-        "name": name,
+        "number": table_index,
+        "name": table_name,
         "dim": column,  # of a whole row: the parts' side by side
         "rows": table_header["rows"],
         "parts": parts,
         "dtype": table_header["dtype"].split()[0],
         "optimizer": table_header["optimizer"],
-        "file": f"rows-{number}.safetensors",
+        "file": f"rows-{table_index}.safetensors",
     }
 
 
 def write_rows(
     path: Path,
-    stores: Sequence[LogBacking | ColumnShardReader],
-    table: dict[str, Any],
-    run: str,
+    table_stores: Sequence[LogBacking | ColumnShardReader],
+    table_entry: dict[str, Any],
+    run_name: str,
     step: int,
 ) -> int:
     """Write every live row of one table's shards, ids ascending; return their number. Raises NonFiniteError.
 
     Scans twice: the first scan sorts ids, the second copies rows to their positions through a memory map.
     """
-    width = table["dim"]
-    dtype = table["dtype"]
+    width = table_entry["dim"]
+    dtype = table_entry["dtype"]
     row_bytes = width * ITEM_BYTES[dtype]
-    ids = np.empty(sum(len(store) for store in stores), np.int64)
+    ids = np.empty(sum(len(store) for store in table_stores), np.int64)
     start = 0
-    for batch in _scan_all(stores):
+    for batch in _scan_all(table_stores):
         ids[start : start + len(batch.ids)] = batch.ids.numpy()
         start += len(batch.ids)
     ids.sort()
     shapes = {"ids": ("I64", [len(ids)]), "weights": (DTYPES[dtype], [len(ids), width])}
     # Metadata differs between tables, so that swapped files are detected when they are opened.
-    metadata = {"format": "pt", "table": table["name"], "checkpoint": f"{run}@{step}"}
+    metadata = {"format": "pt", "table": table_entry["name"], "checkpoint": f"{run_name}@{step}"}
     data_offset = _write_header(path, metadata, shapes, [ids.nbytes, len(ids) * row_bytes])
     if not len(ids):
         return 0
     mapped = np.memmap(path, np.uint8, "r+", offset=data_offset)
     mapped[: ids.nbytes] = ids.view(np.uint8)
     weights = mapped[ids.nbytes :].reshape(len(ids), row_bytes)
-    for batch in _scan_all(stores):
+    for batch in _scan_all(table_stores):
         positions = np.searchsorted(ids, batch.ids.numpy())
         rows = batch.records[:, :row_bytes].contiguous()
-        check_rows_finite(table["name"], batch.ids, rows.view(getattr(torch, dtype)))
+        check_rows_finite(table_entry["name"], batch.ids, rows.view(getattr(torch, dtype)))
         weights[positions] = rows.numpy()
     mapped.flush()
     return len(ids)
@@ -222,13 +224,13 @@ def _scan_all(stores: Sequence[LogBacking | ColumnShardReader]) -> Iterator[RowB
 def _write_header(
     path: Path,
     metadata: dict[str, str],
-    shapes: dict[str, tuple[str, list[int]]],
-    num_bytes: list[int],
+    tensor_shapes: dict[str, tuple[str, list[int]]],
+    tensor_bytes: list[int],
 ) -> int:
     """Write the header of a safetensors file and reserve space for its data; return the offset of the data."""
     header: dict[str, Any] = {"__metadata__": metadata}
     data_bytes = 0
-    for (name, (dtype, shape)), size in zip(shapes.items(), num_bytes, strict=True):
+    for (name, (dtype, shape)), size in zip(tensor_shapes.items(), tensor_bytes, strict=True):
         header[name] = {
             "dtype": dtype,
             "shape": shape,

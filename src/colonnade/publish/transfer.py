@@ -151,9 +151,10 @@ def load_export(model: nn.Module, collection: EmbeddingCollection, folder: Path 
 
 
 def store_records(
-    collection: EmbeddingCollection, table_index: int, ids: Tensor, records: Tensor
+    collection: EmbeddingCollection, table_index: int, row_ids: Tensor, row_records: Tensor
 ) -> None:
-    """Store those of these records (N, record_bytes) that this rank owns, or its slices of them, as rows of table t.
+    """Store those of these row_records (N, record_bytes) that this rank owns, or its slices of them, as rows of table
+    t.
 
     The rows count as just trained, and are admitted if the table has an admission policy.
     """
@@ -161,9 +162,9 @@ def store_records(
     declared = collection.tables[table_index]
     shards = collection.slices.table_shards
     for shard_index in collection.slices.slices_of_table[table_index]:
-        owned = collection.shards[shard_index].owns(ids, declared.rows)
-        owned_ids = ids[owned]
-        owned_records = records[owned]
+        owned = collection.shards[shard_index].owns(row_ids, declared.rows)
+        owned_ids = row_ids[owned]
+        owned_records = row_records[owned]
         if shards[shard_index].table is not declared:
             owned_records = owned_records[
                 :, RecordShape.of(declared).bytes_of(*shards[shard_index].columns)

@@ -399,13 +399,18 @@ def build_area_trace(points: Sequence[Point], name: str, color: str, unit: str) 
 
 
 def _build_bar_trace(
-    names: list, values: list, name: str, color: str, labels: list | None = None, unit: str = ""
+    bar_names: list,
+    bar_values: list,
+    name: str,
+    color: str,
+    labels: list | None = None,
+    unit: str = "",
 ) -> dict:
     return {
         "type": "bar",
         "orientation": "h",
-        "y": names,
-        "x": [_round_digits(v) for v in values],
+        "y": bar_names,
+        "x": [_round_digits(v) for v in bar_values],
         "name": name,
         "marker": {"color": color},
         "text": labels,

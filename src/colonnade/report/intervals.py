@@ -12,7 +12,7 @@ STUDENT_95 = (
 """Quantiles by degrees of freedom, from 1; beyond, the normal distribution's 1.96 is close."""
 
 
-def student(values: Sequence[float]) -> tuple[float, float]:
+def compute_confidence_interval(values: Sequence[float]) -> tuple[float, float]:
     """Return the mean and half the width of its 95 % interval, nan for a single value."""
     count = len(values)
     if count < 2:
@@ -25,10 +25,12 @@ BlockValues = tuple[str, list[float]]
 """Digest of the test part's samples, and a metric of each of their fixed blocks; NaN where a block has none."""
 
 
-def are_level(one: BlockValues | None, other: BlockValues | None) -> bool:
+def are_within_noise(first_values: BlockValues | None, second_values: BlockValues | None) -> bool:
     """Return whether two runs differ by less than two standard errors; False if they cannot be paired by block."""
-    if one is None or other is None or one[0] != other[0]:
+    if first_values is None or second_values is None or first_values[0] != second_values[0]:
         return False
-    pairs = zip(one[1], other[1], strict=False)
-    mean, half_width = student([a - b for a, b in pairs if not isnan(a - b)] or [nan])
+    pairs = zip(first_values[1], second_values[1], strict=False)
+    mean, half_width = compute_confidence_interval(
+        [a - b for a, b in pairs if not isnan(a - b)] or [nan]
+    )
     return abs(mean) <= half_width

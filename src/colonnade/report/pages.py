@@ -19,7 +19,7 @@ from colonnade.report.formatting import (
     format_seconds,
     format_setting,
 )
-from colonnade.report.intervals import BlockValues, are_level
+from colonnade.report.intervals import BlockValues, are_within_noise
 from colonnade.report.page import NumberTable, render_page
 from colonnade.report.reading import (
     RunRecord,
@@ -174,7 +174,7 @@ def _build_metric_line(
         best = tuple(
             i
             for i, _ in points
-            if texts[i] == texts[top] or (blocks and are_level(blocks[i], blocks[top]))
+            if texts[i] == texts[top] or (blocks and are_within_noise(blocks[i], blocks[top]))
         )
         best = () if len(best) == len(points) else best
     return ComparisonLine(name, texts, best)

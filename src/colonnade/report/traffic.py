@@ -38,17 +38,22 @@ def flatten_counts(counts: Mapping[str, Mapping[str, Any]]) -> dict[Key, float]:
 
 
 def build_traffic_lines(
-    sent: Mapping[Key, float], messages: Mapping[Key, float], steps: float
+    sent_bytes: Mapping[Key, float], sent_messages: Mapping[Key, float], num_steps: float
 ) -> list[list[str]]:
     """Return the cells of COLUMNS, most bytes first, then a sum for each link that has several lines."""
-    order = sorted(sent, key=lambda key: -sent[key])
-    lines = [_format_traffic_line(*key, sent[key], messages.get(key), steps) for key in order]
+    order = sorted(sent_bytes, key=lambda key: -sent_bytes[key])
+    lines = [
+        _format_traffic_line(*key, sent_bytes[key], sent_messages.get(key), num_steps)
+        for key in order
+    ]
     for link in dict.fromkeys(link for _, link in order):
         channels = [key for key in order if key[1] == link]
         if len(channels) > 1:
-            total = sum(messages.get(key, 0.0) for key in channels)
+            total = sum(sent_messages.get(key, 0.0) for key in channels)
             lines.append(
-                _format_traffic_line("all", link, sum(sent[key] for key in channels), total, steps)
+                _format_traffic_line(
+                    "all", link, sum(sent_bytes[key] for key in channels), total, num_steps
+                )
             )
     return lines
 

@@ -28,14 +28,14 @@ from colonnade.plan.plan import Plan
 Facts = Mapping[str, Any]
 
 
-def check_equal_on_all_ranks(mesh: Mesh, facts: Facts, advice: str) -> None:
+def check_equal_on_all_ranks(mesh: Mesh, own_facts: Facts, advice: str) -> None:
     """Raise WorldError on every rank if facts differ between ranks. Collective, on the channel `control`.
 
     advice: end of the message, which says what to do.
     """
     if mesh.num_ranks == 1:
         return
-    text = json.dumps(flatten_to_dotted_names(facts), default=str).encode()
+    text = json.dumps(flatten_to_dotted_names(own_facts), default=str).encode()
     digests = mesh.all_gather_bytes("control", hashlib.sha256(text).digest())
     if len(set(digests)) == 1:
         return

@@ -205,17 +205,20 @@ def describe_settings(config: RunConfig) -> str:
     )
 
 
-def warn_of_few_steps(config: RunConfig, steps: int | None, console: Console) -> None:
-    """Print a warning if a run has few steps although train.max_steps is not set. steps: None if unknown."""
-    if config.train.max_steps is None and steps and steps < FEW_STEPS:
+def warn_of_few_steps(config: RunConfig, num_steps: int | None, console: Console) -> None:
+    """Print a warning if a run has few steps although train.max_steps is not set. num_steps: None if unknown."""
+    if config.train.max_steps is None and num_steps and num_steps < FEW_STEPS:
         console.print(
-            f"at most {steps} {'step' if steps == 1 else 'steps'}: below {FEW_STEPS} a network has hardly begun to "
+            f"at most {num_steps} {'step' if num_steps == 1 else 'steps'}: below {FEW_STEPS} a network has "
+            "hardly begun to "
             "learn. A smaller batch size or more epochs give more",
             highlight=False,
         )
 
 
-def choose_open_settings(config: RunConfig, suggested: Training, data: Splits) -> dict[str, Any]:
+def choose_open_settings(
+    config: RunConfig, suggested_training: Training, data: Splits
+) -> dict[str, Any]:
     """Choose the settings that `config` leaves open; return them by name."""
     train = config.train
     num_micro_batches = config.train.accumulate
@@ -223,25 +226,29 @@ def choose_open_settings(config: RunConfig, suggested: Training, data: Splits) -
     chosen: dict[str, Any] = {}
     if train.batch_size is None:
         chosen["train.batch_size"] = (
-            -(-suggested.batch_size // num_micro_batches) * num_micro_batches
+            -(-suggested_training.batch_size // num_micro_batches) * num_micro_batches
         )
     if train.epochs is None:
-        is_bounded = is_watched or suggested.validation_fraction == 0
-        epochs = suggested.epochs if is_bounded else min(suggested.epochs, UNWATCHED_EPOCHS)
+        is_bounded = is_watched or suggested_training.validation_fraction == 0
+        epochs = (
+            suggested_training.epochs
+            if is_bounded
+            else min(suggested_training.epochs, UNWATCHED_EPOCHS)
+        )
         chosen["train.epochs"] = 1 if _is_by_day(config) else epochs
     if train.patience is None and is_watched:
         chosen["train.patience"] = PATIENCE
     if train.monitor is None and is_watched and _is_scorer(config):
         chosen["train.monitor"] = "log_loss"
     if config.dense.lr is None:
-        chosen["dense.lr"] = suggested.dense_lr
+        chosen["dense.lr"] = suggested_training.dense_lr
     if config.dense.weight_decay is None:
-        chosen["dense.weight_decay"] = suggested.dense_weight_decay
+        chosen["dense.weight_decay"] = suggested_training.dense_weight_decay
     batch_size = chosen.get("train.batch_size") or train.samples_per_step
     embedding = config.embedding
     row_kind = MODEL_SPECS[config.model.name].rows
     if embedding.initial_accumulator is None and embedding.optimizer in ACCUMULATORS:
-        prior = suggested.wide_prior if row_kind == "weights" else suggested.prior
+        prior = suggested_training.wide_prior if row_kind == "weights" else suggested_training.prior
         chosen["embedding.initial_accumulator"] = choose_initial_accumulator(prior, batch_size)
     is_wide = (
         row_kind == "vector and weights"
@@ -249,7 +256,7 @@ def choose_open_settings(config: RunConfig, suggested: Training, data: Splits) -
     )
     if is_wide and embedding.wide.initial_accumulator is None:
         chosen["embedding.wide.initial_accumulator"] = choose_initial_accumulator(
-            suggested.wide_prior, batch_size
+            suggested_training.wide_prior, batch_size
         )
     return chosen
 
@@ -284,19 +291,19 @@ def _with_default_shuffling(config: RunConfig) -> RunConfig:
     return override_settings(config, {"data.options.shuffle_window": SHUFFLE_WINDOW})
 
 
-def _fill_from_recorded(config: RunConfig, recorded: RunConfig) -> RunConfig:
+def _fill_from_recorded(config: RunConfig, recorded_config: RunConfig) -> RunConfig:
     """Take the settings that `config` leaves open from a run's recorded configuration."""
     settings: dict[str, Any] = {}
-    if "schema" in recorded.data.options:
+    if "schema" in recorded_config.data.options:
         options = config.data.options
-        schema = recorded.data.options["schema"]
+        schema = recorded_config.data.options["schema"]
         settings["data.options"] = _fill_schema_from_recorded(options, schema)
     for name in ("shuffle_window", "validation_fraction"):
-        if name in recorded.data.options and name not in config.data.options:
-            settings[f"data.options.{name}"] = recorded.data.options[name]
+        if name in recorded_config.data.options and name not in config.data.options:
+            settings[f"data.options.{name}"] = recorded_config.data.options[name]
     for name in ("batch_size", "epochs", "patience", "monitor"):
         if getattr(config.train, name) is None:
-            settings[f"train.{name}"] = getattr(recorded.train, name)
+            settings[f"train.{name}"] = getattr(recorded_config.train, name)
     for name in (
         "dense.lr",
         "dense.weight_decay",
@@ -305,22 +312,22 @@ def _fill_from_recorded(config: RunConfig, recorded: RunConfig) -> RunConfig:
     ):
         # Those of another optimizer, with which the run cannot resume, are not its settings.
         is_other = name.startswith("embedding.") and (
-            config.embedding.optimizer != recorded.embedding.optimizer
+            config.embedding.optimizer != recorded_config.embedding.optimizer
         )
         if _get_setting(config, name) is None and not is_other:
-            settings[name] = _get_setting(recorded, name)
+            settings[name] = _get_setting(recorded_config, name)
     return override_settings(config, settings)
 
 
 def _fill_schema_from_recorded(
-    options: Mapping[str, Any], recorded: Mapping[str, Any]
+    options: Mapping[str, Any], recorded_schema: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return `options` with the recorded schema, or with their own, read by the rules of the recorded one."""
-    schema = load_file_schema(recorded)
+    schema = load_file_schema(recorded_schema)
     if options.get("schema") is not None:
         declared = load_file_schema(options["schema"], schema.encoding_version)
         return {**options, "schema": declared.to_dict()}
-    filled = {**options, "schema": recorded}
+    filled = {**options, "schema": recorded_schema}
     # Another label needs an inferred schema, which differs from the recorded one and is refused.
     is_same_label = filled.pop("label", None) in (None, *(label.column for label in schema.labels))
     return filled if is_same_label else dict(options)

@@ -222,11 +222,13 @@ class MeanLoss:
 
 
 def _select_factory(
-    schedule: ScheduleFactory | Mapping[str, Any] | None, setting: str, overrides: dict[str, Any]
+    schedule: ScheduleFactory | Mapping[str, Any] | None,
+    setting_name: str,
+    overrides: dict[str, Any],
 ) -> ScheduleFactory | None:
     """Return a schedule's factory; None for settings of a schedule, which are added to `overrides`."""
     if isinstance(schedule, Mapping):
-        overrides[setting] = dict(schedule)
+        overrides[setting_name] = dict(schedule)
         return None
     return schedule
 

@@ -60,14 +60,14 @@ def build_outcome(summary: Mapping[str, Any]) -> Outcome:
     )
 
 
-def complete_killed_run_outcome(trainer: Trainer, outcome: Outcome, samples: int) -> int:
+def complete_killed_run_outcome(trainer: Trainer, outcome: Outcome, num_samples: int) -> int:
     """Complete the outcome of a run that was killed between its last checkpoint and its summary.
 
-    Counts are taken from the checkpoint. Returns the samples of all ranks; `samples` unchanged for any other run.
+    Counts are taken from the checkpoint. Returns the samples of all ranks; `num_samples` unchanged for any other run.
     """
     work = trainer.earlier_work
     if outcome.steps or not work:
-        return samples
+        return num_samples
     for name in ("steps", "samples", "skipped", "seconds"):
         setattr(outcome, name, work[0][name])
     trainer.phases.seconds.update(work[0]["phases"])
@@ -138,28 +138,30 @@ class WarmStart:
 
 
 def plan_warm_start(
-    model: nn.Module, tables: Sequence[Table], source: str, skip: Collection[str] = ()
+    model: nn.Module, tables: Sequence[Table], source_run: str, skipped_names: Collection[str] = ()
 ) -> WarmStart:
-    """Plan the warm start of a model from `source`: FOLDER, FOLDER@best, FOLDER@last or FOLDER@<step>.
+    """Plan the warm start of a model from `source_run`: FOLDER, FOLDER@best, FOLDER@last or FOLDER@<step>.
 
-    Tables and dense parameters of both models are loaded. Those of this model alone keep their initial values; those of
-    the other model alone are dropped. If towers differ, weights that read them have another meaning and often another
-    shape, so they are reset: modules of other towers, weights that follow the order of fields (`SplitModel.ordered`),
-    and dense weights of other shapes. Changes nothing. Raises CheckpointError if a width or shape differs and the name
-    is not in `skip`; ConfigError for an unknown name in `skip`.
+    Tables and dense parameters of both models are loaded. Those of this model alone keep their initial values; those
+    of the other model alone are dropped. If towers differ, weights that read them have another meaning and often
+    another shape, so they are reset: modules of other towers, weights that follow the order of fields
+    (`SplitModel.ordered`), and dense weights of other shapes. Changes nothing. Raises CheckpointError if a width or
+    shape differs and the name is not in `skipped_names`; ConfigError for an unknown name in `skipped_names`.
     """
-    folder, step = parse_warm_start_source(source)
+    folder, step = parse_warm_start_source(source_run)
     own_tables = {table.name: table for table in tables}
     their_model = read_checkpoint(folder, step)["model"]
     own_dense = dense_weights(model)
     their_tables = their_model["tables"]
     their_dense = _read_dense_state(folder, step)["model"]
-    if unknown_names := sorted(set(skip) - {*their_tables, *their_dense, *own_tables, *own_dense}):
+    if unknown_names := sorted(
+        set(skipped_names) - {*their_tables, *their_dense, *own_tables, *own_dense}
+    ):
         raise ConfigError(
             f"train.warm_start_skip: {unknown_names[0]!r} is no table or dense parameter of either model"
         )
-    shared_tables = [n for n in own_tables if n in their_tables and n not in skip]
-    shared_dense = [n for n in own_dense if n in their_dense and n not in skip]
+    shared_tables = [n for n in own_tables if n in their_tables and n not in skipped_names]
+    shared_dense = [n for n in own_dense if n in their_dense and n not in skipped_names]
     reset_dense = _find_weights_of_other_towers(
         model, their_model.get("towers", {}), {n: their_dense[n] for n in shared_dense}
     )
@@ -179,19 +181,19 @@ def plan_warm_start(
     )
 
 
-def apply_warm_start(trainer: Trainer, start: WarmStart) -> None:
+def apply_warm_start(trainer: Trainer, warm_start: WarmStart) -> None:
     """Load the planned weights and rows, before the first step. Collective.
 
-    Optimizer state is loaded if the optimizer is the same; otherwise `start.without_state` lists the names.
+    Optimizer state is loaded if the optimizer is the same; otherwise `warm_start.without_state` lists the names.
     """
-    dense = _read_dense_state(start.folder, start.step)
-    weights = {name: dense["model"][name] for name in start.dense}
+    dense = _read_dense_state(warm_start.folder, warm_start.step)
+    weights = {name: dense["model"][name] for name in warm_start.dense}
     load_dense(trainer.model, {**dense_weights(trainer.model), **weights})
-    _load_dense_optimizer_state(trainer, dense, start)
-    header = read_header(start.folder, start.step)
+    _load_dense_optimizer_state(trainer, dense, warm_start)
+    header = read_header(warm_start.folder, warm_start.step)
     for table in trainer.collection.tables:
-        if table.name in start.tables:
-            start.num_rows += _load_table_rows(trainer, header, table, start)
+        if table.name in warm_start.tables:
+            warm_start.num_rows += _load_table_rows(trainer, header, table, warm_start)
 
 
 def _read_dense_state(folder: Path, step: int) -> dict[str, Any]:
@@ -208,7 +210,7 @@ def parse_warm_start_source(source: str) -> tuple[Path, int]:
 
 
 def _find_weights_of_other_towers(
-    model: nn.Module, recorded_towers: Mapping[str, Any], dense: Mapping[str, Tensor]
+    model: nn.Module, recorded_towers: Mapping[str, Any], saved_dense: Mapping[str, Tensor]
 ) -> list[str]:
     """Return names of shared weights that have another meaning because towers differ."""
     (collection,) = (m for m in model.modules() if isinstance(m, EmbeddingCollection))
@@ -222,7 +224,7 @@ def _find_weights_of_other_towers(
     own = dense_weights(model)
     return [
         name
-        for name, value in dense.items()
+        for name, value in saved_dense.items()
         if any(other in f".{name}" for other in changed_modules)
         or name.startswith(tuple(ordered))
         or value.shape != own[name].shape

@@ -166,13 +166,13 @@ class ControlFolder:
 
 
 @contextmanager
-def lock_server_folder(folder: Path | None) -> Iterator[Path]:
+def lock_server_folder(state_folder: Path | None) -> Iterator[Path]:
     """Create the private folder of a server and lock it; None: a temporary one, which is removed at the end.
 
     Raises ConfigError if another server uses it."""
-    if folder is not None:
-        with ControlFolder(folder).lock():
-            yield folder
+    if state_folder is not None:
+        with ControlFolder(state_folder).lock():
+            yield state_folder
         return
     remove_stale_folders(Path(tempfile.gettempdir()))
     temporary = Path(tempfile.mkdtemp(prefix=TEMPORARY))

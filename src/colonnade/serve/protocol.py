@@ -103,17 +103,17 @@ class _BinaryLayout:
         return InferRequest(self.id, inputs, self.outputs, self.is_binary)
 
 
-def _build_blocks(inputs: Tensors, begin: int) -> tuple[_Block, ...]:
-    """Group the tensors that follow one another in a body from byte `begin` by their types."""
+def _build_blocks(input_tensors: Tensors, first_byte: int) -> tuple[_Block, ...]:
+    """Group the tensors that follow one another in a body from byte `first_byte` by their types."""
     blocks: list[_Block] = []
-    for name, tensor in inputs.items():
+    for name, tensor in input_tensors.items():
         if not blocks or blocks[-1].dtype != tensor.dtype:
-            blocks.append(_Block(tensor.dtype, begin))
+            blocks.append(_Block(tensor.dtype, first_byte))
         block = blocks[-1]
         end = block.count + tensor.size
         block.tensors.append((name, slice(block.count, end), tensor.shape))
         block.count = end
-        begin += tensor.nbytes
+        first_byte += tensor.nbytes
     return tuple(blocks)
 
 
@@ -221,50 +221,53 @@ def _parse_header_length(text: str | None, num_bytes: int) -> int:
 
 
 def _parse_input(
-    entry: Mapping[str, Any], body: bytearray | bytes, begin: int
+    input_entry: Mapping[str, Any], body: bytearray | bytes, first_byte: int
 ) -> tuple[str, np.ndarray, int]:
     """Return the name and the tensor of an input, and where the next one's bytes begin."""
-    name = _get_text(entry, "name", "an input")
+    name = _get_text(input_entry, "name", "an input")
     label = f"input {quote_value(name)}"
-    dtype = get_dtype(entry.get("datatype"), label)
-    shape, count = check_shape(entry.get("shape"), label)
-    parameters = _get_object(entry, "parameters", label)
+    dtype = get_dtype(input_entry.get("datatype"), label)
+    shape, count = check_shape(input_entry.get("shape"), label)
+    parameters = _get_object(input_entry, "parameters", label)
     if "binary_data_size" not in parameters:
-        return name, parse_data(entry.get("data"), dtype, shape, count, label), begin
+        return name, parse_data(input_entry.get("data"), dtype, shape, count, label), first_byte
     size = parameters["binary_data_size"]
     has_texts = dtype.kind == "O"
     is_right = type(size) is int and (size >= 0 if has_texts else size == count * dtype.itemsize)
-    if "data" in entry or not is_right:
+    if "data" in input_entry or not is_right:
         wanted = "the" if has_texts else f"{count * dtype.itemsize:,}"
         raise RequestError(
             400,
             f"{label}: got binary_data_size {quote_value(size)}"
-            f"{' and data' if 'data' in entry else ''}, wanted {wanted} bytes for its shape",
+            f"{' and data' if 'data' in input_entry else ''}, wanted {wanted} bytes for its shape",
         )
-    if begin + size > len(body):
+    if first_byte + size > len(body):
         raise RequestError(
             400,
-            f"{label}: got {max(len(body) - begin, 0):,} bytes left in the body, wanted {size:,} "
+            f"{label}: got {max(len(body) - first_byte, 0):,} bytes left in the body, wanted {size:,} "
             "(binary_data_size); send all of it",
         )
     if has_texts:
-        texts = split_texts(memoryview(body)[begin : begin + size], count, label)
-        return name, build_texts(texts, shape, label), begin + size
-    return name, read_tensor(body, dtype, shape, begin), begin + size
+        texts = split_texts(memoryview(body)[first_byte : first_byte + size], count, label)
+        return name, build_texts(texts, shape, label), first_byte + size
+    return name, read_tensor(body, dtype, shape, first_byte), first_byte + size
 
 
-def split_texts(content: memoryview | bytes, count: int, label: str) -> list[bytes]:
+def split_texts(
+    binary_content: memoryview | bytes, num_texts: int, input_label: str
+) -> list[bytes]:
     """Split binary BYTES: before each element its length, 4 bytes. Raises RequestError."""
     texts: list[bytes] = []
     end = 0
-    while end < len(content):
+    while end < len(binary_content):
         begin = end + 4
-        end = begin + int.from_bytes(content[end:begin], "little")
-        texts.append(bytes(content[begin:end]))
-    if len(texts) != count or end != len(content):
+        end = begin + int.from_bytes(binary_content[end:begin], "little")
+        texts.append(bytes(binary_content[begin:end]))
+    if len(texts) != num_texts or end != len(binary_content):
         raise RequestError(
             400,
-            f"{label}: got {len(content):,} bytes, wanted {count:,} elements, each after its length in 4 bytes",
+            f"{input_label}: got {len(binary_content):,} bytes, wanted {num_texts:,} elements, each after "
+            "its length in 4 bytes",
         )
     return texts
 
@@ -280,11 +283,16 @@ def build_texts(texts: Sequence[bytes], shape: tuple[int, ...], label: str) -> n
 
 
 def read_tensor(
-    content: bytes | bytearray, dtype: np.dtype[Any], shape: tuple[int, ...], begin: int = 0
+    binary_content: bytes | bytearray,
+    dtype: np.dtype[Any],
+    shape: tuple[int, ...],
+    first_byte: int = 0,
 ) -> np.ndarray:
     """View bytes as a tensor, or copy them where they are not aligned. The bytes must be there."""
     count = math.prod(shape)
-    tensor = np.frombuffer(content, dtype, count, begin) if count else np.empty(0, dtype)
+    tensor = (
+        np.frombuffer(binary_content, dtype, count, first_byte) if count else np.empty(0, dtype)
+    )
     if not (tensor.flags.aligned and tensor.flags.writeable):
         tensor = tensor.copy()
     return tensor.reshape(shape)
@@ -319,21 +327,27 @@ def check_shape(shape: object, label: str) -> tuple[tuple[int, ...], int]:
 
 
 def parse_data(
-    data: object, dtype: np.dtype[Any], shape: tuple[int, ...], count: int, label: str
+    json_array: object,
+    dtype: np.dtype[Any],
+    shape: tuple[int, ...],
+    num_elements: int,
+    input_label: str,
 ) -> np.ndarray:
     """Return the tensor of a JSON array, flat or nested. Raises RequestError."""
-    if not isinstance(data, list):
+    if not isinstance(json_array, list):
         raise RequestError(
             400,
-            f"{label}: got data {quote_value(data)}, wanted an array of {count:,} numbers, or binary_data_size",
+            f"{input_label}: got data {quote_value(json_array)}, wanted an array of {num_elements:,} "
+            "numbers, or binary_data_size",
         )
     # A list of integers beyond INT64 would become floats, and texts become as long as the longest one.
     wanted_type = str if dtype.kind == "O" else int if dtype == DTYPES["UINT64"] else None
     try:
-        tensor = np.array(data, object if wanted_type else None)
+        tensor = np.array(json_array, object if wanted_type else None)
     except (ValueError, OverflowError) as error:
         raise RequestError(
-            400, f"{label}: got data of uneven rows ({error}), wanted {count:,} numbers"
+            400,
+            f"{input_label}: got data of uneven rows ({error}), wanted {num_elements:,} numbers",
         ) from None
     if tensor.size == 0:
         tensor = tensor.astype(dtype)
@@ -341,26 +355,26 @@ def parse_data(
     if wanted_type is not None:
         wrong = [value for value in tensor.flat if type(value) is not wanted_type]
     elif tensor.dtype.kind not in wanted_kinds:
-        values = np.array(data, object).flat
-        wrong = [value for value in values if _has_other_kind(value, wanted_kinds)] or [data]
+        values = np.array(json_array, object).flat
+        wrong = [value for value in values if _has_other_kind(value, wanted_kinds)] or [json_array]
     else:
         wrong = []
     if wrong:
         raise RequestError(
             400,
-            f"{label}: got {quote_value(wrong[0])} in data, wanted values of its datatype in its range",
+            f"{input_label}: got {quote_value(wrong[0])} in data, wanted values of its datatype in its range",
         )
-    if tensor.size != count or tensor.ndim not in (1, len(shape)):
+    if tensor.size != num_elements or tensor.ndim not in (1, len(shape)):
         raise RequestError(
             400,
-            f"{label}: got data of shape {list(tensor.shape)}, wanted {list(shape)} or [{count}]",
+            f"{input_label}: got data of shape {list(tensor.shape)}, wanted {list(shape)} or [{num_elements}]",
         )
     if dtype.kind in "iu" and tensor.size:
         limits = np.iinfo(dtype)
         if not (int(tensor.min()) >= limits.min and int(tensor.max()) <= limits.max):
             raise RequestError(
                 400,
-                f"{label}: got a value outside {limits.min} .. {limits.max}, wanted its datatype's range",
+                f"{input_label}: got a value outside {limits.min} .. {limits.max}, wanted its datatype's range",
             )
     return tensor.astype(dtype).reshape(shape)
 

@@ -64,19 +64,20 @@ class Catalogue:
     def num_items(self) -> int:
         return len(self.keys)
 
-    def find_positions(self, keys: Sequence[Any], where: str) -> NDArray[np.int64]:
+    def find_item_positions(self, item_ids: Sequence[Any], record_label: str) -> NDArray[np.int64]:
         """Return the positions of the items that the catalogue has; others are left out. Raises DataError."""
         is_text = self.keys.dtype == object
-        for key in keys:
+        for key in item_ids:
             if isinstance(key, bool) or not isinstance(key, str if is_text else int):
                 kind = "a text" if is_text else "an integer"
                 raise DataError(
-                    f"{where}, exclude: got {describe_value(key)}, wanted {kind}, as the ids of items are. Send ids "
+                    f"{record_label}, exclude: got {describe_value(key)}, wanted {kind}, as the ids of items "
+                    "are. Send ids "
                     "of items"
                 )
         if not is_text:
-            keys = [key for key in keys if -(2**63) <= key < 2**63]
-        wanted = np.array(keys, dtype=self.keys.dtype)
+            item_ids = [key for key in item_ids if -(2**63) <= key < 2**63]
+        wanted = np.array(item_ids, dtype=self.keys.dtype)
         if not len(wanted) or not self.num_items:
             return np.empty(0, np.int64)
         positions = np.searchsorted(self.keys, wanted).clip(max=self.num_items - 1)
@@ -320,16 +321,16 @@ class Recommender:
         self,
         batch: Batch,
         users: Sequence[Record],
-        exclude: Sequence[Sequence[Any]] | None,
+        excluded_ids: Sequence[Sequence[Any]] | None,
         exclude_seen: bool,
     ) -> Ids:
         """Build the bags (B,) of the positions that are not recommended."""
         parts = []
-        if exclude is not None:
-            parts.append(self._find_excluded(exclude, batch.size))
+        if excluded_ids is not None:
+            parts.append(self._find_excluded(excluded_ids, batch.size))
         if exclude_seen:
             parts += [self._find_positions(batch.ids[name]) for name in self._history]
-            parts.append(self._find_seen(users))
+            parts.append(self._find_seen_items(users))
         masked = Ids(
             torch.empty(0, dtype=torch.int64), torch.zeros(batch.size + 1, dtype=torch.int64)
         )
@@ -337,31 +338,37 @@ class Recommender:
             masked = concat_bags(masked, part)
         return masked
 
-    def _find_excluded(self, exclude: Sequence[Sequence[Any]], num_users: int) -> Ids:
-        is_list = isinstance(exclude, list | tuple) and len(exclude) == num_users
-        if not is_list or not all(isinstance(keys, list | tuple) for keys in exclude):
+    def _find_excluded(self, excluded_ids: Sequence[Sequence[Any]], num_users: int) -> Ids:
+        is_list = isinstance(excluded_ids, list | tuple) and len(excluded_ids) == num_users
+        if not is_list or not all(isinstance(keys, list | tuple) for keys in excluded_ids):
             raise DataError(
-                f"exclude: got {describe_value(exclude)}, wanted a list of ids for each of {num_users} users. Send an "
+                f"exclude: got {describe_value(excluded_ids)}, wanted a list of ids for each of {num_users} "
+                "users. Send an "
                 "empty list for a user without any"
             )
         positions = [
-            self.catalogue.find_positions(keys, f"user {row}") for row, keys in enumerate(exclude)
+            self.catalogue.find_item_positions(keys, f"user {row}")
+            for row, keys in enumerate(excluded_ids)
         ]
         offsets = np.cumsum([0, *map(len, positions)])
         return Ids(torch.from_numpy(np.concatenate(positions)), torch.from_numpy(offsets))
 
-    def _find_positions(self, bags: Ids) -> Ids:
+    def _find_positions(self, item_id_bags: Ids) -> Ids:
         """Return the bags of the positions of items, from bags of their ids; hashed ids may have several."""
-        first = torch.searchsorted(self._item_ids, bags.values)
-        counts = torch.searchsorted(self._item_ids, bags.values, right=True) - first
+        first = torch.searchsorted(self._item_ids, item_id_bags.values)
+        counts = torch.searchsorted(self._item_ids, item_id_bags.values, right=True) - first
         ends = counts.cumsum(0)
         step = torch.arange(int(counts.sum())) - torch.repeat_interleave(ends - counts, counts)
         positions = self._item_order[torch.repeat_interleave(first, counts) + step]
         ends = torch.cat([torch.zeros(1, dtype=torch.int64), ends])
-        offsets = torch.arange(len(bags.values) + 1) if bags.offsets is None else bags.offsets
+        offsets = (
+            torch.arange(len(item_id_bags.values) + 1)
+            if item_id_bags.offsets is None
+            else item_id_bags.offsets
+        )
         return Ids(positions, ends[offsets])
 
-    def _find_seen(self, users: Sequence[Record]) -> Ids:
+    def _find_seen_items(self, users: Sequence[Record]) -> Ids:
         """Return the bags of items that the users of the training data took; empty for others."""
         taken = self.catalogue.taken
         num_known = 0 if taken is None else len(taken.counts)
@@ -377,22 +384,23 @@ class Recommender:
         return Ids(values, torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)]))
 
 
-def _parse_user(value: Any, row: int, num_known: int) -> int:
+def _parse_user(user_value: Any, row_index: int, num_known_users: int) -> int:
     """Return the number of a user of the training data; -1 for none."""
-    if value is None or value == "" or num_known == 0:
+    if user_value is None or user_value == "" or num_known_users == 0:
         return -1
     try:
-        is_valid = not isinstance(value, bool | float) and len(str(value)) < 20
-        number = int(value) if is_valid else -1
+        is_valid = not isinstance(user_value, bool | float) and len(str(user_value)) < 20
+        number = int(user_value) if is_valid else -1
     except (TypeError, ValueError):
         is_valid = False
         number = -1
     if not is_valid:
         raise DataError(
-            f"record {row}, column {USER}: got {describe_value(value)}, wanted the number of a user. Leave it out for "
+            f"record {row_index}, column {USER}: got {describe_value(user_value)}, wanted the number of a "
+            "user. Leave it out for "
             "a new user"
         )
-    return number if 0 <= number < num_known else -1
+    return number if 0 <= number < num_known_users else -1
 
 
 def _embed_catalogue(
@@ -481,19 +489,21 @@ def build_catalogue(
     )
 
 
-def _sort_keys(keys: Sequence[Any], column: str) -> NDArray[np.int64]:
+def _sort_keys(item_ids: Sequence[Any], key_column: str) -> NDArray[np.int64]:
     """Return the order of ids, ascending. Raises DataError for missing, mixed or repeated ones."""
-    kind = str if isinstance(keys[0], str) else int
+    kind = str if isinstance(item_ids[0], str) else int
     rows: dict[Any, int] = {}
-    for row, key in enumerate(keys):
+    for row, key in enumerate(item_ids):
         if isinstance(key, bool) or not isinstance(key, kind):
             raise DataError(
-                f"record {row}, column {column}: got {describe_value(key)}, wanted the id of an item: all texts, or "
+                f"record {row}, column {key_column}: got {describe_value(key)}, wanted the id of an item: "
+                "all texts, or "
                 "all integers. Send one with each item"
             )
         if (first := rows.setdefault(key, row)) != row:
             raise DataError(
-                f"record {row}, column {column}: got {describe_value(key)}, which record {first} has, wanted each item "
+                f"record {row}, column {key_column}: got {describe_value(key)}, which record {first} has, "
+                "wanted each item "
                 "once. Leave one of them out"
             )
-    return np.array(sorted(range(len(keys)), key=keys.__getitem__), np.int64)
+    return np.array(sorted(range(len(item_ids)), key=item_ids.__getitem__), np.int64)

@@ -74,21 +74,25 @@ class RawColumn:
     is_required: bool = False
     """True if a missing value is an error, as for features that no file declares."""
 
-    def build_array(self, values: list[Any], rules: ValueRules) -> pa.Array:
+    def build_array(self, record_values: list[Any], value_rules: ValueRules) -> pa.Array:
         """Build an array (N,) of the values of all records. Raises InvalidValue."""
-        if not PLAIN.issuperset(map(type, values)):
-            values = [self._convert_to_json_value(value, row) for row, value in enumerate(values)]
+        if not PLAIN.issuperset(map(type, record_values)):
+            record_values = [
+                self._convert_to_json_value(value, row) for row, value in enumerate(record_values)
+            ]
         if self.is_list:
-            return self._build_lists(values, rules)
-        if self.is_required and None in values:
-            raise self._build_error(values.index(None), None)
-        return self._build_scalars(values, rules)
+            return self._build_lists(record_values, value_rules)
+        if self.is_required and None in record_values:
+            raise self._build_error(record_values.index(None), None)
+        return self._build_scalars(record_values, value_rules)
 
-    def _build_lists(self, values: list[Any], rules: ValueRules) -> pa.Array:
+    def _build_lists(self, record_values: list[Any], value_rules: ValueRules) -> pa.Array:
         """Build lists, or texts that the fields split if no value is a list."""
-        if list not in set(map(type, values)):
-            return self._build_texts(values, rules)
-        lists = [self._split_list(value, row, rules) for row, value in enumerate(values)]
+        if list not in set(map(type, record_values)):
+            return self._build_texts(record_values, value_rules)
+        lists = [
+            self._split_list(value, row, value_rules) for row, value in enumerate(record_values)
+        ]
         offsets = np.cumsum([0, *map(len, lists)])
         elements = list(chain.from_iterable(lists))
         try:
@@ -96,96 +100,106 @@ class RawColumn:
                 elements = [
                     self._convert_to_json_value(value, at) for at, value in enumerate(elements)
                 ]
-            array = self._build_scalars(elements, rules)
+            array = self._build_scalars(elements, value_rules)
         except InvalidValue as fault:
             fault.row = int(np.searchsorted(offsets, fault.row, side="right")) - 1
             raise
         return pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), array)
 
-    def _split_list(self, value: Any, row: int, rules: ValueRules) -> list[Any]:
+    def _split_list(self, list_value: Any, row_index: int, value_rules: ValueRules) -> list[Any]:
         """Return the elements of a list, or of a text with separators."""
-        if isinstance(value, list):
-            return value
-        text = None if value is None else self._format(value, row, rules)
-        if not text or text in rules.null_texts:
+        if isinstance(list_value, list):
+            return list_value
+        text = (
+            None
+            if list_value is None
+            else self._format_request_value(list_value, row_index, value_rules)
+        )
+        if not text or text in value_rules.null_texts:
             return []
         if len(self.separators) > 1:
-            raise InvalidValue(row, self.name, describe_value(value), "a list", "Send lists only")
+            raise InvalidValue(
+                row_index, self.name, describe_value(list_value), "a list", "Send lists only"
+            )
         return text.split(next(iter(self.separators)))
 
-    def _build_scalars(self, values: list[Any], rules: ValueRules) -> pa.Array:
-        kinds = set(map(type, values))
+    def _build_scalars(self, record_values: list[Any], value_rules: ValueRules) -> pa.Array:
+        kinds = set(map(type, record_values))
         if list in kinds:
-            row = next(row for row, value in enumerate(values) if isinstance(value, list))
-            raise self._build_error(row, values[row])
-        has_nulls = bool(rules.null_texts)
+            row = next(row for row, value in enumerate(record_values) if isinstance(value, list))
+            raise self._build_error(row, record_values[row])
+        has_nulls = bool(value_rules.null_texts)
         if self.kind == "integer" and not has_nulls and kinds <= {int, type(None)}:
             try:
-                return pa.array(values, pa.int64())
+                return pa.array(record_values, pa.int64())
             except (OverflowError, pa.ArrowInvalid):
                 pass  # the slow path finds the value
         if self.kind == "number" and not has_nulls and kinds <= {int, float, type(None)}:
-            return self._build_numbers(values, rules)
-        texts = self._build_texts(values, rules)
+            return self._build_numbers(record_values, value_rules)
+        texts = self._build_texts(record_values, value_rules)
         return self._parse_hex(texts) if self.kind == "hex" else texts
 
-    def _build_numbers(self, values: list[Any], rules: ValueRules) -> pa.Array:
+    def _build_numbers(self, record_values: list[Any], value_rules: ValueRules) -> pa.Array:
         try:
-            x = np.array(values, np.float64)  # None becomes NaN, which is a missing value too
+            x = np.array(
+                record_values, np.float64
+            )  # None becomes NaN, which is a missing value too
         except OverflowError:
-            row = next(row for row, value in enumerate(values) if not _fits_float(value))
-            raise self._build_error(row, values[row]) from None
-        if not rules.has_fractions:
+            row = next(row for row, value in enumerate(record_values) if not _fits_float(value))
+            raise self._build_error(row, record_values[row]) from None
+        if not value_rules.has_fractions:
             is_invalid = (x != np.rint(x)) & ~np.isnan(x) | (np.abs(x) >= 2.0**63)
             if is_invalid.any():
                 row = int(is_invalid.argmax())
-                raise self._build_error(row, values[row])
-        if rules.has_float32:
-            is_float = np.array([type(value) is float for value in values], np.bool_)
+                raise self._build_error(row, record_values[row])
+        if value_rules.has_float32:
+            is_float = np.array([type(value) is float for value in record_values], np.bool_)
             with np.errstate(over="ignore"):
                 x[is_float] = x[is_float].astype(np.float32)
         return pa.array(x)
 
-    def _build_texts(self, values: list[Any], rules: ValueRules) -> pa.Array:
+    def _build_texts(self, record_values: list[Any], value_rules: ValueRules) -> pa.Array:
         """Build the texts by which a CSV file would store the values."""
         texts = [
-            value if value is None else self._format(value, row, rules)
-            for row, value in enumerate(values)
+            value if value is None else self._format_request_value(value, row, value_rules)
+            for row, value in enumerate(record_values)
         ]
-        if rules.null_texts:
-            texts = [None if text in rules.null_texts else text for text in texts]
+        if value_rules.null_texts:
+            texts = [None if text in value_rules.null_texts else text for text in texts]
         try:
             return pa.array(texts, pa.string())
         except UnicodeEncodeError:
             row = next(row for row, text in enumerate(texts) if not _is_encodable(text))
             raise InvalidValue(
-                row, self.name, describe_value(values[row]), "text without lone surrogates"
+                row, self.name, describe_value(record_values[row]), "text without lone surrogates"
             ) from None
 
-    def _format(self, value: Any, row: int, rules: ValueRules) -> str:
+    def _format_request_value(self, value: Any, row_index: int, value_rules: ValueRules) -> str:
         """Return the characters of a value that is not missing."""
         if isinstance(value, str):
-            pattern = rules.number_pattern if self.kind == "number" and not self.is_list else None
-            is_missing = value in rules.null_texts or re.match(MISSING_NUMBER, value.strip())
+            pattern = (
+                value_rules.number_pattern if self.kind == "number" and not self.is_list else None
+            )
+            is_missing = value in value_rules.null_texts or re.match(MISSING_NUMBER, value.strip())
             if pattern is not None and not is_missing and not pattern.fullmatch(value):
-                raise self._build_error(row, value)
+                raise self._build_error(row_index, value)
             return value
         if isinstance(value, bool):
-            if self.kind == "number" and not rules.has_booleans:
-                raise self._build_error(row, value)
+            if self.kind == "number" and not value_rules.has_booleans:
+                raise self._build_error(row_index, value)
             word = "true" if value else "false"
             return str(int(value)) if self.kind == "number" else word
         if isinstance(value, int):
             if not _fits_float(value):  # nor may its digits be printed beyond some thousand
-                raise self._build_error(row, value)
+                raise self._build_error(row_index, value)
             return str(value)
         assert isinstance(value, float)
-        if self.kind == "number" and rules.has_float32:
+        if self.kind == "number" and value_rules.has_float32:
             with np.errstate(over="ignore"):
                 value = float(np.float32(value))
-        if self.kind == "number" and not rules.has_fractions:
+        if self.kind == "number" and not value_rules.has_fractions:
             if not value.is_integer():
-                raise self._build_error(row, value)
+                raise self._build_error(row_index, value)
             return f"{value:.0f}"
         return repr(value)
 
@@ -194,10 +208,10 @@ class RawColumn:
         id that the file gives it. Raises InvalidValue for other texts."""
         ids = np.empty(len(texts), np.int64)
         column = pa.chunked_array([texts.cast(pa.binary())])
-        if not criteo.parse_hex_ids(column, out=ids):
+        if not criteo.parse_hex_ids(column, ids_out=ids):
             for row, text in enumerate(texts):
                 one = pa.chunked_array([pa.array([text.as_py()], pa.string()).cast(pa.binary())])
-                if not criteo.parse_hex_ids(one, out=ids[:1]):
+                if not criteo.parse_hex_ids(one, ids_out=ids[:1]):
                     raise self._build_error(row, text.as_py())
         return pa.array(ids)
 
@@ -276,7 +290,9 @@ def plan_columns(file_schema: FileSchema, *, is_hex: bool, is_required: bool) ->
     for field in file_schema.fields:
         for column in field.columns:
             is_weights = isinstance(field, Bag) and column == field.weights
-            readers.setdefault(column, []).append((field, _kind_of(field, is_weights, is_hex)))
+            readers.setdefault(column, []).append(
+                (field, _choose_scalar_kind(field, is_weights, is_hex))
+            )
     columns = []
     for name, pairs in readers.items():
         kinds = {kind for _, kind in pairs}
@@ -290,7 +306,7 @@ def plan_columns(file_schema: FileSchema, *, is_hex: bool, is_required: bool) ->
     return columns
 
 
-def _kind_of(field: DeclaredField, is_weights: bool, is_hex: bool) -> ScalarKind:
+def _choose_scalar_kind(field: DeclaredField, is_weights: bool, is_hex: bool) -> ScalarKind:
     """Return the type that a field reads from a column."""
     if reads_times(field):
         return "time"
@@ -424,19 +440,19 @@ class RecordEncoder:
         return Batch(len(candidates), dense, {name: ids[name] for name in names if name in ids})
 
     def _split_fields(
-        self, columns: frozenset[str]
+        self, user_columns: frozenset[str]
     ) -> tuple[EncodedFields, EncodedFields, tuple[str, ...]]:
         """Return the fields shared by all candidates, those of each candidate, and the user's columns that these read.
 
-        `columns`: of the candidates.
+        `user_columns`: of the candidates.
         """
         fields = [field for field in self._file_schema.fields if field.name in self._selected]
-        own = {field.name for field in fields if columns.intersection(field.columns)}
-        parts = {f.name for f in self._file_schema.fields if columns.intersection(f.columns)}
+        own = {field.name for field in fields if user_columns.intersection(field.columns)}
+        parts = {f.name for f in self._file_schema.fields if user_columns.intersection(f.columns)}
         own |= {field.name for field in fields if isinstance(field, Cross) and parts & {*field.of}}
         shared = self._build_subset({field.name for field in fields} - own)
         subset = self._build_subset(own)
-        repeated = tuple(c.name for c in subset.columns if c.name not in columns)
+        repeated = tuple(c.name for c in subset.columns if c.name not in user_columns)
         return shared, subset, repeated
 
     def _build_subset(self, names: Collection[str]) -> EncodedFields:
@@ -452,12 +468,12 @@ class RecordEncoder:
         )
 
     def _encode_subset(
-        self, subset: EncodedFields, records: Sequence[Record], subject: str
+        self, subset: EncodedFields, records: Sequence[Record], message_subject: str
     ) -> tuple[torch.Tensor, dict[str, Ids]]:
         """Encode a subset of the fields: dense columns (N, k), and ids by name in the batch."""
         if subset.file_schema is None:
             return torch.zeros(len(records), 0), {}
-        with describing_records(subject):
+        with describing_records(message_subject):
             arrays = {
                 column.name: column.build_array([r.get(column.name) for r in records], self._rules)
                 for column in subset.columns
@@ -468,31 +484,32 @@ class RecordEncoder:
         return batch.dense, ids
 
     def _spread_dense(
-        self, parts: list[tuple[EncodedFields, torch.Tensor]], size: int
+        self, encoded_subsets: list[tuple[EncodedFields, torch.Tensor]], num_samples: int
     ) -> torch.Tensor:
         """Combine the dense columns of subsets in the order of the schema, (size, n); others are 0."""
         num_columns = len(self._file_schema.numbers)
-        for subset, dense in parts:
-            if len(subset.dense) == num_columns and len(dense) == size:
+        for subset, dense in encoded_subsets:
+            if len(subset.dense) == num_columns and len(dense) == num_samples:
                 return dense
-        combined = torch.zeros(size, num_columns)
-        for subset, dense in parts:
+        combined = torch.zeros(num_samples, num_columns)
+        for subset, dense in encoded_subsets:
             combined[:, list(subset.dense)] = dense
         return combined
 
     def _check_records(
-        self, records: Sequence[Record], subject: str, needed: frozenset[str]
+        self, records: Sequence[Record], message_subject: str, required_columns: frozenset[str]
     ) -> None:
-        """Raise DataError unless these are objects with known columns, all of `needed`, and at least one."""
+        """Raise DataError unless these are objects with known columns, all of `required_columns`, and at least one."""
         if not isinstance(records, Sequence) or isinstance(records, str | bytes):
             raise DataError(
-                f"got {describe_value(records)}, wanted a list of {subject}s. Send each as an object of its columns"
+                f"got {describe_value(records)}, wanted a list of {message_subject}s. Send each as an object "
+                "of its columns"
             )
         if not records:
-            raise DataError(f"got no {subject}, wanted at least one. Send one or more")
+            raise DataError(f"got no {message_subject}, wanted at least one. Send one or more")
         known = self._known
         for row, record in enumerate(records):
-            place = subject if subject == "user" else f"{subject} {row}"
+            place = message_subject if message_subject == "user" else f"{message_subject} {row}"
             if not isinstance(record, Mapping):
                 raise DataError(
                     f"{place}: got {describe_value(record)}, wanted an object. Send the columns by name: "
@@ -503,9 +520,11 @@ class RecordEncoder:
             if not record.keys() <= known:
                 column = next(name for name in record if name not in known)
                 raise DataError(f"{place}: {self._describe_unknown(column)}")
-            if not needed <= record.keys():
-                column = next(name for name in self.columns if name in needed - record.keys())
-                elsewhere = " in it or in the user" if subject == "candidate" else ""
+            if not required_columns <= record.keys():
+                column = next(
+                    name for name in self.columns if name in required_columns - record.keys()
+                )
+                elsewhere = " in it or in the user" if message_subject == "candidate" else ""
                 raise DataError(
                     f"{place}: got no column {column!r}{elsewhere}, which the model reads. Send it: null is a missing "
                     "value"

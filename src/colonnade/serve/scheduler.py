@@ -138,7 +138,7 @@ class ScoringQueue:
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
-            jobs, is_last = self._collect(job)
+            jobs, is_last = self._collect_batch_jobs(job)
             try:
                 self._run(jobs)
             finally:
@@ -148,9 +148,9 @@ class ScoringQueue:
             if is_last:
                 return
 
-    def _collect(self, job: Job) -> tuple[list[Job], bool]:
+    def _collect_batch_jobs(self, first_job: Job) -> tuple[list[Job], bool]:
         """Return a job with the waiting ones that may be scored together with it, and whether the queue has ended."""
-        jobs = [job]
+        jobs = [first_job]
         while len(jobs) < self.micro_batch:
             try:
                 waiting = self._jobs.get_nowait()
@@ -195,27 +195,27 @@ class ScoringQueue:
         for group in group_batches(batches, self.micro_batch):
             self._score(group)
 
-    def _score(self, group: list[tuple[ScoreJob, Batch]]) -> None:
-        jobs = [job for job, _ in group]
-        batches = [batch for _, batch in group]
+    def _score(self, jobs_and_batches: list[tuple[ScoreJob, Batch]]) -> None:
+        jobs = [job for job, _ in jobs_and_batches]
+        batches = [batch for _, batch in jobs_and_batches]
         try:
             started = time.perf_counter()
-            merged = batches[0] if len(group) == 1 else concatenate_batches(batches)
+            merged = batches[0] if len(jobs_and_batches) == 1 else concatenate_batches(batches)
             scored = self.model.score(merged, jobs[0].step)
             self.metrics.observe_batch(
                 merged.size, count_lookups(merged), time.perf_counter() - started
             )
         except BaseException as error:
-            if len(group) > 1:  # one bad request must not fail the others
-                for pair in group:
+            if len(jobs_and_batches) > 1:  # one bad request must not fail the others
+                for pair in jobs_and_batches:
                     self._score([pair])
             else:
                 resolve(jobs[0], None, error)
             return
         first = 0
-        for job, batch in group:
+        for job, batch in jobs_and_batches:
             part = scored
-            if len(group) > 1:
+            if len(jobs_and_batches) > 1:
                 part = Scored(scored.scores[first : first + batch.size], scored.step, scored.run)
             first += batch.size
             try:
@@ -236,13 +236,13 @@ def resolve(job: Job, result: Any, error: BaseException | None = None) -> None:
 
 
 def group_batches(
-    batches: Sequence[tuple[ScoreJob, Batch]], max_size: int
+    jobs_and_batches: Sequence[tuple[ScoreJob, Batch]], max_samples: int
 ) -> list[list[tuple[ScoreJob, Batch]]]:
     """Group jobs that can be scored as one batch: the same step, weights for the same features; in order."""
-    if max_size == 1 or len(batches) == 1:
-        return [[pair] for pair in batches]
+    if max_samples == 1 or len(jobs_and_batches) == 1:
+        return [[pair] for pair in jobs_and_batches]
     groups: dict[Any, list[tuple[ScoreJob, Batch]]] = {}
-    for job, batch in batches:
+    for job, batch in jobs_and_batches:
         weighted = tuple(name for name, ids in batch.ids.items() if ids.weights is not None)
         groups.setdefault((job.step, weighted), []).append((job, batch))
     return list(groups.values())

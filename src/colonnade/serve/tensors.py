@@ -226,25 +226,25 @@ class _Reader:
             400, f"input {name!r}: got datatype {get_datatype(tensor.dtype)}, wanted {wanted}"
         )
 
-    def count(self, name: str, length: int) -> None:
+    def count(self, name: str, num_samples: int) -> None:
         """Note the number of samples of an input: the same in all, or 1."""
-        if length == self.size:
+        if num_samples == self.size:
             return
-        if not 0 < length <= self.signature.max_candidates:
+        if not 0 < num_samples <= self.signature.max_candidates:
             raise RequestError(
-                400 if length == 0 else 413,
-                f"input {name!r}: got {length:,} candidates, wanted 1 to {self.signature.max_candidates:,}; send "
+                400 if num_samples == 0 else 413,
+                f"input {name!r}: got {num_samples:,} candidates, wanted 1 to {self.signature.max_candidates:,}; send "
                 "several requests, or raise --max-candidates",
             )
-        if length == 1:
+        if num_samples == 1:
             return
-        if self.size not in (1, length):
+        if self.size not in (1, num_samples):
             raise RequestError(
                 400,
-                f"input {name!r}: got {length:,} candidates, wanted {self.size:,} as in {self.size_name!r}, or 1 "
+                f"input {name!r}: got {num_samples:,} candidates, wanted {self.size:,} as in {self.size_name!r}, or 1 "
                 "for all of them",
             )
-        self.size = length
+        self.size = num_samples
         self.size_name = name
 
     def check_all_used(self) -> None:

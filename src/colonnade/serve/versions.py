@@ -86,31 +86,39 @@ class OpenVersion:
 
 
 def choose_evictions(
-    versions: dict[int, tuple[int, int]], retained: Sequence[int], max_versions: int, max_bytes: int
+    uses_and_bytes: dict[int, tuple[int, int]],
+    retained_steps: Sequence[int],
+    max_versions: int,
+    max_bytes: int,
 ) -> list[int]:
     """Return the steps to close, least recently used first, until the others are within both limits.
 
-    versions: (time of the last use, bytes) by step. retained: steps that are never closed; their bytes count.
+    uses_and_bytes: (time of the last use, bytes) by step. retained_steps: steps that are never closed; their bytes
+    count.
     """
-    candidates = sorted((use, step) for step, (use, _) in versions.items() if step not in retained)
-    total = sum(num_bytes for _, num_bytes in versions.values())
+    candidates = sorted(
+        (use, step) for step, (use, _) in uses_and_bytes.items() if step not in retained_steps
+    )
+    total = sum(num_bytes for _, num_bytes in uses_and_bytes.values())
     evicted: list[int] = []
     for _, step in candidates:
         if len(candidates) - len(evicted) <= max_versions and total <= max_bytes:
             break
         evicted.append(step)
-        total -= versions[step][1]
+        total -= uses_and_bytes[step][1]
     return evicted
 
 
-def estimate_age(file_age: float, now: float, is_current_since: float | None) -> float:
+def estimate_age(
+    file_age_seconds: float, now_seconds: float, is_current_since: float | None
+) -> float:
     """Return the seconds since a checkpoint was published, when it has just been loaded.
 
-    file_age: the time of day less the file's, which is wrong after a jump of a clock. is_current_since: an earlier
-    time, of the same clock as `now`, at which the checkpoint was not published yet; None: unknown.
+    file_age_seconds: the time of day less the file's, which is wrong after a jump of a clock. is_current_since: an
+    earlier time, of the same clock as `now_seconds`, at which the checkpoint was not published yet; None: unknown.
     """
-    longest = float("inf") if is_current_since is None else now - is_current_since
-    return min(max(file_age, 0.0), longest)
+    longest = float("inf") if is_current_since is None else now_seconds - is_current_since
+    return min(max(file_age_seconds, 0.0), longest)
 
 
 class ServedModel:
@@ -269,7 +277,7 @@ class ServedModel:
     @contextmanager
     def _borrow_version(self, step: int) -> Iterator[OpenVersion]:
         with self._lock:
-            version = self._use(step)
+            version = self._count_version_use(step)
         if version is None:
             version = self._open(step)
         try:
@@ -400,7 +408,7 @@ class ServedModel:
         version = self._versions.get(wanted)
         return None if version is None else version.predictor
 
-    def _use(self, step: int) -> OpenVersion | None:
+    def _count_version_use(self, step: int) -> OpenVersion | None:
         """Count a use of an open step. Call it with the lock held."""
         version = self._versions.get(step)
         if version is not None:
@@ -412,7 +420,7 @@ class ServedModel:
     def _open(self, step: int) -> OpenVersion:
         with self._open_lock:
             with self._lock:
-                version = self._use(step)
+                version = self._count_version_use(step)
             if version is not None:
                 return version
             if not self.is_publication:
@@ -431,7 +439,7 @@ class ServedModel:
             recommender = self._build_recommender(predictor, EXACT)
             with self._lock:
                 self._versions[step] = OpenVersion(predictor, recommender)
-                version = self._use(step)
+                version = self._count_version_use(step)
             assert version is not None
             self._report("version", {"step": step, "bytes": newer_bytes})
             self._evict()

@@ -47,7 +47,7 @@ SWITCH_SECONDS = 0.0005
 """Time after which the scoring thread lets the event loop go on: Python's 5 ms would delay every waiting request."""
 
 
-def bind_socket(host: str, port: int, options: str = "--host, --port") -> socket.socket:
+def bind_socket(host: str, port: int, option_names: str = "--host, --port") -> socket.socket:
     """Bind the socket that all workers accept from. Raises ConfigError, which names the options, if the address is
     taken or another's."""
     try:
@@ -60,7 +60,7 @@ def bind_socket(host: str, port: int, options: str = "--host, --port") -> socket
         listener.listen(BACKLOG)
     except OSError as error:
         raise ConfigError(
-            f"{options}: got {host}, {port}: {error.strerror or error}; give an address of this machine and a "
+            f"{option_names}: got {host}, {port}: {error.strerror or error}; give an address of this machine and a "
             "free port (0: any)"
         ) from None
     return listener
@@ -149,7 +149,7 @@ class Supervisor:
         self.log.close()
         return status
 
-    def _start(self, index: int) -> None:
+    def _start(self, worker_index: int) -> None:
         """Start a worker. Its options, the token among them, go through its standard input."""
         reader, writer = os.pipe()
         process = subprocess.Popen(
@@ -167,10 +167,10 @@ class Supervisor:
         os.close(writer)
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it ended at once; its status pipe reports that
-            process.stdin.write(self._worker_options(index).to_json().encode() + b"\n")
+            process.stdin.write(self._worker_options(worker_index).to_json().encode() + b"\n")
             process.stdin.flush()
-        self.workers[index] = WorkerProcess(process, reader)
-        self._selector.register(reader, selectors.EVENT_READ, index)
+        self.workers[worker_index] = WorkerProcess(process, reader)
+        self._selector.register(reader, selectors.EVENT_READ, worker_index)
 
     def _worker_options(self, index: int) -> ServeOptions:
         """Return a worker's options: one worker copies a publication from a URL, and the others follow the copy."""
@@ -178,9 +178,9 @@ class Supervisor:
             return replace(self.options, path=self.options.copy, copy=None)
         return self.options
 
-    def _read_status(self, index: int) -> int:
+    def _read_status(self, worker_index: int) -> int:
         """Note that a worker is ready, or has ended. Return the exit status if the server cannot go on."""
-        worker = self.workers[index]
+        worker = self.workers[worker_index]
         content = os.read(worker.status, 4096)
         if content:
             worker.is_ready = True
@@ -195,20 +195,22 @@ class Supervisor:
         if worker.process.stdin is not None:
             with contextlib.suppress(BrokenPipeError):
                 worker.process.stdin.close()
-        del self.workers[index]
+        del self.workers[worker_index]
         if code == EXIT_CONFIG and not worker.is_ready:
             return EXIT_CONFIG
         self.restarts.note_death(worker.process.pid)
         # A worker that has served was killed, or met a request that ends it: others wait for the next one.
-        self.num_failed_starts[index] = 0 if worker.is_ready else self.num_failed_starts[index] + 1
-        delay = compute_restart_delay(self.num_failed_starts[index])
-        self.log.write("worker", {"index": index, "exit": code, "restart_seconds": delay})
+        self.num_failed_starts[worker_index] = (
+            0 if worker.is_ready else self.num_failed_starts[worker_index] + 1
+        )
+        delay = compute_restart_delay(self.num_failed_starts[worker_index])
+        self.log.write("worker", {"index": worker_index, "exit": code, "restart_seconds": delay})
         print(
-            f"worker {index} ended with {code}; it is started again in {delay:g} s",
+            f"worker {worker_index} ended with {code}; it is started again in {delay:g} s",
             file=sys.stderr,
             flush=True,
         )
-        self._restart_at[index] = time.monotonic() + delay
+        self._restart_at[worker_index] = time.monotonic() + delay
         return 0
 
     def _stop_all(self) -> None:

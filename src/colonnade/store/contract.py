@@ -222,13 +222,14 @@ class Resident(Protocol):
         ...
 
     def acquire(
-        self, ids: Tensor, offsets: Tensor, next_use: Tensor | None = None
+        self, ids: Tensor, table_offsets: Tensor, next_use_codes: Tensor | None = None
     ) -> tuple[Tensor, object]:
         """Pin the rows of unique ids (U,). Returns slots (U,) int32, pinned until released, and a job.
 
         Rows that are not resident are read from the backing; rows that do not exist are initialised. Their values are
         in memory once `wait(job)` has returned. Raises BudgetExceeded (nothing pinned, nothing moved) if they do not
-        fit; never drops a row of the call. next_use (U,) uint8: codes as in `Batch.next_use`, for choosing victims.
+        fit; never drops a row of the call. next_use_codes (U,) uint8: codes as in `Batch.next_use`, for choosing
+        victims.
         """
         ...
 
@@ -243,7 +244,7 @@ class Resident(Protocol):
         """Save the current values of these rows if the commit in progress still needs them. Call before they change."""
         ...
 
-    def release(self, slots: Tensor, offsets: Tensor, *, dirty: bool) -> None:
+    def release(self, slots: Tensor, table_offsets: Tensor, *, dirty: bool) -> None:
         """Undo one `acquire`, after its `wait`. `dirty`: the rows may have been trained; their clocks tell which."""
         ...
 
@@ -273,8 +274,8 @@ class Resident(Protocol):
         """Delete rows, ids (N,) unique, here and in every store below. Rows in use are initialised again in place."""
         ...
 
-    def scan(self, table_index: int, run: int = 65536) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield (ids (N,), records (N, record_bytes)) of the trained rows, each once, about `run` at a time.
+    def scan(self, table_index: int, rows_per_item: int = 65536) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield (ids (N,), records (N, record_bytes)) of the trained rows, each once, about `rows_per_item` at a time.
 
         Rows newer than their backing are written to it first, as `flush` does.
         """
@@ -334,8 +335,9 @@ class Backing(Protocol):
         """Return the number of live rows."""
         ...
 
-    def read(self, ids: Tensor, out: Tensor) -> Pending:
-        """Start reading ids (N,) into out (N, record_bytes) uint8, which the caller owns; absent rows stay untouched.
+    def read(self, ids: Tensor, records_out: Tensor) -> Pending:
+        """Start reading ids (N,) into records_out (N, record_bytes) uint8, which the caller owns; absent rows stay
+        untouched.
 
         Reads the rows as of the call, whatever is written before `wait`.
         """
@@ -345,13 +347,13 @@ class Backing(Protocol):
         self,
         ids: Tensor,
         records: Tensor,
-        frequencies: Tensor | None = None,
-        for_commit: bool = False,
+        access_frequencies: Tensor | None = None,
+        is_for_commit: bool = False,
     ) -> Pending:
         """Write records of rows. The latest write wins; of equal ids in one call, the last.
 
-        Visible to `read` at once; durable only after `commit`. frequencies (N,) uint8: access frequency of the rows,
-        stored with them. `for_commit`: the records belong to the frozen content (`freeze`).
+        Visible to `read` at once; durable only after `commit`. access_frequencies (N,) uint8: access frequency of the
+        rows, stored with them. `is_for_commit`: the records belong to the frozen content (`freeze`).
         """
         ...
 
@@ -373,8 +375,8 @@ class Backing(Protocol):
         """Give up the frozen content, after a commit that failed."""
         ...
 
-    def prune(self, keep_steps: Collection[int]) -> None:
-        """Delete the commits that are not in `keep_steps`."""
+    def prune(self, retained_steps: Collection[int]) -> None:
+        """Delete the commits that are not in `retained_steps`."""
         ...
 
     def close(self) -> None: ...

@@ -115,7 +115,7 @@ class DeviceRows:
         elif self.rounds_at_random:
             assert ids is not None
             weights = optimizers.round_stochastically(
-                values, ids, clocks, self.seed, weights.dtype, column=self.table.origin[1]
+                values, ids, clocks, self.seed, weights.dtype, first_column=self.table.origin[1]
             )
         else:
             weights = values
@@ -202,13 +202,13 @@ class SlotDirectory:
             self._scores *= np.float32(2.0**-self._time)
             self._time = 0.0
 
-    def pin_slots(self, slots: np.ndarray, codes: np.ndarray | None) -> None:
-        """Pin rows in slots (N,) unique, and count their use. codes (N,) uint8 as in `Batch.next_use`."""
+    def pin_slots(self, slots: np.ndarray, next_use_codes: np.ndarray | None) -> None:
+        """Pin rows in slots (N,) unique, and count their use. next_use_codes (N,) uint8 as in `Batch.next_use`."""
         self._add_pins(slots)
-        if codes is None:
+        if next_use_codes is None:
             self._scores[slots] += np.float32(2.0**self._time)
         else:
-            self._scores[slots] = self._score_hints(codes)
+            self._scores[slots] = self._score_hints(next_use_codes)
 
     def unpin_slots(self, slots: np.ndarray, *, dirty: bool) -> None:
         """Undo one `pin_slots` or `admit_ids`. Raises ValueError, nothing changed, if a slot is not pinned."""
@@ -223,18 +223,19 @@ class SlotDirectory:
     def is_pinned(self, slots: np.ndarray) -> np.ndarray:
         return np.asarray(self.flags[slots] >= PIN)
 
-    def count_pinned_others(self, slots: np.ndarray, count: int) -> int:
-        """Count the pinned rows outside `slots`, which `count` rows of a call already have.
+    def count_pinned_others(self, own_slots: np.ndarray, num_call_rows: int) -> int:
+        """Count the pinned rows outside `own_slots`, which `num_call_rows` rows of a call already have.
 
         Not exact if all these have room.
         """
-        if self.num_pinned + count <= self.num_slots:
+        if self.num_pinned + num_call_rows <= self.num_slots:
             return self.num_pinned
-        return self.num_pinned - int(np.count_nonzero(self.is_pinned(slots)))
+        return self.num_pinned - int(np.count_nonzero(self.is_pinned(own_slots)))
 
-    def choose_victim_slots(self, count: int) -> np.ndarray:
-        """Choose slots to evict for `count` new rows: none if enough are free, never pinned ones. They must fit."""
-        needed = count - (self.num_slots - self.num_rows)
+    def choose_victim_slots(self, num_new_rows: int) -> np.ndarray:
+        """Choose slots to evict for `num_new_rows` new rows: none if enough are free, never pinned ones. They must
+        fit."""
+        needed = num_new_rows - (self.num_slots - self.num_rows)
         if needed <= 0:
             return np.empty(0, np.int64)
         if self._num_used <= EXACT_SLOTS:
@@ -251,10 +252,10 @@ class SlotDirectory:
         return self._lowest_scored(self._find_evictable(0, self._num_used), needed)
 
     def admit_ids(
-        self, ids: np.ndarray, victims: np.ndarray, codes: np.ndarray | None
+        self, ids: np.ndarray, victim_slots: np.ndarray, next_use_codes: np.ndarray | None
     ) -> np.ndarray:
         """Evict the victims of `choose_victim_slots(N)` and give pinned slots (N,) to ids (N,), which were absent."""
-        self.free_slots(victims)
+        self.free_slots(victim_slots)
         num_fresh = max(0, len(ids) - len(self._free))
         num_free = len(self._free) - (len(ids) - num_fresh)
         slots = np.concatenate(
@@ -268,7 +269,9 @@ class SlotDirectory:
         self.num_rows += len(slots)
         self._add_pins(slots)
         self._scores[slots] = (
-            np.float32(2.0**self._time) if codes is None else self._score_hints(codes)
+            np.float32(2.0**self._time)
+            if next_use_codes is None
+            else self._score_hints(next_use_codes)
         )
         return slots
 
@@ -308,16 +311,17 @@ class SlotDirectory:
             return slots
         return slots[np.argpartition(self._scores[slots], count - 1)[:count]]
 
-    def _sweep_for_victims(self, count: int, threshold: float) -> np.ndarray:
-        """Return the next `count` evictable slots after the hand scored at most `threshold`; fewer after one round."""
+    def _sweep_for_victims(self, num_victims: int, max_score: float) -> np.ndarray:
+        """Return the next `num_victims` evictable slots after the hand scored at most `max_score`; fewer after one
+        round."""
         victims: list[np.ndarray] = []
-        missing = count
+        missing = num_victims
         begin = self._hand % self._num_used
         swept = 0
         while missing and swept < self._num_used:
             end = min(begin + SWEEP_SLOTS, self._num_used, begin + self._num_used - swept)
             slots = self._find_evictable(begin, end)
-            slots = slots[self._scores[slots] <= threshold][:missing]
+            slots = slots[self._scores[slots] <= max_score][:missing]
             victims.append(slots)
             missing -= len(slots)
             swept += end - begin

@@ -117,16 +117,16 @@ class DramStore:
                 self.release(slots, offsets, dirty=True)
 
     def acquire(
-        self, ids: Tensor, offsets: Tensor, next_use: Tensor | None = None
+        self, ids: Tensor, table_offsets: Tensor, next_use_codes: Tensor | None = None
     ) -> tuple[Tensor, _native.AcquireJob | None]:
         """Pin rows as `Resident.acquire`. Waits while too many evicted rows wait to be written."""
-        slots, job = self._acquire(ids, offsets, next_use)
+        slots, job = self._acquire(ids, table_offsets, next_use_codes)
         if self.traffic is not None:
-            self.traffic.add(ids, offsets)
+            self.traffic.add(ids, table_offsets)
         return slots, job
 
     def _acquire(
-        self, ids: Tensor, offsets: Tensor, next_use: Tensor | None = None
+        self, ids: Tensor, table_offsets: Tensor, next_use_codes: Tensor | None = None
     ) -> tuple[Tensor, _native.AcquireJob | None]:
         """Pin rows, which are no traffic of batches if rows are loaded."""
         slots = torch.empty(len(ids), dtype=torch.int32)
@@ -138,18 +138,18 @@ class DramStore:
                 )
             try:
                 if self.tiers is None:
-                    result = self.native.acquire(ids, offsets, slots, True)
+                    result = self.native.acquire(ids, table_offsets, slots, True)
                     self.sources.born += len(result.missing)
                     self.sources.mapped += result.num_mapped
                     self.sources.resident += len(ids) - len(result.missing) - result.num_mapped
                     return slots, None
                 self._raise_fault(self.tiers.fault())
                 try:
-                    job = self.tiers.acquire(ids, offsets, slots, next_use)
+                    job = self.tiers.acquire(ids, table_offsets, slots, next_use_codes)
                 except MemoryError as error:
-                    if not self._make_room(error, offsets):
+                    if not self._make_room(error, table_offsets):
                         raise
-                    job = self.tiers.acquire(ids, offsets, slots, next_use)
+                    job = self.tiers.acquire(ids, table_offsets, slots, next_use_codes)
             except MemoryError as error:
                 raise self._build_budget_error(error) from None
             for name, count in job.counts().items():
@@ -167,8 +167,8 @@ class DramStore:
             self.sources.stall_seconds += time.perf_counter() - start
         self._raise_fault(fault)
 
-    def release(self, slots: Tensor, offsets: Tensor, *, dirty: bool) -> None:
-        self.native.release(slots, offsets, dirty)
+    def release(self, slots: Tensor, table_offsets: Tensor, *, dirty: bool) -> None:
+        self.native.release(slots, table_offsets, dirty)
         with self._released:
             self.releases += 1
             self._released.notify_all()
@@ -330,26 +330,29 @@ class DramStore:
                     break
         self._raise_fault(self.tiers.fault())
 
-    def scan(self, table_index: int, run: int = 65536) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield (ids (N,), records (N, record_bytes)) of the trained rows, each once, about `run` at a time.
+    def scan(self, table_index: int, rows_per_item: int = 65536) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield (ids (N,), records (N, record_bytes)) of the trained rows, each once, about `rows_per_item` at a time.
 
         Rows newer than their log are written to it first, as `flush` does.
         """
         if self.backings:
             self._flush_table(table_index)
             for batch in self.backings[table_index].scan():
-                for start in range(0, len(batch.ids), run):
-                    yield batch.ids[start : start + run], batch.records[start : start + run]
+                for start in range(0, len(batch.ids), rows_per_item):
+                    yield (
+                        batch.ids[start : start + rows_per_item],
+                        batch.records[start : start + rows_per_item],
+                    )
             return
         resident, slots = (torch.as_tensor(part) for part in self.native.resident(table_index))
-        for start in range(0, len(resident), run):
-            part = slots[start : start + run].contiguous()
+        for start in range(0, len(resident), rows_per_item):
+            part = slots[start : start + rows_per_item].contiguous()
             records = torch.empty(
                 len(part), self.tables[table_index].record_bytes, dtype=torch.uint8
             )
             self.native.pack(table_index, part, records)
             trained = torch.as_tensor(self.native.clocks(table_index, part)) > 0
-            yield resident[start : start + run][trained], records[trained]
+            yield resident[start : start + rows_per_item][trained], records[trained]
 
     def flush(self) -> int:
         """Write every row newer than its log; returns their number. They stay resident."""
@@ -470,7 +473,7 @@ class DramStore:
             table_index, kind, place, error = fault
             raise_read_fault((kind, place, error), self.logs[table_index].path_of)
 
-    def _make_room(self, error: MemoryError, offsets: Tensor) -> bool:
+    def _make_room(self, memory_error: MemoryError, table_offsets: Tensor) -> bool:
         """Take slots from other tables for a batch that does not fit in its table even alone. Returns whether it fits.
 
         Memory is divided by earlier batches, and a later one may use more rows of a table than any before. Nothing
@@ -478,7 +481,7 @@ class DramStore:
         """
         if self.traffic is None or self.tiers is None:
             return False
-        room = _read_room_error(error)
+        room = _read_room_error(memory_error)
         capacities = self.capacities()
         if room is None or room.table_index not in capacities:
             return False
@@ -491,7 +494,7 @@ class DramStore:
         in_use = {
             u: math.ceil(rows * self.native.pinned_share(u)) for u, rows in capacities.items()
         }
-        needs = map(max, offsets.diff().tolist(), self.traffic.peaks)
+        needs = map(max, table_offsets.diff().tolist(), self.traffic.peaks)
         least = {u: max(rows, in_use.get(u, 0)) for u, rows in enumerate(needs)}
         spare = {u: max(0, rows - least[u]) for u, rows in capacities.items() if u != t}
         if sum(rows * sizes[u] for u, rows in spare.items()) < owed:
@@ -536,19 +539,19 @@ class DramStore:
 
 
 def _count_cache_tier(
-    tables: Sequence[Table], cache: _native.Dram, counts: Mapping[str, int]
+    tables: Sequence[Table], dram_cache: _native.Dram, cache_counts: Mapping[str, int]
 ) -> TierCounts:
     """Return the counts of the cache of evicted rows. Each row is a request of its own."""
-    num_bytes = sum(cache.num_rows(t) * table.record_bytes for t, table in enumerate(tables))
+    num_bytes = sum(dram_cache.num_rows(t) * table.record_bytes for t, table in enumerate(tables))
     return TierCounts(
-        hits=counts["hits"],
-        misses=counts["misses"],
-        reads=counts["hits"],
-        read_bytes=counts["bytes_read"],
-        row_bytes=counts["bytes_read"],
-        rows_written=counts["rows_inserted"],
-        payload_bytes=counts["bytes_inserted"],
-        written_bytes=counts["bytes_inserted"],
+        hits=cache_counts["hits"],
+        misses=cache_counts["misses"],
+        reads=cache_counts["hits"],
+        read_bytes=cache_counts["bytes_read"],
+        row_bytes=cache_counts["bytes_read"],
+        rows_written=cache_counts["rows_inserted"],
+        payload_bytes=cache_counts["bytes_inserted"],
+        written_bytes=cache_counts["bytes_inserted"],
         held_bytes=num_bytes,
         live_bytes=num_bytes,
     )
@@ -640,10 +643,10 @@ def _reserve_address_space(
     tables: Sequence[Table],
     capacity_rows: Sequence[int],
     seed: int,
-    shards: Sequence[Shard],
+    rank_shards: Sequence[Shard],
     directories: Sequence[Path | None],
     is_backed: bool,
-    most_rows: Sequence[int],
+    max_rows: Sequence[int],
 ) -> _native.Dram:
     """Reserve the address space of `open_dram_store`. Raises OSError, MemoryError."""
     settings = [
@@ -663,10 +666,10 @@ def _reserve_address_space(
             seed=table_seed(seed, table.origin[0]),
             can_evict=is_backed,
             directory="" if directories[t] is None else str(directories[t]),
-            num_owners=shards[t].num_owners,
-            place=-1 if (index := shards[t].owner_index) is None else index,
+            num_owners=rank_shards[t].num_owners,
+            place=-1 if (index := rank_shards[t].owner_index) is None else index,
             first_column=table.origin[1],
-            most_rows=min(most_rows[t], MAX_SLOTS) if most_rows else 0,
+            most_rows=min(max_rows[t], MAX_SLOTS) if max_rows else 0,
         )
         for t, table in enumerate(tables)
     ]

@@ -92,13 +92,13 @@ class HbmStore:
     # ---- Resident
 
     def acquire(
-        self, ids: Tensor, offsets: Tensor, next_use: Tensor | None = None
+        self, ids: Tensor, table_offsets: Tensor, next_use_codes: Tensor | None = None
     ) -> tuple[Tensor, int]:
         """Pin rows as `Resident.acquire`. Writes back dirty victims, which may wait for the writer of the logs."""
         with self._moving:
             self.below.check()
             self._install_ready_loads()
-            requests = self._find_and_pin_rows(ids, offsets, next_use)
+            requests = self._find_and_pin_rows(ids, table_offsets, next_use_codes)
             try:
                 written = self._write_back_dirty_rows([request.victims for request in requests])
                 load = self._request_missing_rows(requests)
@@ -125,10 +125,10 @@ class HbmStore:
     def before_update(self, slots: Tensor, offsets: Tensor) -> None:
         """Do nothing: a commit takes its rows from the store below, which got them when the commit began."""
 
-    def release(self, slots: Tensor, offsets: Tensor, *, dirty: bool) -> None:
+    def release(self, slots: Tensor, table_offsets: Tensor, *, dirty: bool) -> None:
         with self._flags:
             for directory, table_slots in zip(
-                self.directories, _split_by_table(slots, offsets), strict=True
+                self.directories, _split_by_table(slots, table_offsets), strict=True
             ):
                 directory.unpin_slots(table_slots, dirty=dirty)
         with self._released:
@@ -207,11 +207,11 @@ class HbmStore:
                     self._slots_to_device(used), records.to(self.device)
                 )
 
-    def scan(self, table_index: int, run: int = 65536) -> Iterator[tuple[Tensor, Tensor]]:
+    def scan(self, table_index: int, rows_per_item: int = 65536) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield trained rows as `DramStore.scan`; newer rows on the device are written back first."""
         with self._moving:
             self._write_back_dirty([table_index])
-        yield from self.below.scan(table_index, run)
+        yield from self.below.scan(table_index, rows_per_item)
 
     def flush(self) -> int:
         """Write every row newer than its log; returns the number of rows the logs got. They stay on the device."""
@@ -226,17 +226,17 @@ class HbmStore:
 
     def update(
         self,
-        slots: Tensor,
-        offsets: Tensor,
-        sums: Sequence[Tensor],
-        kinds: Sequence[int],
+        row_slots: Tensor,
+        table_offsets: Tensor,
+        gradient_sums: Sequence[Tensor],
+        optimizer_kinds: Sequence[int],
         settings: Sequence[Settings],
     ) -> None:
         """Update pinned rows (U,) by their summed gradients, by table (N, D) on the device.
 
         kinds and settings: by part.
         """
-        table_slots = _split_by_table(slots, offsets)
+        table_slots = _split_by_table(row_slots, table_offsets)
         device_slots = self._arrays_to_device(table_slots)
         ids: Sequence[Tensor | None] = [None] * len(table_slots)
         if any(rows.rounds_at_random for rows in self.rows):
@@ -246,7 +246,7 @@ class HbmStore:
                     for directory, own in zip(self.directories, table_slots, strict=True)
                 ]
             )
-        update_device_rows(self.rows, device_slots, ids, sums, kinds, settings)
+        update_device_rows(self.rows, device_slots, ids, gradient_sums, optimizer_kinds, settings)
 
     # ---- commits
 
@@ -309,14 +309,18 @@ class HbmStore:
     # ---- inside: acquire
 
     def _find_and_pin_rows(
-        self, ids: Tensor, offsets: Tensor, next_use: Tensor | None
+        self, ids: Tensor, table_offsets: Tensor, next_use_codes: Tensor | None
     ) -> list[TableRequest]:
         """Pin the rows on the device and choose victims for the others.
 
         Raises BudgetExceeded, nothing pinned, if there is no room for the others.
         """
-        grouped = _split_by_table(ids, offsets)
-        codes = [None] * len(grouped) if next_use is None else _split_by_table(next_use, offsets)
+        grouped = _split_by_table(ids, table_offsets)
+        codes = (
+            [None] * len(grouped)
+            if next_use_codes is None
+            else _split_by_table(next_use_codes, table_offsets)
+        )
         requests: list[TableRequest] = []
         with self._flags:
             for directory, table_ids, table_codes in zip(
@@ -337,7 +341,7 @@ class HbmStore:
                 if others + len(request.ids) > directory.num_slots:
                     raise self._build_budget_error(t, len(request.ids), others)
             for directory, request in zip(self.directories, requests, strict=True):
-                directory.advance_clock(len(request.ids), next_use is not None)
+                directory.advance_clock(len(request.ids), next_use_codes is not None)
                 directory.pin_slots(request.resident_slots, request.codes_of(request.is_resident))
                 request.victims = directory.choose_victim_slots(len(request.missing))
         return requests
@@ -395,15 +399,27 @@ class HbmStore:
             self._write_slot_records(admitted, load)
         return torch.from_numpy(np.concatenate(slots).astype(np.int32))
 
-    def _build_budget_error(self, table_index: int, needed: int, others: int) -> BudgetExceeded:
+    def _build_budget_error(
+        self, table_index: int, needed_rows: int, other_pinned_rows: int
+    ) -> BudgetExceeded:
         table = self.tables[table_index]
         num_slots = self.directories[table_index].num_slots
-        in_use = f" and {others} of these are in use by batches in flight" if others else ""
-        lower = "the batch size, the lookahead or the staleness" if others else "the batch size"
+        in_use = (
+            f" and {other_pinned_rows} of these are in use by batches in flight"
+            if other_pinned_rows
+            else ""
+        )
+        lower = (
+            "the batch size, the lookahead or the staleness"
+            if other_pinned_rows
+            else "the batch size"
+        )
         return BudgetExceeded(
-            f"table {table.name!r}: a batch needs {needed} rows on the device at once, the budget holds {num_slots} "
+            f"table {table.name!r}: a batch needs {needed_rows} rows on the device at once, the budget holds "
+            f"{num_slots} "
             f"({num_slots * table.record_bytes:,} bytes){in_use}. This table needs "
-            f"{(needed + others) * table.record_bytes:,} bytes on each rank: raise plan.memory.hbm, or lower {lower}"
+            f"{(needed_rows + other_pinned_rows) * table.record_bytes:,} bytes on each rank: raise "
+            f"plan.memory.hbm, or lower {lower}"
         )
 
     # ---- inside: loads from below
@@ -435,25 +451,27 @@ class HbmStore:
         self.below.release(load.below, load.offsets, dirty=False)
         self._loads.popleft()
 
-    def _write_slot_records(self, slots: Sequence[np.ndarray], records: Sequence[Tensor]) -> None:
+    def _write_slot_records(
+        self, slots_by_table: Sequence[np.ndarray], records_by_table: Sequence[Tensor]
+    ) -> None:
         for rows, device_slots, table_records in zip(
-            self.rows, self._arrays_to_device(slots), records, strict=True
+            self.rows, self._arrays_to_device(slots_by_table), records_by_table, strict=True
         ):
             if len(device_slots):
                 rows.write_records(device_slots, table_records)
         with self._flags:
-            for directory, table_slots in zip(self.directories, slots, strict=True):
+            for directory, table_slots in zip(self.directories, slots_by_table, strict=True):
                 directory.flags[table_slots] |= VALID
 
-    def _copy_records_to_device(self, below: Tensor, offsets: Tensor) -> list[Tensor]:
+    def _copy_records_to_device(self, lower_slots: Tensor, table_offsets: Tensor) -> list[Tensor]:
         """Copy records of rows in slots below to the device, by table, in one transfer."""
-        counts = offsets.diff().tolist()
+        counts = table_offsets.diff().tolist()
         sizes = [n * table.record_bytes for n, table in zip(counts, self.tables, strict=True)]
         # Pinned memory: a copy to a GPU starts without staging.
         block = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=self.device.type == "cuda")
         for t, part in enumerate(torch.split(block, sizes)):
             if counts[t]:
-                slots = below[offsets[t] : offsets[t + 1]].contiguous()
+                slots = lower_slots[table_offsets[t] : table_offsets[t + 1]].contiguous()
                 self.below.native.pack(t, slots, part.view(counts[t], -1))
         moved = block.to(self.device, non_blocking=True)
         return [
@@ -499,13 +517,15 @@ class HbmStore:
             slots[t] = self.directories[t].dirty_slots()
         self._write_back_dirty_rows(slots)
 
-    def _write_back_dirty_rows(self, slots: Sequence[np.ndarray]) -> list[int]:
+    def _write_back_dirty_rows(self, slots_by_table: Sequence[np.ndarray]) -> list[int]:
         """Write the dirty ones of these rows, by table, to the store below; returns their numbers.
 
         Whatever fails, no row is lost: it stays dirty until it is below.
         """
         written = [0] * len(self.tables)
-        for t, (directory, table_slots) in enumerate(zip(self.directories, slots, strict=True)):
+        for t, (directory, table_slots) in enumerate(
+            zip(self.directories, slots_by_table, strict=True)
+        ):
             with self._flags:
                 dirty = table_slots[directory.flags[table_slots] & DIRTY != 0]
             for start in range(0, len(dirty), WRITTEN_TOGETHER):
@@ -541,7 +561,7 @@ class HbmStore:
 
 
 def open_hbm_store(
-    below: DramStore, capacity_rows: Sequence[int], device: torch.device | str, *, seed: int
+    lower_store: DramStore, capacity_rows: Sequence[int], device: torch.device | str, *, seed: int
 ) -> HbmStore:
     """Reserve memory for `capacity_rows` of each table on `device`. Raises ConfigError if it does not have enough.
 
@@ -550,36 +570,43 @@ def open_hbm_store(
     target = torch.device(device)
     rows = []
     try:
-        for table, count in zip(below.tables, capacity_rows, strict=True):
+        for table, count in zip(lower_store.tables, capacity_rows, strict=True):
             rows.append(
                 reserve_device_rows(table, count, target, table_seed(seed, table.origin[0]))
             )
     except RuntimeError as error:
         wanted = sum(
-            n * table.record_bytes for n, table in zip(capacity_rows, below.tables, strict=True)
+            n * table.record_bytes
+            for n, table in zip(capacity_rows, lower_store.tables, strict=True)
         )
         raise ConfigError(
             f"plan.memory.hbm: got {wanted:,} bytes of rows for {target}, which does not have them: "
             f"{str(error).splitlines()[0]}. Give hbm less"
         ) from None
-    return HbmStore(below, rows)
+    return HbmStore(lower_store, rows)
 
 
 def update_device_rows(
     rows: Sequence[DeviceRows],
-    slots: Sequence[Tensor],
+    row_slots: Sequence[Tensor],
     ids: Sequence[Tensor | None],
-    sums: Sequence[Tensor],
-    kinds: Sequence[int],
-    settings: Sequence[Settings],
+    gradient_sums: Sequence[Tensor],
+    optimizer_kinds: Sequence[int],
+    settings_by_part: Sequence[Settings],
 ) -> None:
     """Update rows of several tables (`DeviceRows.update`): all by table, kinds and settings by part of all tables."""
     first = 0
-    for table_rows, table_slots, table_ids, gradients in zip(rows, slots, ids, sums, strict=True):
+    for table_rows, table_slots, table_ids, gradients in zip(
+        rows, row_slots, ids, gradient_sums, strict=True
+    ):
         end = first + len(table_rows.table.parts)
         if len(table_slots):
             table_rows.update(
-                table_slots, table_ids, gradients, kinds[first:end], settings[first:end]
+                table_slots,
+                table_ids,
+                gradients,
+                optimizer_kinds[first:end],
+                settings_by_part[first:end],
             )
         first = end
 

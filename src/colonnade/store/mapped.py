@@ -56,20 +56,20 @@ class MappedRows:
         """Failure of a mapping, or of the rows that these are a fork of."""
         self._is_closed = False
 
-    def find_slots(self, ids: Tensor, offsets: Tensor, tables: Tensor) -> Tensor:
+    def find_slots(self, ids: Tensor, feature_offsets: Tensor, table_indices: Tensor) -> Tensor:
         """Return the slot of each lookup, (E,) int32, valid until the next call.
 
-        ids (E,) column by column, offsets (C + 1,), tables (C,): the table of each column. IndexError for an id outside
-        its vocabulary table; CorruptionError if a row's block of its file is damaged, StorageError if it cannot be
-        read; ConfigError once the rows are closed.
+        ids (E,) column by column, feature_offsets (C + 1,), table_indices (C,): the table of each column. IndexError
+        for an id outside its vocabulary table; CorruptionError if a row's block of its file is damaged, StorageError
+        if it cannot be read; ConfigError once the rows are closed.
         """
         self._check_open()
         _native.handle_faults()  # other libraries may have installed their handlers meanwhile
         slots = np.empty(len(ids), np.int32)
         lookups = ids.numpy()
-        bounds = offsets.tolist()
+        bounds = feature_offsets.tolist()
         absent: dict[int, list[np.ndarray]] = {}
-        for c, t in enumerate(tables.tolist()):
+        for c, t in enumerate(table_indices.tolist()):
             first = bounds[c]
             last = bounds[c + 1]
             missing = self.tables[t].find_slots(lookups[first:last], slots[first:last])
@@ -82,9 +82,9 @@ class MappedRows:
 
     def read(
         self,
-        reader: _native.MappedReader,
+        native_reader: _native.MappedReader,
         ids: Mapping[str, Ids],
-        size: int,
+        batch_size: int,
         *,
         is_sharing: bool,
     ) -> list[Tensor] | None:
@@ -96,8 +96,8 @@ class MappedRows:
         """
         self._check_open()
         _native.handle_faults()  # other libraries may have installed their handlers meanwhile
-        return reader.read(
-            self._native_tables, self._initialiser, ids, size, is_sharing, self.cache
+        return native_reader.read(
+            self._native_tables, self._initialiser, ids, batch_size, is_sharing, self.cache
         )
 
     def addresses_and_strides(self) -> tuple[Tensor, Tensor]:
@@ -151,24 +151,27 @@ class MappedRows:
         """Bytes of rows that are newer than the files, in the memory of this process."""
         return sum(table.newer_bytes for table in self.tables)
 
-    def apply_delta(self, table_index: int, ids: Tensor, weights: Tensor, gone: Tensor) -> None:
+    def apply_delta(
+        self, table_index: int, ids: Tensor, weights: Tensor, deleted_ids: Tensor
+    ) -> None:
         """Overwrite and delete rows of a table, in memory only.
 
-        ids (N,) unique, weights (N, width) of the table's dtype; gone (G,): ids that read as their first value again.
+        ids (N,) unique, weights (N, width) of the table's dtype; deleted_ids (G,): ids that read as their first value
+        again.
         """
         self._check_open()
-        self.tables[table_index].apply_delta(ids.numpy(), weights, gone.numpy())
+        self.tables[table_index].apply_delta(ids.numpy(), weights, deleted_ids.numpy())
 
-    def replace_files(self, other: MappedRows) -> None:
-        """Replace the mapped files by those of `other`, which must not be used any more."""
+    def replace_files(self, newer_rows: MappedRows) -> None:
+        """Replace the mapped files by those of `newer_rows`, which must not be used any more."""
         self._check_open()
         self._unmap()
-        self.tables = other.tables
-        self._scrub = other._scrub
+        self.tables = newer_rows.tables
+        self._scrub = newer_rows._scrub
         self._failure = None
-        self.cache = other.cache
-        self._initialiser = other._initialiser
-        self._native_tables = other._native_tables
+        self.cache = newer_rows.cache
+        self._initialiser = newer_rows._initialiser
+        self._native_tables = newer_rows._native_tables
 
     def fork(self, seed: int) -> MappedRows:
         """Return other rows of the same content, which change by themselves. Files, their indices, their cached rows
@@ -306,12 +309,13 @@ class MappedTable:
                 other._mapping.rows_behind(0, self._num_newer)[:] = rows
         return other
 
-    def reserve(self, capacity: int, room: int | None = None) -> None:
-        """Reserve address space for `room` rows that are newer than the file's, then for `capacity` first values."""
+    def reserve(self, num_first_values: int, num_newer_rows: int | None = None) -> None:
+        """Reserve address space for `num_newer_rows` rows that are newer than the file's, then for `num_first_values`
+        first values."""
         newer = self._mapping.rows_behind(0, self._num_newer).copy() if self._num_newer else None
-        self._capacity = capacity
-        self._room = self._room if room is None else room
-        self.base = self._mapping.map_with_room(self._room + capacity)
+        self._capacity = num_first_values
+        self._room = self._room if num_newer_rows is None else num_newer_rows
+        self.base = self._mapping.map_with_room(self._room + num_first_values)
         self.native.set_base(self.base)
         if newer is not None:
             self._mapping.rows_behind(0, self._num_newer)[:] = newer

@@ -38,11 +38,11 @@ WORD = 2**64 - 1
 class RowPolicy(Protocol):
     """Policy that decides at the owner, after an update was applied, which rows of a table it forgets."""
 
-    def select_rows_to_delete(self, ids: Tensor, clocks: Tensor, step: int) -> Tensor:
+    def select_rows_to_delete(self, ids: Tensor, update_counts: Tensor, step: int) -> Tensor:
         """Return the ids to forget: any of the trained ones (not admitted) or of earlier ones (evicted).
 
-        ids (N,), clocks (N,) after the update: this rank's rows that step `step` trained. The result must depend on the
-        arguments of these calls and their order only, so that a run can be repeated.
+        ids (N,), update_counts (N,) after the update: this rank's rows that step `step` trained. The result must
+        depend on the arguments of these calls and their order only, so that a run can be repeated.
         """
         ...
 
@@ -76,7 +76,7 @@ class RowRetention:
         return isinstance(self.eviction, MaxRowsEviction) and self.eviction.by == "norm"
 
     def select_rows_to_delete(
-        self, ids: Tensor, clocks: Tensor, step: int, norms: Tensor | None = None
+        self, ids: Tensor, update_counts: Tensor, step: int, norms: Tensor | None = None
     ) -> Tensor:
         """Return the ids to forget, as `RowPolicy`.
 
@@ -84,7 +84,7 @@ class RowRetention:
         """
         # A clock of one: the row was initialised for this update, so it is not admitted yet.
         forgotten = []
-        new_rows = torch.nonzero(clocks == 1).flatten()
+        new_rows = torch.nonzero(update_counts == 1).flatten()
         stays = torch.ones(len(ids), dtype=torch.bool)
         if self.admission is not None:
             new_ids = ids[new_rows].contiguous()
@@ -92,7 +92,7 @@ class RowRetention:
             forgotten.append(ids[refused])
             stays[refused] = False
         if self._rows is not None:
-            updated = stays & (clocks > 0)
+            updated = stays & (update_counts > 0)
             row_norms = None if norms is None else norms[updated].contiguous()
             evicted = self._rows.record_updates(ids[updated].contiguous(), row_norms, step)
             forgotten.append(torch.as_tensor(evicted))
@@ -238,23 +238,28 @@ class SketchLayout:
         return self.count * index // num_owners, -(-self.count * (index + 1) // num_owners)
 
     def merge_counters(
-        self, total: Tensor, blocks: range, counters: Sequence[tuple[Tensor, range]], table: str
+        self,
+        counters_out: Tensor,
+        block_range: range,
+        owner_counters: Sequence[tuple[Tensor, range]],
+        table_name: str,
     ) -> None:
-        """Write sums of other owners' counters into `total`, the counters of `blocks`. 255 means 255 or more."""
+        """Write sums of other owners' counters into `counters_out`, the counters of `block_range`. 255 means 255 or
+        more."""
         size = self.depth * self.width
-        sums = torch.zeros(len(blocks), size, dtype=torch.int32)
-        for values, owner_blocks in counters:
+        sums = torch.zeros(len(block_range), size, dtype=torch.int32)
+        for values, owner_blocks in owner_counters:
             if len(values) != len(owner_blocks) * size:
                 raise CheckpointError(
-                    f"table {table!r}: the commit's sketch has {len(values)} counters, "
+                    f"table {table_name!r}: the commit's sketch has {len(values)} counters, "
                     f"wanted {len(owner_blocks) * size}; use the admission it was trained with"
                 )
-            first = max(blocks.start, owner_blocks.start)
-            end = min(blocks.stop, owner_blocks.stop)
+            first = max(block_range.start, owner_blocks.start)
+            end = min(block_range.stop, owner_blocks.stop)
             if first < end:
                 part = values.view(-1, size)[first - owner_blocks.start : end - owner_blocks.start]
-                sums[first - blocks.start : end - blocks.start] += part
-        total.view(-1, size)[:] = sums.clamp_(max=255).to(torch.uint8)
+                sums[first - block_range.start : end - block_range.start] += part
+        counters_out.view(-1, size)[:] = sums.clamp_(max=255).to(torch.uint8)
 
 
 def open_retention_policies(
@@ -273,28 +278,30 @@ def open_retention_policies(
 
 
 def check_retention_policies(
-    overrides: Collection[tuple[int, ...]],
-    declared: Collection[int],
+    overridden_tables: Collection[tuple[int, ...]],
+    declared_tables: Collection[int],
     tables: Sequence[Table],
     *,
     has_copies: Sequence[bool],
 ) -> None:
     """Raise ConfigError if one of the caller's policies cannot work with a table's sharding, cache or own policy.
 
-    overrides: indices of the slices of each table with a policy by the caller; declared: of tables with a policy of
-    their own; has_copies: by slice, whether ranks have copies; [] for none.
+    overridden_tables: indices of the slices of each table with a policy by the caller; declared_tables: of tables with
+    a policy of their own; has_copies: by slice, whether ranks have copies; [] for none.
     """
-    if cut := [tables[slices[0]].origin[0] for slices in overrides if len(slices) > 1]:
+    if cut := [tables[slices[0]].origin[0] for slices in overridden_tables if len(slices) > 1]:
         raise ConfigError(
             f"table {cut[0]!r}: got a policy of your own for rows that are cut by columns, or hot and cold; choose "
             "another sharding"
         )
-    if copied := sorted(tables[t].name for (t,) in overrides if has_copies and has_copies[t]):
+    if copied := sorted(
+        tables[t].name for (t,) in overridden_tables if has_copies and has_copies[t]
+    ):
         raise ConfigError(
             f"table {copied[0]!r}: got a policy of your own together with copies of its rows (plan.cache), which would "
             "outlive rows that it forgets; leave one of them out"
         )
-    if doubled := sorted(tables[t].name for (t,) in overrides if t in declared):
+    if doubled := sorted(tables[t].name for (t,) in overridden_tables if t in declared_tables):
         raise ConfigError(
             f"table {doubled[0]!r}: got a policy for a table with admission or eviction of its own; give one of them"
         )

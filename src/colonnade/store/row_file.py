@@ -60,13 +60,13 @@ class RowFile:
         """Read ids (N,) int64 of rows first .. last - 1."""
         return self.file.read(self.ids_begin + 8 * first, 8 * (last - first)).view(np.int64)
 
-    def read_weights(self, first: int, last: int) -> Tensor:
+    def read_weights(self, first_row: int, end_row: int) -> Tensor:
         """Read weights (N, width) of rows first .. last - 1."""
         data = self.file.read(
-            self.weights_begin + first * self.stride, (last - first) * self.stride
+            self.weights_begin + first_row * self.stride, (end_row - first_row) * self.stride
         )
         values = torch.from_numpy(data).view(getattr(torch, self.table.dtype))
-        return values.view(last - first, self.table.width)
+        return values.view(end_row - first_row, self.table.width)
 
     def check_row_blocks(self, slots: np.ndarray) -> None:
         """Check the blocks of rows that are about to be read, if they are unchecked.

@@ -24,15 +24,15 @@ class AbsentRows:
     def __len__(self) -> int:
         return 0
 
-    def read(self, ids: Tensor, out: Tensor) -> Pending:
+    def read(self, ids: Tensor, records_out: Tensor) -> Pending:
         return DeferredResult(lambda: torch.zeros(len(ids), dtype=torch.bool))
 
     def write(
         self,
         ids: Tensor,
         records: Tensor,
-        frequencies: Tensor | None = None,
-        for_commit: bool = False,
+        access_frequencies: Tensor | None = None,
+        is_for_commit: bool = False,
     ) -> Pending:
         if len(ids):
             raise self._no_rows_error()
@@ -53,7 +53,7 @@ class AbsentRows:
     def thaw(self) -> None:
         """Do nothing: nothing is ever frozen."""
 
-    def prune(self, keep_steps: Collection[int]) -> None:
+    def prune(self, retained_steps: Collection[int]) -> None:
         """Do nothing: no commit exists."""
 
     def close(self) -> None:
@@ -72,8 +72,8 @@ class ReadOnly:
         self,
         ids: Tensor,
         records: Tensor,
-        frequencies: Tensor | None = None,
-        for_commit: bool = False,
+        access_frequencies: Tensor | None = None,
+        is_for_commit: bool = False,
     ) -> Pending:
         raise _read_only_error()
 
@@ -89,7 +89,7 @@ class ReadOnly:
     def thaw(self) -> None:
         """Do nothing: nothing is ever frozen."""
 
-    def prune(self, keep_steps: Collection[int]) -> None:
+    def prune(self, retained_steps: Collection[int]) -> None:
         raise _read_only_error()
 
 
@@ -105,14 +105,14 @@ class ShardReader(ReadOnly):
     def __len__(self) -> int:
         return sum(len(store) for store in self.stores)
 
-    def read(self, ids: Tensor, out: Tensor) -> Pending:
+    def read(self, ids: Tensor, records_out: Tensor) -> Pending:
         owner = torch.as_tensor(_native.owner_of(ids, self.rows, len(self.stores)))
         parts = []
         for rank, store in enumerate(self.stores):
             positions = (owner == rank).nonzero()[:, 0]
             records = torch.empty(len(positions), self.record_bytes, dtype=torch.uint8)
             parts.append((positions, records, store.read(ids[positions], records)))
-        return join_shard_reads(parts, len(ids), out)
+        return join_shard_reads(parts, len(ids), records_out)
 
     def scan(self) -> Iterator[RowBatch]:
         for store in self.stores:

@@ -174,7 +174,7 @@ class ColumnShardReader(ReadOnly):
     def __len__(self) -> int:
         return len(self.slices[0])
 
-    def read(self, ids: Tensor, out: Tensor) -> Pending:
+    def read(self, ids: Tensor, records_out: Tensor) -> Pending:
         parts = []
         for part in self.slices:
             records = torch.empty(len(ids), part.record_bytes, dtype=torch.uint8)
@@ -184,7 +184,7 @@ class ColumnShardReader(ReadOnly):
             exists = torch.stack([pending.wait() for _, pending in parts]).all(0)
             rows = torch.nonzero(exists)
             for (records, _), positions in zip(parts, self.bytes, strict=True):
-                out[rows, positions] = records[rows[:, 0]]
+                records_out[rows, positions] = records[rows[:, 0]]
             return exists
 
         return DeferredResult(finish)
@@ -217,14 +217,14 @@ class HotColdReader(ReadOnly):
     def __len__(self) -> int:
         return len(self.cold) + len(self.hot)
 
-    def read(self, ids: Tensor, out: Tensor) -> Pending:
+    def read(self, ids: Tensor, records_out: Tensor) -> Pending:
         mask = is_hot(ids, self.ids)
         parts = []
         for side, store in ((mask, self.hot), (~mask, self.cold)):
             positions = side.nonzero()[:, 0]
             records = torch.empty(len(positions), self.record_bytes, dtype=torch.uint8)
             parts.append((positions, records, store.read(ids[positions], records)))
-        return join_shard_reads(parts, len(ids), out)
+        return join_shard_reads(parts, len(ids), records_out)
 
     def scan(self) -> Iterator[RowBatch]:
         yield from self.cold.scan()
@@ -251,13 +251,13 @@ class ColumnSliceReader(ReadOnly):
     def __len__(self) -> int:
         return len(self.whole)
 
-    def read(self, ids: Tensor, out: Tensor) -> Pending:
+    def read(self, ids: Tensor, records_out: Tensor) -> Pending:
         records = torch.empty(len(ids), self.whole.record_bytes, dtype=torch.uint8)
         pending = self.whole.read(ids, records)
 
         def finish() -> Tensor:
             exists = pending.wait()
-            out[exists] = records[exists][:, self.bytes]
+            records_out[exists] = records[exists][:, self.bytes]
             return exists
 
         return DeferredResult(finish)

@@ -41,20 +41,20 @@ class TrafficSample:
         """Number of batches in the sample."""
         return len(self._batches)
 
-    def add(self, ids: Tensor, offsets: Tensor) -> None:
-        """Count a batch, and keep every k-th. ids (U,): unique within each table; offsets (T + 1,)."""
-        bounds = offsets.tolist()
+    def add(self, batch_row_ids: Tensor, table_offsets: Tensor) -> None:
+        """Count a batch, and keep every k-th. batch_row_ids (U,): unique within each table; table_offsets (T + 1,)."""
+        bounds = table_offsets.tolist()
         sizes = [last - first for first, last in pairwise(bounds)]
         with self._lock:
             self.peaks = list(map(max, self.peaks, sizes))
             self.num_batches += 1
             if self.num_batches % self._stride:
                 return
-            self._batches.append((ids.clone(), bounds))
-            self._num_ids += len(ids)
+            self._batches.append((batch_row_ids.clone(), bounds))
+            self._num_ids += len(batch_row_ids)
             while self._num_ids > MAX_IDS and len(self._batches) > 2 * MIN_BATCHES:
                 self._batches = self._batches[1::2]
-                self._num_ids = sum(len(ids) for ids, _ in self._batches)
+                self._num_ids = sum(len(batch_row_ids) for batch_row_ids, _ in self._batches)
                 self._stride *= 2
 
     def by_table(self) -> list[list[NDArray[np.int64]]]:

@@ -98,15 +98,15 @@ class Shard:
         """Return the largest number of rows this shard can have of a vocabulary table with `rows` rows."""
         return 0 if self.owner_index is None else max_rows_per_owner(rows, self.num_owners)
 
-    def owns(self, ids: Tensor, rows: int | None) -> Tensor:
+    def owns(self, ids: Tensor, num_table_rows: int | None) -> Tensor:
         """Return which ids belong to this shard.
 
-        ids (N,) int64 of a vocabulary table with `rows` rows, or of an open table (None) -> (N,) bool."""
+        ids (N,) int64 of a vocabulary table with `num_table_rows` rows, or of an open table (None) -> (N,) bool."""
         import torch
 
         if self.owner_index is None:
             return torch.zeros(len(ids), dtype=torch.bool)
-        owner = torch.as_tensor(_native.owner_of(ids, rows or 0, self.num_owners))
+        owner = torch.as_tensor(_native.owner_of(ids, num_table_rows or 0, self.num_owners))
         return (
             owner == self.owner_index
             if self.hot is None

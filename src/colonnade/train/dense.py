@@ -78,20 +78,21 @@ class GradientBucket:
 
 def assign_parameters_to_buckets(
     dtypes_and_devices: Sequence[tuple[torch.dtype, torch.device]],
-    sizes: Sequence[int],
-    late: Collection[int] = (),
-    excluded: Collection[int] = (),
+    parameter_sizes: Sequence[int],
+    late_indices: Collection[int] = (),
+    excluded_indices: Collection[int] = (),
 ) -> list[list[int]]:
     """Assign parameters to buckets; return the parameter indices of each bucket. Pure.
 
-    Buckets are ordered as backward fills them if it runs through the model from end to beginning. `late` parameters
-    have separate buckets after all others. The last bucket may carry signals, so it has float32 or float64 or is empty.
+    Buckets are ordered as backward fills them if it runs through the model from end to beginning. `late_indices`
+    parameters have separate buckets after all others. The last bucket may carry signals, so it has float32 or float64
+    or is empty.
     """
     buckets = fill_buckets(
         dtypes_and_devices,
-        sizes,
-        [n for n in range(len(dtypes_and_devices)) if n not in excluded],
-        late,
+        parameter_sizes,
+        [n for n in range(len(dtypes_and_devices)) if n not in excluded_indices],
+        late_indices,
     )
     if not buckets or dtypes_and_devices[buckets[-1][0]][0] not in (torch.float32, torch.float64):
         buckets.append([])
@@ -102,20 +103,20 @@ def fill_buckets(
     dtypes_and_devices: Sequence[tuple[torch.dtype, torch.device]],
     sizes: Sequence[int],
     indices: Sequence[int],
-    late: Collection[int] = (),
+    late_indices: Collection[int] = (),
 ) -> list[list[int]]:
     """Fill buckets with the parameters `indices`, last one first; see `assign_parameters_to_buckets`. Pure."""
     buckets: list[list[int]] = []
     open_buckets: dict[tuple[torch.dtype, torch.device, bool], list[int]] = {}
     for index in reversed(indices):
-        kind = (*dtypes_and_devices[index], index in late)
+        kind = (*dtypes_and_devices[index], index in late_indices)
         open_bucket = open_buckets.setdefault(kind, [])
         open_bucket.append(index)
         if sum(sizes[n] for n in open_bucket) * kind[0].itemsize >= BUCKET_BYTES:
             buckets.append(open_buckets.pop(kind))
     return sorted(
         [*buckets, *open_buckets.values()],
-        key=lambda open_bucket: (open_bucket[-1] in late, -open_bucket[-1]),
+        key=lambda open_bucket: (open_bucket[-1] in late_indices, -open_bucket[-1]),
     )
 
 
@@ -387,14 +388,14 @@ class DenseGradients:
             ],
         }
 
-    def set_checkpoint_residuals(self, states: Sequence[State | None]) -> None:
+    def set_checkpoint_residuals(self, states_by_trainer: Sequence[State | None]) -> None:
         """Set the residuals of a checkpoint, by trainer, for `build_buckets` to load. Call it on every rank.
 
         In the same world with the same buckets each rank loads its own residuals. Otherwise rank 0 adds all of them to
         its next gradients, so nothing is lost, even if sums are exact from now on. If other parameters are trained than
         in the checkpoint, residuals are dropped: their parameters are unknown, and they are one rounding of one step.
         """
-        self._saved_residuals = states
+        self._saved_residuals = states_by_trainer
 
     def _combine_signals_with_servers(
         self, is_finite: bool, is_stop_requested: bool, loss: float
@@ -552,12 +553,12 @@ class DenseGradients:
         for bucket, algorithm_index in zip(buckets, agreed_indices, strict=True):
             bucket.algorithm = SUM_ALGORITHMS[algorithm_index]
 
-    def _build_gradient_hook(self, index: int) -> Callable[[Tensor], None]:
+    def _build_gradient_hook(self, parameter_index: int) -> Callable[[Tensor], None]:
         """Return a hook that counts the gradients of a parameter."""
 
         def count_gradient(parameter: Tensor) -> None:  # on a thread of backward's
             if self._is_watching:
-                self._count_gradient(index)
+                self._count_gradient(parameter_index)
 
         return count_gradient
 

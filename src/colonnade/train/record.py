@@ -150,19 +150,19 @@ class Record:
                 self.folder / "tensorboard", first_step=done_steps + 1
             )
 
-    def write_line(self, step: int, kind: str, values: Mapping[str, Any]) -> None:
+    def write_line(self, step: int, line_kind: str, line_values: Mapping[str, Any]) -> None:
         """Write one line and flush it, without fsync. Raises StorageError."""
         if self._lines is None or (
-            self.part != "all" and (kind in ROW_KINDS) != (self.part == "rows")
+            self.part != "all" and (line_kind in ROW_KINDS) != (self.part == "rows")
         ):
             return
         line = {
             "step": step,
-            "kind": kind,
+            "kind": line_kind,
             "time": round(time.time(), 3),
-            **_replace_non_finite(values),
+            **_replace_non_finite(line_values),
         }
-        numbers = _flatten_numbers(values, kind)
+        numbers = _flatten_numbers(line_values, line_kind)
         with self._as_storage_error():
             self._lines.write(json.dumps(line, allow_nan=False) + "\n")
             self._lines.flush()
@@ -401,10 +401,10 @@ def collect_table_sizes(collection: EmbeddingCollection) -> dict[str, dict[str, 
     return sizes
 
 
-def _format_short_number(value: float, min_unit: float = 1.0) -> str:
-    """Format a number: 1234 -> "1.2k". min_unit: smallest unit to use."""
+def _format_short_number(value: float, smallest_unit: float = 1.0) -> str:
+    """Format a number: 1234 -> "1.2k". smallest_unit: smallest unit to use."""
     for size, unit in ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e3, "k"), (1.0, "")):
-        if value >= size or size <= min_unit:
+        if value >= size or size <= smallest_unit:
             return (
                 f"{value / size:.0f}{unit}"
                 if value >= 10 * size or size == 1
@@ -443,14 +443,14 @@ PREDICTED_CHANNELS = ("route", "fetch", "push")
 """Channels that a plan predicts: ids, rows and their gradients."""
 
 
-def average_sent_bytes(mesh: Mesh, steps: int) -> dict[str, float]:
+def average_sent_bytes(mesh: Mesh, num_steps: int) -> dict[str, float]:
     """Return bytes that a rank sent per step by channel, averaged over ranks. Collective."""
-    if mesh.num_ranks == 1 or not steps:
+    if mesh.num_ranks == 1 or not num_steps:
         return {}
     # Counted before the all-gather below.
     counted = [float(mesh.traffic.bytes_of(channel)) for channel in PREDICTED_CHANNELS]
     received = mesh.all_gather("control", torch.tensor(counted, dtype=torch.float64))
-    means = torch.stack(list(received)).mean(0) / steps
+    means = torch.stack(list(received)).mean(0) / num_steps
     return dict(zip(PREDICTED_CHANNELS, means.tolist(), strict=True))
 
 
@@ -473,23 +473,23 @@ def gather_row_summary(mesh: Mesh, collection: EmbeddingCollection) -> dict[str,
 
 
 def compare_with_prediction(
-    plan: Plan, rate: float, batch_size: int, sent: Mapping[str, float]
+    plan: Plan, samples_per_second: float, batch_size: int, sent_bytes: Mapping[str, float]
 ) -> dict[str, float]:
     """Compare the plan's prediction with the measured rate and bytes, for a run's summary; {} without a prediction.
 
-    rate: samples per second of all ranks. Errors are relative to the measured values.
+    samples_per_second: samples per second of all ranks. Errors are relative to the measured values.
     """
     prediction = plan.prediction
-    if prediction is None or not rate:
+    if prediction is None or not samples_per_second:
         return {}
     comparison = {
         "predicted_samples_per_second": prediction["samples_per_second"],
-        "prediction_error": prediction["samples_per_second"] / rate - 1,
+        "prediction_error": prediction["samples_per_second"] / samples_per_second - 1,
     }
     if prediction.get("step_seconds"):
         comparison["predicted_step_seconds"] = prediction["step_seconds"]
-        comparison["step_seconds"] = batch_size / rate
-    counted_bytes = sum(sent.values())
+        comparison["step_seconds"] = batch_size / samples_per_second
+    counted_bytes = sum(sent_bytes.values())
     if counted_bytes:
         predicted_bytes = sum(sum(links.values()) for links in prediction["sent"].values())
         comparison |= {

@@ -96,14 +96,16 @@ class TowerWeights:
         return torch.frombuffer(bytearray(buffer.getbuffer()), dtype=torch.uint8)
 
     @torch.no_grad()
-    def _load_serialized_towers(self, parts: Mapping[int, Tensor], optimizer: Optimizer) -> None:
+    def _load_serialized_towers(
+        self, serialized_by_tower: Mapping[int, Tensor], optimizer: Optimizer
+    ) -> None:
         """Load the serialized weights and optimizer state of other towers."""
         parameters = (
             parameter for group in optimizer.param_groups for parameter in group["params"]
         )
         index_of_parameter = {id(parameter): index for index, parameter in enumerate(parameters)}
         merged = optimizer.state_dict()
-        for tower, part in parts.items():
+        for tower, part in serialized_by_tower.items():
             received: dict[str, Any] = torch.load(
                 io.BytesIO(part.numpy().tobytes()), weights_only=True, map_location="cpu"
             )
@@ -124,7 +126,7 @@ class TowerWeights:
 
 def find_tower_weights(
     declaration: EmbeddingDeclaration,
-    inside: TowerConsumers | None,
+    tower_consumers: TowerConsumers | None,
     num_ranks: int,
     optimizer: Optimizer,
 ) -> TowerWeights | None:
@@ -133,14 +135,18 @@ def find_tower_weights(
     Weights that several towers share, or that no tower uses, are summed over all ranks. So are all weights if the
     optimizer may combine several parameters, because then it must see the same values on every rank.
     """
-    if inside is None or inside.size >= num_ranks or type(optimizer) not in ELEMENTWISE_OPTIMIZERS:
+    if (
+        tower_consumers is None
+        or tower_consumers.size >= num_ranks
+        or type(optimizer) not in ELEMENTWISE_OPTIMIZERS
+    ):
         return None
     users = defaultdict(set)
     for name, consumer in declaration.consumers.items():
         for parameter in consumer.interaction.parameters():
-            users[id(parameter)].add(inside.tower_of.get(name))
-    modules: list[list[nn.Module]] = [[] for _ in range(num_ranks // inside.size)]
-    for name, tower in inside.tower_of.items():
+            users[id(parameter)].add(tower_consumers.tower_of.get(name))
+    modules: list[list[nn.Module]] = [[] for _ in range(num_ranks // tower_consumers.size)]
+    for name, tower in tower_consumers.tower_of.items():
         operator = declaration.consumers[name].interaction
         if all(users[id(parameter)] == {tower} for parameter in operator.parameters()):
             modules[tower].append(operator)
@@ -151,4 +157,4 @@ def find_tower_weights(
         for parameter in operator.parameters()
     ):
         return None
-    return TowerWeights(inside.size, tuple(map(tuple, modules)))
+    return TowerWeights(tower_consumers.size, tuple(map(tuple, modules)))

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from colonnade.batch import Batch
 from colonnade.checkpoint.checkpoints import Checkpoints
-from colonnade.comm.collectives import notify_servers
+from colonnade.comm.collectives import any_trainer_has_batch
 from colonnade.comm.mesh import Mesh
 from colonnade.comm.peer_status import report_errors_to_peers
 from colonnade.data.batches import build_empty_batch, read_rank_batches
@@ -87,11 +87,18 @@ class CheckpointClock:
 
 
 def schedule_checkpoint_check(
-    seconds_since: float, step_seconds: float, interval: float, is_busy: bool = False
+    seconds_since_checkpoint: float,
+    step_seconds: float,
+    interval_seconds: float,
+    is_busy: bool = False,
 ) -> tuple[int, int]:
     """Return whether a checkpoint is due, and after how many steps to check again. Pure."""
-    is_due = seconds_since >= interval and not is_busy
-    seconds_left = interval if is_due else max(interval - seconds_since, interval / 8)
+    is_due = seconds_since_checkpoint >= interval_seconds and not is_busy
+    seconds_left = (
+        interval_seconds
+        if is_due
+        else max(interval_seconds - seconds_since_checkpoint, interval_seconds / 8)
+    )
     return int(is_due), max(1, min(1 << 20, int(seconds_left / 2 / max(step_seconds, 1e-6))))
 
 
@@ -262,7 +269,7 @@ class Trainer:
             is_last = self._has_reached_max_steps()
             is_best = False
             if batch.ends_epoch or is_last or _is_due(step, schedule.evaluate_steps):
-                is_best = self._evaluate_and_check_best(batch.ends_epoch)
+                is_best = self._evaluate_and_return_is_best(batch.ends_epoch)
             is_over = batch.ends_epoch or is_last or stop or self._has_run_out_of_patience()
             by_clock = self.clock.is_checkpoint_due(
                 self.checkpoints is not None and self.checkpoints.is_writing
@@ -348,11 +355,11 @@ class Trainer:
         )
         return batch, stop
 
-    def _run_forward_backward(self, batch: Batch, is_last: bool, weight: float) -> Tensor:
+    def _run_forward_backward(self, batch: Batch, is_last: bool, loss_weight: float) -> Tensor:
         """Run forward and backward on one batch.
 
-        is_last: the step has no further batch; weight: total weight of the step's earlier batches. Returns this rank's
-        part of the loss, or of the sum of losses where a step has several batches.
+        is_last: the step has no further batch; loss_weight: total weight of the step's earlier batches. Returns this
+        rank's part of the loss, or of the sum of losses where a step has several batches.
         """
         if self.mesh.is_server:
             return self._serve_rows(batch)
@@ -370,7 +377,7 @@ class Trainer:
                 ) from error
             if self.schedule.accumulate > 1:  # the weight of the whole step is known at its end
                 loss = loss * batch.world_weight
-                gradient_scale *= max(weight + batch.world_weight, 1e-12)
+                gradient_scale *= max(loss_weight + batch.world_weight, 1e-12)
         with self.phases("backward"):
             if is_last:
                 # Buckets of dense gradients are sent while backward runs.
@@ -384,7 +391,7 @@ class Trainer:
             self.collection(batch)
         return torch.zeros(())
 
-    def begin_checkpoint(self, fetched: tuple[PreparedBatch, ...]) -> None:
+    def begin_checkpoint(self, fetched_batches: tuple[PreparedBatch, ...]) -> None:
         """Snapshot this step and write the checkpoint in the background. Collective; resuming gives the same bits."""
         if self.checkpoints is None:
             return
@@ -393,7 +400,10 @@ class Trainer:
             self.broadcast_tower_weights()
             self.checkpoints.begin_checkpoint(
                 self,
-                [self.collection.exchange.export_prefetched(batch.unused) for batch in fetched],
+                [
+                    self.collection.exchange.export_prefetched(batch.unused)
+                    for batch in fetched_batches
+                ],
             )
 
     def broadcast_tower_weights(self) -> None:
@@ -409,7 +419,7 @@ class Trainer:
             # On all ranks, before servers wait for requests: pending updates may need a reply from servers.
             self.collection.pipeline.updates.apply_pending()
             if self.mesh.is_server:
-                while notify_servers(self.mesh, False):
+                while any_trainer_has_batch(self.mesh, False):
                     with torch.no_grad():
                         self.collection.read(build_empty_batch(source.schema))
             else:
@@ -417,7 +427,7 @@ class Trainer:
                 trainers = self.mesh.trainers
                 with self.rows.synchronized_view():
                     metrics = self.objective.evaluate(self.model, source, size, trainers)
-                notify_servers(self.mesh, False)
+                any_trainer_has_batch(self.mesh, False)
             return self._share_metrics(metrics)
 
     def test(self) -> dict[str, float]:
@@ -491,7 +501,7 @@ class Trainer:
     def _has_run_out_of_patience(self) -> bool:
         return 0 < self.schedule.patience <= self.best.num_since
 
-    def _evaluate_and_check_best(self, ends_epoch: bool) -> bool:
+    def _evaluate_and_return_is_best(self, ends_epoch: bool) -> bool:
         """Evaluate, and record the scores. Returns whether this score is the best so far.
 
         The final test metrics are those at the best validation score; without a validation part, the newest.
@@ -565,23 +575,23 @@ class Trainer:
         self.progress.print_line(f"skipped {message}{note}")
 
 
-def average_daily_metrics(days: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def average_daily_metrics(metrics_by_day: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Average the metrics of progressive validation over all days so far, weighted by the days' samples.
 
     For log loss without sample weights this is the log loss of all days' samples. For AUC it is the mean of the
     daily AUCs, so that telling days apart earns nothing. A day without a value (NaN) is left out.
     """
     pooled: dict[str, float] = {}
-    for name in dict.fromkeys(name for day in days for name in day):
+    for name in dict.fromkeys(name for day in metrics_by_day for name in day):
         if name == "day" or name.startswith("num_"):
             continue
-        pairs = [(day[name], day.get("num_samples", 1.0)) for day in days if name in day]
+        pairs = [(day[name], day.get("num_samples", 1.0)) for day in metrics_by_day if name in day]
         pairs = [(value, count) for value, count in pairs if not math.isnan(value)]
         total = sum(count for _, count in pairs)
         if total:
             pooled[f"days_{name}"] = sum(value * count for value, count in pairs) / total
-    if days:
-        pooled["days_num_samples"] = sum(day.get("num_samples", 0.0) for day in days)
+    if metrics_by_day:
+        pooled["days_num_samples"] = sum(day.get("num_samples", 0.0) for day in metrics_by_day)
     return pooled
 
 

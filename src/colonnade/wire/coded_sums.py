@@ -52,7 +52,7 @@ class RoundingResidual:
     residual: Tensor  # (shares, n / N): added in the next step
     before: Tensor  # before the last step
 
-    def encode_with_residuals(self, codec: Codec, values: Tensor, unit: float) -> Tensor:
+    def encode_with_residuals(self, codec: Codec, values: Tensor, gradient_scale: float) -> Tensor:
         """Encode values plus residuals to uint8, share by share, rounded to nearest, and store the new residuals.
         Elements that are not finite leave none."""
         self.residual, self.before = self.before, self.residual
@@ -62,12 +62,12 @@ class RoundingResidual:
             for new, owed, error in zip(
                 *(part.split(CHUNK_ELEMENTS) for part in share), strict=True
             ):
-                wanted = torch.add(new, owed, alpha=unit)
+                wanted = torch.add(new, owed, alpha=gradient_scale)
                 blocks = _blocks(len(new))
                 coded.append(encode_elements(codec, wanted, blocks))
                 decode_elements(codec, coded[-1], blocks, error)
                 torch.sub(wanted, error, out=error)
-                error.div_(unit).masked_fill_(~error.isfinite(), 0.0)
+                error.div_(gradient_scale).masked_fill_(~error.isfinite(), 0.0)
         return torch.cat(coded)
 
     def undo_last_step(self) -> None:
@@ -110,24 +110,29 @@ class CodedAllReduce:
         self.summed.undo_last_step()
 
     def _sum_over_scope(
-        self, mesh: Mesh, scope: Scope, values: Tensor, group_shape: tuple[int, int], unit: float
+        self,
+        mesh: Mesh,
+        scope: Scope,
+        values: Tensor,
+        hosts_and_ranks: tuple[int, int],
+        unit: float,
     ) -> None:
-        peers = group_shape[0] * group_shape[1]
+        peers = hosts_and_ranks[0] * hosts_and_ranks[1]
         coded = exchange_shares(
             mesh, scope, self.sent.encode_with_residuals(self.codec, values, unit), peers
         )
         parts = values.new_empty(peers, self.share)
         self._decode_shares(coded, parts)
-        total = sum_blocks(parts.view(*group_shape, -1))
+        total = sum_blocks(parts.view(*hosts_and_ranks, -1))
         coded = all_gather_in_scope(
             mesh, scope, self.summed.encode_with_residuals(self.codec, total, unit), peers
         )
         self._decode_shares(coded, values.view(peers, self.share))
 
-    def _decode_shares(self, coded: Tensor, out: Tensor) -> None:
-        """Decode received shares (shares x bytes,) into `out` (shares, n / N)."""
+    def _decode_shares(self, coded_shares: Tensor, values_out: Tensor) -> None:
+        """Decode received shares (shares x bytes,) into `values_out` (shares, n / N)."""
         step = coded_share_bytes(self.codec, CHUNK_ELEMENTS)
-        for data, share in zip(coded.view(len(out), -1), out, strict=True):
+        for data, share in zip(coded_shares.view(len(values_out), -1), values_out, strict=True):
             for piece_data, piece in zip(
                 data.split(step), share.split(CHUNK_ELEMENTS), strict=True
             ):
@@ -166,21 +171,26 @@ def sum_residuals_by_parameter(states: Sequence[State | None]) -> dict[int, Tens
     return residuals
 
 
-def _collect_residual_buffers(bucket: Mapping[str, Any], state: State, rank: int) -> list[Tensor]:
+def _collect_residual_buffers(
+    bucket_layout: Mapping[str, Any], rank_state: State, rank: int
+) -> list[Tensor]:
     """Return the residuals of one rank in one bucket, as buffers of the whole bucket."""
-    buffers = [] if bucket["owed"] is None else [bucket["owed"]]
-    if bucket["sent"] is None:
+    buffers = [] if bucket_layout["owed"] is None else [bucket_layout["owed"]]
+    if bucket_layout["sent"] is None:
         return buffers
-    hosts = state["hosts"]
-    local = state["local"]
-    share = bucket["sent"].shape[1]
+    hosts = rank_state["hosts"]
+    local = rank_state["local"]
+    share = bucket_layout["sent"].shape[1]
     first_sent = first_summed = rank
-    if len(bucket["sent"]) == hosts * local:  # of all ranks' shares
+    if len(bucket_layout["sent"]) == hosts * local:  # of all ranks' shares
         first_sent = 0
     else:  # of the shares that this rank sums for its host
         first_sent = rank % local * hosts
         first_summed = first_sent + rank // local
-    for shares, first in ((bucket["sent"], first_sent), (bucket["summed"], first_summed)):
+    for shares, first in (
+        (bucket_layout["sent"], first_sent),
+        (bucket_layout["summed"], first_summed),
+    ):
         whole = shares.new_zeros(hosts * local, share)
         whole[first : first + len(shares)] = shares
         buffers.append(whole.view(-1))

@@ -41,10 +41,13 @@ class Coding:
         It differs between ranks, so that their rounding errors in one row do not add up."""
         return table_seed(self.run_seed, f"{name}/gradients/{rank}/{number}")
 
-    def describe_exactness(self, exact: Exactness, dtype: torch.dtype, num_ranks: int) -> Exactness:
-        """Return the exactness of an exchange whose sums are `exact` without codecs, for rows of this dtype."""
+    def describe_exactness(
+        self, uncoded_exactness: Exactness, dtype: torch.dtype, num_ranks: int
+    ) -> Exactness:
+        """Return the exactness of an exchange whose sums are `uncoded_exactness` without codecs, for rows of this
+        dtype."""
         if self.codecs.is_exact or num_ranks == 1:
-            return exact
+            return uncoded_exactness
         values = CODECS[self.codecs.values].nearest_error
         if values:
             values += NARROW_ROW_ERROR.get(dtype, 0.0)
@@ -93,12 +96,12 @@ class RowCodec:
         return num_bytes
 
     def build_rounding_keys(
-        self, plan: _native.Plan, blocks: np.ndarray, step: int, batch_number: int
+        self, lookup_plan: _native.Plan, row_counts: np.ndarray, step: int, batch_number: int
     ) -> list[RoundingKey]:
-        """Return the rounding keys of a plan's unique rows, rank by rank, table by table. blocks:
+        """Return the rounding keys of a plan's unique rows, rank by rank, table by table. row_counts:
         `OwnerMap.block_offsets` of it; step, batch_number: see `ExchangePart.begin_push`."""
-        borders = blocks.tolist()
-        unique = torch.as_tensor(plan.unique_ids)
+        borders = row_counts.tolist()
+        unique = torch.as_tensor(lookup_plan.unique_ids)
         num_tables = len(self.names)
         num_ranks = (len(borders) - 1) // num_tables
         seeds = [self.coding.gradient_seed(name, self.rank, batch_number) for name in self.names]

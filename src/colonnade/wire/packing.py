@@ -44,49 +44,52 @@ class ReceivedRequests:
 
 def pack_id_requests(
     ids: Tensor,
-    firsts: np.ndarray,
-    lasts: np.ndarray,
-    rows: Tensor,
+    first_ids: np.ndarray,
+    end_ids: np.ndarray,
+    table_rows: Tensor,
     num_owners: Tensor,
     owner_indices: np.ndarray,
     *,
-    codes: Tensor | None,
+    next_use_codes: Tensor | None,
 ) -> list[np.ndarray]:
-    """Pack the request to each rank, uint8. ids (U,) and their codes; firsts, lasts (N, T): range of the ids of table t
-    that rank n owns; owner_indices (N, T): see `OwnerMap`; rows, num_owners (T,) int64."""
-    num_ranks, num_tables = firsts.shape
+    """Pack the request to each rank, uint8. ids (U,) and their codes; firsts, end_ids (N, T): range of the ids of
+    table t that rank n owns; owner_indices (N, T): see `OwnerMap`; rows, num_owners (T,) int64."""
+    num_ranks, num_tables = first_ids.shape
     lists, ends = _native.pack_ids(
         ids,
-        _flatten(firsts),
-        _flatten(lasts),
-        rows.repeat(num_ranks),
+        _flatten(first_ids),
+        _flatten(end_ids),
+        table_rows.repeat(num_ranks),
         num_owners.repeat(num_ranks),
         _flatten(owner_indices.clip(0)),
         True,
     )
     packed = np.asarray(lists)
-    flag = np.array([codes is not None], np.uint8)
+    flag = np.array([next_use_codes is not None], np.uint8)
     borders = [0, *np.asarray(ends)[num_tables - 1 :: num_tables].tolist()]
     messages = []
     for rank in range(num_ranks):
         parts = [flag, packed[borders[rank] : borders[rank + 1]]]
-        if codes is not None:
-            bounds = zip(firsts[rank].tolist(), lasts[rank].tolist(), strict=True)
-            known = torch.cat([codes[first:last] for first, last in bounds])
+        if next_use_codes is not None:
+            bounds = zip(first_ids[rank].tolist(), end_ids[rank].tolist(), strict=True)
+            known = torch.cat([next_use_codes[first:last] for first, last in bounds])
             parts.append(np.asarray(_native.pack_numbers(known.long())))
         messages.append(np.concatenate(parts))
     return messages
 
 
 def unpack_id_requests(
-    messages: Sequence[np.ndarray], rows: Tensor, num_owners: Tensor, owner_indices: Tensor
+    rank_messages: Sequence[np.ndarray],
+    table_rows: Tensor,
+    num_owners: Tensor,
+    owner_indices: Tensor,
 ) -> ReceivedRequests:
-    """Unpack all ranks' requests to this one. messages: by rank, of `pack_id_requests`; owner_indices (T,): of this
-    rank. Raises WorldError that names the rank that sent another kind of message."""
+    """Unpack all ranks' requests to this one. rank_messages: by rank, of `pack_id_requests`; owner_indices (T,): of
+    this rank. Raises WorldError that names the rank that sent another kind of message."""
     unpacked = []
-    for rank, message in enumerate(messages):
+    for rank, message in enumerate(rank_messages):
         try:
-            unpacked.append(_unpack_id_request(message, rows, num_owners, owner_indices))
+            unpacked.append(_unpack_id_request(message, table_rows, num_owners, owner_indices))
         except ValueError as error:
             raise WorldError(
                 f"rank {rank} sent {len(message)} bytes that are not a request for rows ({error}); all ranks must run "
@@ -131,11 +134,11 @@ def _unpack_id_request(
     return ReceivedRequests(torch.as_tensor(ids), np.asarray(counts)[None, :], codes)
 
 
-def measure_packed_bytes(ids: Tensor, rows: int) -> tuple[float, float]:
-    """Return the packed bytes of the ids of one batch, if one rank owns all rows: of the unique ids, and of all ids in
-    their order. rows 0: an open table."""
+def measure_packed_bytes(ids: Tensor, num_table_rows: int) -> tuple[float, float]:
+    """Return the packed bytes of the ids of one batch, if one rank owns all num_table_rows: of the unique ids, and of
+    all ids in their order. rows 0: an open table."""
     one = torch.ones(1, dtype=torch.int64)
-    all_rows = torch.tensor([rows])
+    all_rows = torch.tensor([num_table_rows])
     offsets = torch.tensor([0, len(ids)])
     table = torch.zeros(1, dtype=torch.int32)
     lookups = _native.Lookups(
@@ -167,10 +170,10 @@ class ReceivedBags:
 
 
 def pack_bag_lookups(
-    lookups: Lookups, table_rows: Tensor, owner_map: OwnerMap, codes: np.ndarray | None
+    lookups: Lookups, table_rows: Tensor, owner_map: OwnerMap, next_use_codes: np.ndarray | None
 ) -> list[np.ndarray]:
-    """Pack lookups into a message to each rank, uint8. codes: (E,) of `Batch.next_use`. Raises IndexError for an id
-    outside its vocabulary table, as `_native.make_plan` does, and DataError for a batch that is too large for a
+    """Pack lookups into a message to each rank, uint8. next_use_codes: (E,) of `Batch.next_use`. Raises IndexError for
+    an id outside its vocabulary table, as `_native.make_plan` does, and DataError for a batch that is too large for a
     message."""
     is_weighted = torch.tensor(
         [weights is not None for weights in lookups.weights], dtype=torch.uint8
@@ -182,7 +185,7 @@ def pack_bag_lookups(
             owner_map.num_owners,
             torch.from_numpy(owner_map.owner_indices),
             is_weighted,
-            None if codes is None else torch.from_numpy(codes),
+            None if next_use_codes is None else torch.from_numpy(next_use_codes),
         )
     except ValueError as error:
         raise DataError(f"lookups to pool: {error}; give each rank smaller batches") from None

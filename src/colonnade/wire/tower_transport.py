@@ -117,10 +117,10 @@ class TowerTransport:
         open_tower_scopes(mesh, size)
 
     def send_values(
-        self, blocks: Iterable[Tensor], batch_sizes: Sequence[int], traffic_tag: str
+        self, value_blocks: Iterable[Tensor], batch_sizes: Sequence[int], traffic_tag: str
     ) -> PendingTransfer:
         """Send block (G, P): the samples of each local rank's peers to that rank."""
-        (block,) = blocks
+        (block,) = value_blocks
         width = self.columns.width
         rows = block.split(list(batch_sizes))
         parts = []
@@ -190,14 +190,14 @@ class TowerTransport:
         return PendingTransfer(total, parts=parts)
 
     def receive_gradients(
-        self, pending: PendingTransfer, batch_sizes: Sequence[int]
+        self, pending_transfer: PendingTransfer, batch_sizes: Sequence[int]
     ) -> Iterator[Tensor]:
         """Yield gradients of the columns that this rank had pooled, as one block (G, P)."""
-        total = pending.received
+        total = pending_transfer.received
         width = self.columns.width
         rows = total.split(list(batch_sizes))
         chunks = plan_tower_chunks(self.mesh.rank, self.size, tuple(batch_sizes))
-        for chunk, transfer in zip(reversed(chunks), pending.parts, strict=True):
+        for chunk, transfer in zip(reversed(chunks), pending_transfer.parts, strict=True):
             transfer.wait()
             if chunk.rows is None or self.size == 1:
                 counts = [batch_sizes[rank] for rank in chunk.ranks]
@@ -245,12 +245,12 @@ class PeerTransport:
         return blocks
 
     def send_values(
-        self, blocks: Iterable[Tensor], batch_sizes: Sequence[int], traffic_tag: str
+        self, value_blocks: Iterable[Tensor], batch_sizes: Sequence[int], traffic_tag: str
     ) -> PendingTransfer:
         """Send the tower's columns for its peers' samples: (m, Y) for each chunk, contiguous."""
         codec = CODECS[self.coding.codecs.values]
         parts = []
-        for chunk, block in zip(self._chunks(batch_sizes), blocks, strict=True):
+        for chunk, block in zip(self._chunks(batch_sizes), value_blocks, strict=True):
             served = self._served_blocks(chunk, batch_sizes)
             wanted = self._own_blocks(chunk, batch_sizes)
             data = coded = encode_elements(codec, block.view(-1), served)
@@ -269,15 +269,15 @@ class PeerTransport:
             parts.append(PendingTransfer(received, call, coded, decode))
         return combine_transfers(parts)
 
-    def add_received_values(self, pending: PendingTransfer, sums: Tensor) -> None:
-        size = len(sums)
+    def add_received_values(self, pending_transfer: PendingTransfer, sums_out: Tensor) -> None:
+        size = len(sums_out)
         # Chunks have the same towers whatever the sizes, so the order of the parts gives their towers.
         others = tuple(tower for tower in range(len(self.carried)) if tower != self.tower)
         towers_by_chunk = [towers for towers in (others, (self.tower,)) if towers]
-        for towers, part in zip(towers_by_chunk, pending.parts, strict=True):
+        for towers, part in zip(towers_by_chunk, pending_transfer.parts, strict=True):
             blocks = part.received.split([size * self.widths[tower] for tower in towers])
             for tower, block in zip(towers, blocks, strict=True):
-                add_columns(block.view(size, self.widths[tower]), sums, self.runs[tower])
+                add_columns(block.view(size, self.widths[tower]), sums_out, self.runs[tower])
 
     def send_gradients(
         self, gradients: Tensor, batch_sizes: Sequence[int], step: int, batch_number: int
@@ -316,13 +316,13 @@ class PeerTransport:
         return combine_transfers(parts)
 
     def receive_gradients(
-        self, pending: PendingTransfer, batch_sizes: Sequence[int]
+        self, pending_transfer: PendingTransfer, batch_sizes: Sequence[int]
     ) -> Iterator[Tensor]:
         """Yield gradients (m, Y) of the columns that this tower sent, the last chunk first. The chunk before may still
         be pending when one is yielded."""
         width = self.widths[self.tower]
         for chunk, part in zip(
-            reversed(self._chunks(batch_sizes)), reversed(pending.parts), strict=True
+            reversed(self._chunks(batch_sizes)), reversed(pending_transfer.parts), strict=True
         ):
             part.wait()
             yield part.received.view(chunk.num_samples, width)

@@ -78,14 +78,14 @@ class LastTransport(Protocol):
     """Number of times that a codec rounds a value on this hop."""
 
     def send_values(
-        self, blocks: Iterable[Tensor], batch_sizes: Sequence[int], traffic_tag: str
+        self, value_blocks: Iterable[Tensor], batch_sizes: Sequence[int], traffic_tag: str
     ) -> PendingTransfer:
-        """Send a block for each chunk; the next one is taken from `blocks` once the previous one was sent."""
+        """Send a block for each chunk; the next one is taken from `value_blocks` once the previous one was sent."""
         ...
 
-    def add_received_values(self, pending: PendingTransfer, sums: Tensor) -> None:
-        """Write sums over senders to this transport's columns of `sums` (B, W), in a fixed order. Local. The columns
-        need not be initialised."""
+    def add_received_values(self, pending_transfer: PendingTransfer, sums_out: Tensor) -> None:
+        """Write sums over senders to this transport's columns of `sums_out` (B, W), in a fixed order. Local. The
+        columns need not be initialised."""
         ...
 
     def send_gradients(
@@ -95,28 +95,28 @@ class LastTransport(Protocol):
         ...
 
     def receive_gradients(
-        self, pending: PendingTransfer, batch_sizes: Sequence[int]
+        self, pending_transfer: PendingTransfer, batch_sizes: Sequence[int]
     ) -> Iterator[Tensor]:
         """Yield gradients of the blocks that this rank had sent, the last chunk first."""
         ...
 
 
 def prepare_decoding(
-    codec: Codec, data: Tensor, blocks: Sequence[RowBlock], dtype: torch.dtype
+    codec: Codec, coded_message: Tensor, row_blocks: Sequence[RowBlock], dtype: torch.dtype
 ) -> tuple[Tensor, Callable[[], None] | None]:
     """Return the elements (flat) of a message of these blocks, and the function to call once it has arrived, before
-    they are read. data: the message, which may be pending. Without a codec the elements are a view of it."""
+    they are read. coded_message: the message, which may be pending. Without a codec the elements are a view of it."""
     if codec.name == "exact":
-        return data.view(dtype), None
-    values = empty(sum(block_elements(blocks)), dtype=dtype)
-    return values, partial(decode_elements, codec, data, blocks, values)
+        return coded_message.view(dtype), None
+    values = empty(sum(block_elements(row_blocks)), dtype=dtype)
+    return values, partial(decode_elements, codec, coded_message, row_blocks, values)
 
 
 def decode_message(
-    codec: Codec, data: Tensor, blocks: Sequence[RowBlock], dtype: torch.dtype
+    codec: Codec, coded_message: Tensor, row_blocks: Sequence[RowBlock], dtype: torch.dtype
 ) -> Tensor:
     """Return the elements (flat) of a message that has arrived."""
-    values, finish = prepare_decoding(codec, data, blocks, dtype)
+    values, finish = prepare_decoding(codec, coded_message, row_blocks, dtype)
     if finish is not None:
         finish()
     return values
@@ -135,13 +135,13 @@ class LocalTransport:
         self.is_whole = list(sent.dims.items()) == list(whole.dims.items())
 
     def send_values(
-        self, blocks: Iterable[Tensor], batch_sizes: Sequence[int], traffic_tag: str
+        self, value_blocks: Iterable[Tensor], batch_sizes: Sequence[int], traffic_tag: str
     ) -> PendingTransfer:
-        (block,) = blocks
+        (block,) = value_blocks
         return PendingTransfer(block)
 
-    def add_received_values(self, pending: PendingTransfer, sums: Tensor) -> None:
-        add_columns(pending.received, sums, self.runs)
+    def add_received_values(self, pending_transfer: PendingTransfer, sums_out: Tensor) -> None:
+        add_columns(pending_transfer.received, sums_out, self.runs)
 
     def send_gradients(
         self, gradients: Tensor, batch_sizes: Sequence[int], step: int, batch_number: int
@@ -153,9 +153,9 @@ class LocalTransport:
         return PendingTransfer(block)
 
     def receive_gradients(
-        self, pending: PendingTransfer, batch_sizes: Sequence[int]
+        self, pending_transfer: PendingTransfer, batch_sizes: Sequence[int]
     ) -> Iterator[Tensor]:
-        yield pending.received
+        yield pending_transfer.received
 
 
 class WorldTransport:
@@ -180,10 +180,10 @@ class WorldTransport:
         ]
 
     def send_values(
-        self, blocks: Iterable[Tensor], batch_sizes: Sequence[int], traffic_tag: str
+        self, value_blocks: Iterable[Tensor], batch_sizes: Sequence[int], traffic_tag: str
     ) -> PendingTransfer:
         """Implement the contract for one block (G, P)."""
-        (block,) = blocks
+        (block,) = value_blocks
         parts = []
         for route, runs in zip(self.routes, self.runs, strict=True):
             part = block
@@ -194,9 +194,9 @@ class WorldTransport:
             parts.append(route.send_values(part, batch_sizes, traffic_tag))
         return combine_transfers(parts)
 
-    def add_received_values(self, pending: PendingTransfer, sums: Tensor) -> None:
-        for route, part in zip(self.routes, pending.parts, strict=True):
-            route.add_received(part, sums)
+    def add_received_values(self, pending_transfer: PendingTransfer, sums_out: Tensor) -> None:
+        for route, part in zip(self.routes, pending_transfer.parts, strict=True):
+            route.add_received(part, sums_out)
 
     def send_gradients(
         self, gradients: Tensor, batch_sizes: Sequence[int], step: int, batch_number: int
@@ -209,12 +209,12 @@ class WorldTransport:
         )
 
     def receive_gradients(
-        self, pending: PendingTransfer, batch_sizes: Sequence[int]
+        self, pending_transfer: PendingTransfer, batch_sizes: Sequence[int]
     ) -> Iterator[Tensor]:
         """Implement the contract: yield one block (G, P)."""
         num_samples = sum(batch_sizes)
         received = empty(num_samples, self.sent.width, dtype=self.dtype)
-        for route, part, runs in zip(self.routes, pending.parts, self.runs, strict=True):
+        for route, part, runs in zip(self.routes, pending_transfer.parts, self.runs, strict=True):
             part.wait()
             block = part.received.view(num_samples, route.columns.width)
             if route.columns.width == self.sent.width:
@@ -227,8 +227,8 @@ class WorldTransport:
 
 def _open_routes(
     mesh: Mesh,
-    messages: Sequence[FieldColumns],
-    whole: FieldColumns,
+    sent_columns: Sequence[FieldColumns],
+    all_columns: FieldColumns,
     coding: Coding,
     dtype: torch.dtype,
 ) -> list[DirectRoute | HostRoute]:
@@ -236,13 +236,15 @@ def _open_routes(
     world = mesh.world
     common = set[Any]()
     if world.num_hosts > 1 and world.ranks_per_host > 1:
-        common = set.intersection(*(set(message.dims) for message in messages))
+        common = set.intersection(*(set(message.dims) for message in sent_columns))
     routes: list[DirectRoute | HostRoute] = []
-    if any(set(message.dims) - common for message in messages):
-        others = [select_columns(message, set(message.dims) - common) for message in messages]
-        routes.append(DirectRoute(mesh, others, whole, coding, dtype))
+    if any(set(message.dims) - common for message in sent_columns):
+        others = [select_columns(message, set(message.dims) - common) for message in sent_columns]
+        routes.append(DirectRoute(mesh, others, all_columns, coding, dtype))
     if common:
-        routes.append(HostRoute(mesh, select_columns(messages[0], common), whole, coding, dtype))
+        routes.append(
+            HostRoute(mesh, select_columns(sent_columns[0], common), all_columns, coding, dtype)
+        )
     return routes
 
 
@@ -505,19 +507,22 @@ def _plan_column_assembly(
 
 
 def assemble_columns(
-    blocks: Sequence[tuple[Tensor, ColumnStarts]], dims: Mapping[ColumnKey, int]
+    column_blocks: Sequence[tuple[Tensor, ColumnStarts]], column_dims: Mapping[ColumnKey, int]
 ) -> Tensor:
-    """Return columns of these dims from blocks (R, any) of one dtype: (R, W), contiguous. Columns in several blocks are
-    summed, in order of the blocks; columns in none are 0. Read only: it is a block itself where that is the whole."""
+    """Return columns of these dims from column_blocks (R, any) of one dtype: (R, W), contiguous. Columns in several
+    blocks are summed, in order of the blocks; columns in none are 0. Read only: it is a block itself where that is the
+    whole."""
     runs_by_block, num_filled = _plan_column_assembly(
-        tuple([starts for _, starts in blocks]), tuple(dims.items())
+        tuple([starts for _, starts in column_blocks]), tuple(column_dims.items())
     )
-    width = sum(dims.values())
-    num_rows = len(blocks[0][0])
-    taken = [(block, runs) for (block, _), runs in zip(blocks, runs_by_block, strict=True) if runs]
+    width = sum(column_dims.values())
+    num_rows = len(column_blocks[0][0])
+    taken = [
+        (block, runs) for (block, _), runs in zip(column_blocks, runs_by_block, strict=True) if runs
+    ]
     if len(taken) == 1 and len(taken[0][1]) == 1 and num_filled == width == taken[0][0].shape[1]:
         return taken[0][0].contiguous()
-    result = empty(num_rows, width, dtype=blocks[0][0].dtype)
+    result = empty(num_rows, width, dtype=column_blocks[0][0].dtype)
     if num_filled < width:
         result.zero_()
     for block, runs in taken:

@@ -97,7 +97,7 @@ def open_criteo(
         raise ConfigError(
             f"got hash_rows={hash_rows}, wanted at least 1; leave it out for open tables"
         )
-    file = open_line_file(locate_data_file(path, folder=FOLDER, file=FILE))
+    file = open_line_file(locate_data_file(path, data_set_folder=FOLDER, file_name=FILE))
     check_line(file.read_lines(0, 1), file.path, 1)
     last = file.read_lines(file.num_lines - 1, file.num_lines)
     check_line(last, file.path, file.num_lines)
@@ -144,18 +144,18 @@ class CriteoSource(BlockSource):
     def read_epoch(self, epoch: int, blocks: Iterator[Block]) -> Iterator[Batch]:
         return chain.from_iterable(map(self._read_run, _group_adjacent(blocks)))
 
-    def read(self, begin: int, end: int) -> Batch:
+    def read(self, first_sample: int, end_sample: int) -> Batch:
         """Read samples begin .. end-1 of this source."""
-        return self._build_batch(*self._parse_samples(begin, end))
+        return self._build_batch(*self._parse_samples(first_sample, end_sample))
 
-    def _read_run(self, blocks: list[Block]) -> Iterator[Batch]:
+    def _read_run(self, adjacent_blocks: list[Block]) -> Iterator[Batch]:
         """Yield one batch per block; the blocks are adjacent and are parsed in one call."""
-        first = blocks[0][0]
+        first = adjacent_blocks[0][0]
         run = None
         # Faulty lines are read again block by block, so that the batches before them are still yielded.
         with suppress(DataError):
-            run = self._parse_samples(first, blocks[-1][1])
-        for begin, end in blocks:
+            run = self._parse_samples(first, adjacent_blocks[-1][1])
+        for begin, end in adjacent_blocks:
             if run is None:
                 yield self.read(begin, end)
             else:
@@ -267,28 +267,28 @@ def parse_columns(
         _raise_fault(lines, path, first_line, "a label that is neither 0 nor 1")
     ids = np.empty((len(CATEGORIES), num_lines), dtype=np.int64)
     for i in range(len(CATEGORIES)):
-        if not parse_hex_ids(table.column(14 + i), out=ids[i]):
+        if not parse_hex_ids(table.column(14 + i), ids_out=ids[i]):
             _raise_fault(lines, path, first_line, f"column {CATEGORIES[i]} is not hexadecimal")
     return table, ids
 
 
-def parse_hex_ids(column: pa.ChunkedArray, out: NDArray[np.int64]) -> bool:
-    """Parse 8-digit fields into `out` (B,), empty ones as MISSING_ID. Return False if there is any other field."""
-    array = column.combine_chunks()
+def parse_hex_ids(hex_column: pa.ChunkedArray, ids_out: NDArray[np.int64]) -> bool:
+    """Parse 8-digit fields into `ids_out` (B,), empty ones as MISSING_ID. Return False if there is any other field."""
+    array = hex_column.combine_chunks()
     _, offsets_buffer, data_buffer = array.buffers()
     offsets = np.frombuffer(offsets_buffer, dtype=np.int32)[array.offset :][: len(array) + 1]
     lengths = np.diff(offsets)
     has_value = lengths == 8
     if not (has_value | (lengths == 0)).all():
         return False
-    out[:] = MISSING_ID
+    ids_out[:] = MISSING_ID
     if not has_value.any():
         return True
     pairs = np.frombuffer(data_buffer, dtype=np.uint8)[offsets[0] : offsets[-1]].view("<u2")
     codes = _HEX_PAIRS[pairs]
     if codes.max() > 255:
         return False
-    out[has_value] = codes.astype(np.uint8).view(">u4")
+    ids_out[has_value] = codes.astype(np.uint8).view(">u4")
     return True
 
 
@@ -299,15 +299,15 @@ def _raise_fault(lines: bytes, path: Path, first_line: int, reason: str) -> NoRe
     raise DataError(f"{path}, from line {first_line} on: cannot be read ({reason})")
 
 
-def check_line(line: bytes, path: Path, number: int) -> None:
+def check_line(line_bytes: bytes, path: Path, line_number: int) -> None:
     """Raise DataError for the first faulty field of a line. Slow check with the same rules as `parse_lines`."""
-    fields = line.removesuffix(b"\n").removesuffix(b"\r").split(b"\t")
+    fields = line_bytes.removesuffix(b"\n").removesuffix(b"\r").split(b"\t")
     if len(fields) != len(NAMES):
         raise build_field_error(
             path,
-            number,
+            line_number,
             None,
-            got=f"{len(fields)} columns in {format_excerpt(line)}",
+            got=f"{len(fields)} columns in {format_excerpt(line_bytes)}",
             wanted=f"{len(NAMES)} separated by tabs (label, I1..I13, C1..C26)",
             fix="Is this a Criteo training file, and whole? Test files without labels are not read",
         )
@@ -324,7 +324,7 @@ def check_line(line: bytes, path: Path, number: int) -> None:
         if not re.fullmatch(pattern, field):
             raise build_field_error(
                 path,
-                number,
+                line_number,
                 name,
                 got=format_excerpt(field),
                 wanted=wanted,

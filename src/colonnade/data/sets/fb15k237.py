@@ -68,7 +68,7 @@ def open_fb15k237(
 
     `triples.open_triples` describes the other options. Raises DataError naming file and line.
     """
-    folder = locate_data_file(path, folder=FOLDER, file="train2id.txt").parent
+    folder = locate_data_file(path, data_set_folder=FOLDER, file_name="train2id.txt").parent
     num_entities, num_relations = (
         read_count_line(folder / name) for name in ("entity2id.txt", "relation2id.txt")
     )

@@ -76,7 +76,7 @@ def open_gowalla(
     "neighbours": pairs in the graph of users and places, in a new order each epoch, with `fan_outs` and `max_pairs` as
     in `graph.open_graph`. Raises DataError naming file and line.
     """
-    train_file = locate_data_file(path, folder=FOLDER, file="train.txt")
+    train_file = locate_data_file(path, data_set_folder=FOLDER, file_name="train.txt")
     pairs = [read_user_items(train_file), read_user_items(train_file.with_name("valid.txt"))]
     num_users = max(int(users.max()) for users, _ in pairs) + 1
     num_items = max(int(items.max()) for _, items in pairs) + 1

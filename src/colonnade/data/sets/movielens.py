@@ -47,7 +47,7 @@ def open_movielens(path: str | Path | None = None, *, seed: int = 0) -> Splits:
     ids are those of the files; the other columns number their distinct values in ascending order.
     Raises DataError naming file, line or row, and column.
     """
-    ratings = locate_data_file(path, folder=FOLDER, file="ratings.parquet")
+    ratings = locate_data_file(path, data_set_folder=FOLDER, file_name="ratings.parquet")
     users = read_users(ratings.with_name("users.dat"))
     movies = read_movies(ratings.with_name("movies.dat"))
     user, movie, rating = read_ratings(ratings)
@@ -110,7 +110,7 @@ def _read_dat_rows(path: Path, names: tuple[str, ...]) -> list[list[str]]:
                 wanted=f"{len(names)} separated by '::' ({', '.join(names)})",
                 fix="Is the file the one of ml-1m, and whole?",
             )
-        key = _parse_integer(path, number, names[0], fields[0], low=1)
+        key = _parse_integer(path, number, names[0], fields[0], min_value=1)
         if key in rows:
             raise build_field_error(
                 path,
@@ -124,14 +124,16 @@ def _read_dat_rows(path: Path, names: tuple[str, ...]) -> list[list[str]]:
     return [rows[key] for key in sorted(rows)]
 
 
-def _parse_integer(path: Path, line: int, column: str, field: bytes, *, low: int) -> int:
-    if not re.fullmatch(rb"[0-9]{1,9}", field) or int(field) < low:
+def _parse_integer(
+    path: Path, line_number: int, column_name: str, field: bytes, *, min_value: int
+) -> int:
+    if not re.fullmatch(rb"[0-9]{1,9}", field) or int(field) < min_value:
         raise build_field_error(
             path,
-            line,
-            column,
+            line_number,
+            column_name,
             got=format_excerpt(field),
-            wanted=f"an integer of at least {low}",
+            wanted=f"an integer of at least {min_value}",
             fix="Repair the line",
         )
     return int(field)
@@ -143,7 +145,7 @@ def read_users(path: Path) -> _Users:
     numbers = {
         name: np.array(
             [
-                _parse_integer(path, int(row[0]), name, row[at].encode("latin-1"), low=0)
+                _parse_integer(path, int(row[0]), name, row[at].encode("latin-1"), min_value=0)
                 for row in rows
             ]
         )
@@ -211,14 +213,17 @@ def read_ratings(path: Path) -> tuple[Tensor, Tensor, Tensor]:
     return user, movie, rating
 
 
-def map_ids_to_rows(path: Path, column: str, ids: Tensor, known_ids: Tensor, file: str) -> Tensor:
+def map_ids_to_rows(
+    file_path: Path, column_name: str, ids: Tensor, known_ids: Tensor, file_name: str
+) -> Tensor:
     """Return the row (n,) of each of `ids` (n,) in `known_ids` (K,), ascending. Raises DataError for unknown ids."""
     rows = torch.searchsorted(known_ids, ids).clamp_(max=len(known_ids) - 1)
     is_unknown = known_ids[rows] != ids
     if is_unknown.any():
         at = int(is_unknown.to(torch.uint8).argmax())
         raise DataError(
-            f"{path}, row {at}, column {column}: got {int(ids[at])}, wanted one that {file} in its folder "
+            f"{file_path}, row {at}, column {column_name}: got {int(ids[at])}, wanted one that {file_name} "
+            "in its folder "
             "describes. Use files of the same release"
         )
     return rows

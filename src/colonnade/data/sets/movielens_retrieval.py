@@ -68,7 +68,7 @@ def open_movielens_retrieval(
 
     Raises DataError naming file, line or row, and column.
     """
-    file = locate_data_file(path, folder=movielens.FOLDER, file="ratings.parquet")
+    file = locate_data_file(path, data_set_folder=movielens.FOLDER, file_name="ratings.parquet")
     users = movielens.read_users(file.with_name("users.dat"))
     movies = movielens.read_movies(file.with_name("movies.dat"))
     user, movie, rating = movielens.read_ratings(file)

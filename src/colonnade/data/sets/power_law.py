@@ -42,7 +42,7 @@ class EdgeDistribution:
     community: Tensor  # (N,) int64
     mixing: float
 
-    def draw_edges(self, count: int, key: int) -> tuple[Tensor, Tensor]:
+    def draw_edges(self, num_edges: int, random_key: int) -> tuple[Tensor, Tensor]:
         """Draw the two ends (count,) of edges. Some edges are loops or repeated."""
         share = self.share.numpy()
         community = self.community.numpy()
@@ -53,14 +53,14 @@ class EdgeDistribution:
         def draw_nodes(
             begin: np.ndarray | float, end: np.ndarray | float, stream: int
         ) -> np.ndarray:
-            x = begin + (end - begin) * _draw_uniform(stream_key(key, stream), count)
+            x = begin + (end - begin) * _draw_uniform(stream_key(random_key, stream), num_edges)
             return np.clip(np.searchsorted(ends, x, side="right") - 1, 0, len(share) - 1)
 
         one = draw_nodes(0.0, ends[-1], 0)
         group = community[order][one]
         inside = draw_nodes(ends[first[group]], ends[first[group + 1]], 1)
         inside = np.clip(inside, first[group], first[group + 1] - 1)  # rounding of sums
-        is_mixed = _draw_uniform(stream_key(key, 3), count) < self.mixing
+        is_mixed = _draw_uniform(stream_key(random_key, 3), num_edges) < self.mixing
         other = np.where(is_mixed, draw_nodes(0.0, ends[-1], 2), inside)
         return torch.from_numpy(order[one]), torch.from_numpy(order[other])
 

@@ -154,29 +154,33 @@ def draw_word(states: NDArray[np.uint64], index: int) -> NDArray[np.uint64]:
     return mix_words(states + np.uint64(GAMMA * index & MASK))
 
 
-def draw_samples(distribution: ClickDistribution, first: int, count: int) -> SyntheticSamples:
+def draw_samples(
+    distribution: ClickDistribution, first_sample: int, num_samples: int
+) -> SyntheticSamples:
     """Generate the features of samples first .. first + count - 1."""
-    states = sample_states(distribution.key, first, count)
-    ids = np.empty((len(distribution.fields), count), dtype=np.int64)
+    states = sample_states(distribution.key, first_sample, num_samples)
+    ids = np.empty((len(distribution.fields), num_samples), dtype=np.int64)
     ranks = np.empty(ids.shape, dtype=np.float32)
     bits = _build_half_word_reader(states, ID_WORD)
     for f, field in enumerate(distribution.fields):
-        ranks[f] = _draw_ids(field, bits(f), out=ids[f])
+        ranks[f] = _draw_ids(field, bits(f), ids_out=ids[f])
     return SyntheticSamples(
         _draw_dense(distribution, states),
         ids,
         ranks,
-        tuple(_draw_list_column(column, first, count) for column in distribution.lists),
+        tuple(
+            _draw_list_column(column, first_sample, num_samples) for column in distribution.lists
+        ),
     )
 
 
 def draw_label_thresholds(
-    distribution: ClickDistribution, task: int, first: int, count: int
+    distribution: ClickDistribution, task_index: int, first_sample: int, num_samples: int
 ) -> NDArray[np.float64]:
     """Draw a number in [0, 1) for each sample (B,), of 53 bits. The label is 1 if it is below the probability."""
-    drawn = draw_word(sample_states(distribution.key, first, count), LABEL_WORD)
-    if task:
-        drawn = mix_words(drawn ^ np.uint64(stream_key(distribution.key, task)))
+    drawn = draw_word(sample_states(distribution.key, first_sample, num_samples), LABEL_WORD)
+    if task_index:
+        drawn = mix_words(drawn ^ np.uint64(stream_key(distribution.key, task_index)))
     return (drawn >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
@@ -186,47 +190,47 @@ def _draw_dense(distribution: ClickDistribution, states: NDArray[np.uint64]) -> 
     return distribution.quantiles[bits.astype("<u8", copy=False).view("<u2")[:, :NUM_DENSE]]
 
 
-def _draw_list_column(column: ListColumn, first: int, count: int) -> ListSamples:
-    states = sample_states(column.key, first, count)
+def _draw_list_column(column: ListColumn, first_sample: int, num_samples: int) -> ListSamples:
+    states = sample_states(column.key, first_sample, num_samples)
     lengths = (draw_word(states, LENGTH_WORD) % np.uint64(MAX_LENGTH + 1)).astype(np.int64)
-    ids = np.empty((MAX_LENGTH, count), dtype=np.int64)
+    ids = np.empty((MAX_LENGTH, num_samples), dtype=np.int64)
     ranks = np.empty(ids.shape, dtype=np.float32)
     bits = _build_half_word_reader(states, LIST_WORD)
     for slot in range(MAX_LENGTH):
-        ranks[slot] = _draw_ids(column.field, bits(slot), out=ids[slot])
+        ranks[slot] = _draw_ids(column.field, bits(slot), ids_out=ids[slot])
     return ListSamples(ids, ranks, lengths)
 
 
-def _build_half_word_reader(states: NDArray[np.uint64], first: int):
+def _build_half_word_reader(random_states: NDArray[np.uint64], first_word: int):
     """Return a function i -> 32 bits per sample, to be called with i = 0, 1, ... in order.
 
     The bits are the halves of words first, first + 1, ..., high before low.
     """
-    current = states
+    current = random_states
 
     def bits(i: int) -> NDArray[np.uint64]:
         nonlocal current
         if i % 2:
             return current & np.uint64(0xFFFFFFFF)
-        current = draw_word(states, first + i // 2)
+        current = draw_word(random_states, first_word + i // 2)
         return current >> np.uint64(32)
 
     return bits
 
 
 def _draw_ids(
-    field: SyntheticField, bits: NDArray[np.uint64], *, out: NDArray[np.int64]
+    field: SyntheticField, random_bits: NDArray[np.uint64], *, ids_out: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """Draw ids into `out` (B,) and return their popularity ranks (B,)."""
-    knot = (bits >> np.uint64(LOW_BITS)).view(np.int64)
-    x = (bits & np.uint64((1 << LOW_BITS) - 1)).astype(np.float64)
+    """Draw ids into `ids_out` (B,) and return their popularity ranks (B,)."""
+    knot = (random_bits >> np.uint64(LOW_BITS)).view(np.int64)
+    x = (random_bits & np.uint64((1 << LOW_BITS) - 1)).astype(np.float64)
     x *= field.slopes.take(knot)
     x += field.knots.take(knot)
     rank = x.astype(np.int64)
-    np.multiply(rank, field.spread, out=out)
-    out += field.shift
+    np.multiply(rank, field.spread, out=ids_out)
+    ids_out += field.shift
     # Computed by division: numpy divides by one number fast, but its remainder is slow.
-    out -= out // field.rows * field.rows
+    ids_out -= ids_out // field.rows * field.rows
     return rank
 
 
@@ -244,14 +248,14 @@ def _id_effects(
 
 
 def compute_logit_terms(
-    distribution: ClickDistribution, task: int, samples: SyntheticSamples
+    distribution: ClickDistribution, task_index: int, samples: SyntheticSamples
 ) -> dict[str, Floats]:
     """Compute the terms of a task's logit before scaling, (B,) each, without the first task's logit.
 
     Sums run column by column, so a sample's terms have the same bits in any batch.
     """
     dense = samples.dense
-    weights = distribution.tasks[task].dense_weights
+    weights = distribution.tasks[task_index].dense_weights
     linear = np.zeros(len(dense), dtype=np.float32)
     for i in range(NUM_DENSE):
         linear += dense[:, i] * weights[i]
@@ -260,7 +264,7 @@ def compute_logit_terms(
     sums = np.zeros((num_groups, NUM_FACTORS, len(dense)), dtype=np.float32)
     squares = np.zeros((num_groups, len(dense)), dtype=np.float32)
     for f, field in enumerate(distribution.fields):
-        indices = _normal_indices(field, task, samples.ids[f])
+        indices = _normal_indices(field, task_index, samples.ids[f])
         effects += _id_effects(distribution, indices, samples.ranks[f])
         if field.group is not None:
             for r in range(NUM_FACTORS):
@@ -277,24 +281,27 @@ def compute_logit_terms(
         interaction += within
     terms = {"dense": linear, "effects": effects, "interaction": interaction}
     for column, lists in zip(distribution.lists, samples.lists, strict=True):
-        effect = _compute_list_effects(distribution, task, column, lists)
+        effect = _compute_list_effects(distribution, task_index, column, lists)
         terms[column.kind] = terms[column.kind] + effect if column.kind in terms else effect
     return terms
 
 
 def _compute_list_effects(
-    distribution: ClickDistribution, task: int, column: ListColumn, lists: ListSamples
+    distribution: ClickDistribution,
+    task_index: int,
+    list_column: ListColumn,
+    list_samples: ListSamples,
 ) -> Floats:
     """Compute the effect of each sample's list, (B,); 0 for an empty list."""
-    total = np.zeros(len(lists.lengths), dtype=np.float32)
+    total = np.zeros(len(list_samples.lengths), dtype=np.float32)
     for slot in range(MAX_LENGTH):
-        indices = _normal_indices(column.field, task, lists.ids[slot])
-        age = lists.lengths - 1 - slot  # negative for an unused slot
-        if column.kind == "bag":
-            weight = np.float32(1) / np.maximum(lists.lengths, 1).astype(np.float32)
+        indices = _normal_indices(list_column.field, task_index, list_samples.ids[slot])
+        age = list_samples.lengths - 1 - slot  # negative for an unused slot
+        if list_column.kind == "bag":
+            weight = np.float32(1) / np.maximum(list_samples.lengths, 1).astype(np.float32)
         else:
             weight = np.exp2(-np.maximum(age, 0).astype(np.float32))
-        effects = weight * _id_effects(distribution, indices, lists.ranks[slot])
+        effects = weight * _id_effects(distribution, indices, list_samples.ranks[slot])
         total += np.where(age >= 0, effects, np.float32(0))
     return total
 
@@ -463,9 +470,9 @@ class SyntheticSource(BlockSource):
     def read_epoch(self, epoch: int, blocks: Iterator[Block]) -> Iterator[Batch]:
         return (self.read(begin, end) for begin, end in blocks)
 
-    def read(self, begin: int, end: int) -> Batch:
+    def read(self, first_sample: int, end_sample: int) -> Batch:
         """Generate samples begin .. end-1 of this source."""
-        size = end - begin
+        size = end_sample - first_sample
         distribution = self.distribution
         num_tasks = len(distribution.tasks)
         dense = np.empty((size, NUM_DENSE), dtype=np.float32)
@@ -476,7 +483,7 @@ class SyntheticSource(BlockSource):
         values: list[list] = [[np.empty(0, dtype=np.int64)] for _ in distribution.lists]
         for start in range(0, size, CHUNK):
             part = slice(start, min(start + CHUNK, size))
-            first = self.start + begin + start
+            first = self.start + first_sample + start
             count = part.stop - start
             samples = draw_samples(distribution, first, count)
             dense[part] = samples.dense
@@ -647,21 +654,23 @@ def _calibrate_tasks(
 
 def _calibrate_task(
     task: Task,
-    raw: dict[str, Floats],
-    shares: dict[str, float],
+    raw_terms: dict[str, Floats],
+    variance_shares: dict[str, float],
     *,
     signal: float,
     positive_rate: float,
 ) -> Task:
-    terms = {name: term.astype(np.float64) for name, term in raw.items()}
+    terms = {name: term.astype(np.float64) for name, term in raw_terms.items()}
     deviations = {
         name: np.std(term)
         for name, term in terms.items()
-        if np.std(term) > 0 and (name in shares or name == "first")
+        if np.std(term) > 0 and (name in variance_shares or name == "first")
     }
-    total_share = sum(shares[name] for name in deviations if name != "first")
+    total_share = sum(variance_shares[name] for name in deviations if name != "first")
     share_of = {
-        name: shares[name] / total_share * (1 - FIRST_SHARE if "first" in deviations else 1)
+        name: variance_shares[name]
+        / total_share
+        * (1 - FIRST_SHARE if "first" in deviations else 1)
         for name in deviations
         if name != "first"
     }

@@ -44,26 +44,26 @@ class Chunk:
     def size(self) -> int:
         return len(self.dense)
 
-    def slice_rows(self, begin: int, end: int) -> Chunk:
+    def slice_rows(self, first_row: int, end_row: int) -> Chunk:
         """Return samples begin .. end-1, as views."""
-        if begin == 0 and end == self.size:
+        if first_row == 0 and end_row == self.size:
             return self
         return Chunk(
-            self.dense[begin:end],
-            tuple(_slice_id_column(ids, begin, end) for ids in self.ids),
-            *(None if a is None else a[begin:end] for a in self._optional_columns()),
+            self.dense[first_row:end_row],
+            tuple(_slice_id_column(ids, first_row, end_row) for ids in self.ids),
+            *(None if a is None else a[first_row:end_row] for a in self._optional_columns()),
         )
 
-    def gather_rows(self, rows: Longs) -> Chunk:
-        """Copy the samples at `rows`, in that order."""
+    def gather_rows(self, row_indices: Longs) -> Chunk:
+        """Copy the samples at `row_indices`, in that order."""
         return Chunk(
-            self.dense.take(rows, axis=0),
-            tuple(_gather_ids(ids, rows) for ids in self.ids),
-            *(None if a is None else a.take(rows, axis=0) for a in self._optional_columns()),
+            self.dense.take(row_indices, axis=0),
+            tuple(_gather_ids(ids, row_indices) for ids in self.ids),
+            *(None if a is None else a.take(row_indices, axis=0) for a in self._optional_columns()),
         )
 
-    def to_batch(self, names: Sequence[str]) -> Batch:
-        """Return a batch that shares this chunk's memory. `names`: of the categorical columns."""
+    def to_batch(self, categorical_names: Sequence[str]) -> Batch:
+        """Return a batch that shares this chunk's memory. `categorical_names`: of the categorical columns."""
         import torch  # imported late, because `colonnade inspect` makes no batch and needs no torch
 
         from colonnade.batch import Batch
@@ -74,7 +74,7 @@ class Chunk:
             dense=torch.from_numpy(self.dense),
             ids={
                 name: _convert_ids_to_tensors(ids)
-                for name, ids in zip(names, self.ids, strict=True)
+                for name, ids in zip(categorical_names, self.ids, strict=True)
             },
             label=None if label is None else torch.from_numpy(label),
             sample_weight=None if weight is None else torch.from_numpy(weight),
@@ -119,13 +119,13 @@ def _gather_ids(ids: Longs | Bags, rows: Longs) -> Longs | Bags:
 
 
 def gather_bags(
-    values: Longs, begins: Longs, lengths: Longs, weights: Floats | None = None
+    values: Longs, bag_begins: Longs, bag_lengths: Longs, weights: Floats | None = None
 ) -> Bags:
     """Copy the bags `values[begins[i] : begins[i] + lengths[i]]`."""
-    offsets = np.zeros(len(begins) + 1, dtype=np.int64)
-    np.cumsum(lengths, out=offsets[1:])
+    offsets = np.zeros(len(bag_begins) + 1, dtype=np.int64)
+    np.cumsum(bag_lengths, out=offsets[1:])
     # Id j of bag b is at begins[b] + (j - offsets[b]): repeat the shift, add j.
-    indices = np.repeat(begins - offsets[:-1], lengths)
+    indices = np.repeat(bag_begins - offsets[:-1], bag_lengths)
     indices += np.arange(len(indices))
     return Bags(values.take(indices), offsets, None if weights is None else weights.take(indices))
 

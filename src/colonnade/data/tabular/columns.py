@@ -39,7 +39,7 @@ IdentifierField = Category | Bag | SequenceField | Group | Key
 
 
 def check_required_columns(
-    path: Path, column_names: Sequence[str], file_schema: FileSchema, split_by: str | None
+    path: Path, column_names: Sequence[str], file_schema: FileSchema, split_column: str | None
 ) -> None:
     """Raise DataError for a repeated column name, and for a missing column that the schema or the split reads."""
     existing = set(column_names)
@@ -51,9 +51,10 @@ def check_required_columns(
                     f"{path}: got no column {column!r}, which the field {field.name!r} reads; "
                     f"{suggest_name(column, list(column_names))}"
                 )
-    if split_by is not None and split_by not in existing:
+    if split_column is not None and split_column not in existing:
         raise DataError(
-            f"{path}: got no column {split_by!r}, which split_by names; {suggest_name(split_by, list(column_names))}"
+            f"{path}: got no column {split_column!r}, which split_by names; "
+            f"{suggest_name(split_column, list(column_names))}"
         )
 
 

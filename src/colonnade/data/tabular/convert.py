@@ -64,7 +64,7 @@ def open_criteo_conversion(path: str | Path) -> Conversion:
 
     `tables` raises DataError naming file, line and column.
     """
-    file = open_line_file(locate_data_file(path, folder=FOLDER, file=FILE))
+    file = open_line_file(locate_data_file(path, data_set_folder=FOLDER, file_name=FILE))
     schema = pa.schema(
         [
             pa.field("label", pa.int8(), nullable=False),

@@ -112,39 +112,44 @@ class CsvFile:
             replace(self, types=dict.fromkeys(self.names, pa.string())), num_rows
         )
 
-    def bind_schema(self, file_schema: FileSchema, split_by: str | None) -> CsvFile:
-        check_required_columns(self.path, self.names, file_schema, split_by)
+    def bind_schema(self, file_schema: FileSchema, split_column: str | None) -> CsvFile:
+        check_required_columns(self.path, self.names, file_schema, split_column)
         types = choose_parse_types(file_schema)
-        if split_by is not None:
-            types.setdefault(split_by, pa.string())
+        if split_column is not None:
+            types.setdefault(split_column, pa.string())
         return replace(self, types=types)
 
-    def read_block(self, block: int, columns: Sequence[str]) -> Mapping[str, pa.Array]:
-        types = {n: pa.string() if n in self.text_columns else self.types[n] for n in columns}
-        text = self.rows.read_block(block)
+    def read_block(self, block_index: int, column_names: Sequence[str]) -> Mapping[str, pa.Array]:
+        types = {n: pa.string() if n in self.text_columns else self.types[n] for n in column_names}
+        text = self.rows.read_block(block_index)
         try:
-            table = self.parse_block(text, block, columns, types)
+            table = self.parse_block(text, block_index, column_names, types)
         except DataError:
             texts = dict.fromkeys(types, pa.string())
             if texts == types:
                 raise
-            table = self.parse_block(text, block, columns, texts)
+            table = self.parse_block(text, block_index, column_names, texts)
             self.text_columns.update(
                 n for n, kind in types.items() if not can_parse_texts(table.column(n), kind)
             )
-        return {name: combine_chunks(table.column(name)) for name in columns}
+        return {name: combine_chunks(table.column(name)) for name in column_names}
 
     def parse_block(
-        self, text: bytes, block: int, columns: Sequence[str] | None, types: dict[str, pa.DataType]
+        self,
+        block_text: bytes,
+        block_index: int,
+        column_names: Sequence[str] | None,
+        column_types: dict[str, pa.DataType],
     ) -> pa.Table:
-        """Parse the text of a block. `columns` None: all; pyarrow chooses types not in `types`. Raises DataError."""
+        """Parse the text of a block. `column_names` None: all; pyarrow chooses types not in `column_types`. Raises
+        DataError."""
         dialect = self.dialect
         reason = "its rows do not match its lines; is each quote closed?"
         try:
             table = pyarrow.csv.read_csv(
-                pa.BufferReader(text),
+                pa.BufferReader(block_text),
                 read_options=pyarrow.csv.ReadOptions(
-                    column_names=self.names, use_threads=False, block_size=len(text) + 1
+                    column_names=self.names, use_threads=False, block_size=len(block_text) + 1
                 ),
                 parse_options=pyarrow.csv.ParseOptions(
                     delimiter=dialect.delimiter_of(self.path),
@@ -153,19 +158,19 @@ class CsvFile:
                     ignore_empty_lines=False,
                 ),
                 convert_options=pyarrow.csv.ConvertOptions(
-                    column_types=types,
-                    include_columns=None if columns is None else list(columns),
+                    column_types=column_types,
+                    include_columns=None if column_names is None else list(column_names),
                     null_values=["", *dialect.null_values],
                     strings_can_be_null=True,
                 ),
             )
             # pyarrow reads an empty line as a row of missing values. With a single column it is a valid row.
-            is_ragged = self.rows.has_empty[block] and len(self.names) > 1
-            if table.num_rows == self.lengths[block] and not is_ragged:
+            is_ragged = self.rows.has_empty[block_index] and len(self.names) > 1
+            if table.num_rows == self.lengths[block_index] and not is_ragged:
                 return table
         except (pa.ArrowException, ValueError) as error:
             reason = str(error).splitlines()[0]
-        self._raise_parse_error(text, block, reason)
+        self._raise_parse_error(block_text, block_index, reason)
 
     def describe_row(self, block: int, row: int) -> str:
         text = self.rows.read_block(block)
@@ -174,40 +179,44 @@ class CsvFile:
         before = int(self.rows.lines[block]) + text.count(b"\n", 0, begin)
         return f"line {before + 1}"
 
-    def _raise_parse_error(self, text: bytes, block: int, reason: str) -> NoReturn:
-        """Raise DataError for the first faulty row of a block that pyarrow refused for `reason`."""
-        line = int(self.rows.lines[block]) + 1
+    def _raise_parse_error(
+        self, block_text: bytes, block_index: int, parser_error: str
+    ) -> NoReturn:
+        """Raise DataError for the first faulty row of a block that pyarrow refused for `parser_error`."""
+        line = int(self.rows.lines[block_index]) + 1
         begin = 0
-        ends = find_row_ends(text, self._quote_code).tolist()
-        for end in [*ends, len(text)]:
-            row = text[begin:end]
-            if begin < len(text):
+        ends = find_row_ends(block_text, self._quote_code).tolist()
+        for end in [*ends, len(block_text)]:
+            row = block_text[begin:end]
+            if begin < len(block_text):
                 self.check_row(row, line)
             line += row.count(b"\n") + 1
             begin = end + 1
-        first = int(self.rows.lines[block]) + 1
-        raise DataError(f"{self.path}, from line {first} on: cannot be read ({reason})")
+        first = int(self.rows.lines[block_index]) + 1
+        raise DataError(f"{self.path}, from line {first} on: cannot be read ({parser_error})")
 
-    def check_row(self, row: bytes, line: int) -> None:
+    def check_row(self, row_text: bytes, line_number: int) -> None:
         """Raise DataError for a faulty row. Slow check with the same rules as `parse_block` has for texts."""
-        row = row.removesuffix(b"\r")
-        if not row and len(self.names) > 1:
+        row_text = row_text.removesuffix(b"\r")
+        if not row_text and len(self.names) > 1:
             raise build_field_error(
-                self.path, line, None, got="an empty line", wanted="a row", fix="Remove it"
+                self.path, line_number, None, got="an empty line", wanted="a row", fix="Remove it"
             )
         try:
-            text = row.decode()
+            text = row_text.decode()
         except UnicodeDecodeError as error:
             column = None
-            for name, part in zip(self.names, row.split(self._delimiter.encode()), strict=False):
+            for name, part in zip(
+                self.names, row_text.split(self._delimiter.encode()), strict=False
+            ):
                 if not _is_utf8(part):
                     column = name
                     break
             raise build_field_error(
                 self.path,
-                line,
+                line_number,
                 column,
-                got=f"the bytes {row[error.start : error.start + 4].hex(' ')}",
+                got=f"the bytes {row_text[error.start : error.start + 4].hex(' ')}",
                 wanted="UTF-8",
                 fix="Convert the file, for instance with iconv -f latin1 -t utf-8",
             ) from None
@@ -216,18 +225,18 @@ class CsvFile:
         except csv.Error as error:
             raise build_field_error(
                 self.path,
-                line,
+                line_number,
                 None,
-                got=f"{format_excerpt(row)} ({error})",
+                got=f"{format_excerpt(row_text)} ({error})",
                 wanted="quotes around whole fields",
                 fix="Repair the row, or say that the file has no quotes: quote: none",
             ) from None
         if len(fields) != len(self.names):
             raise build_field_error(
                 self.path,
-                line,
+                line_number,
                 None,
-                got=f"{len(fields)} columns in {format_excerpt(row)}",
+                got=f"{len(fields)} columns in {format_excerpt(row_text)}",
                 wanted=f"{len(self.names)} as the header has them"
                 if self.dialect.names is None
                 else f"{len(self.names)} as names has them",
@@ -242,10 +251,10 @@ class CsvFile:
     def _delimiter(self) -> str:
         return self.dialect.delimiter_of(self.path)
 
-    def _split_row_cells(self, row: str) -> list[str]:
+    def _split_row_cells(self, row_text: str) -> list[str]:
         if self.dialect.quote is None:
-            return row.split(self._delimiter)
-        lines = row.splitlines(keepends=True) if "\n" in row else [row]
+            return row_text.split(self._delimiter)
+        lines = row_text.splitlines(keepends=True) if "\n" in row_text else [row_text]
         reader = csv.reader(lines, delimiter=self._delimiter, quotechar=self.dialect.quote)
         records = [record for record in reader if record] or [[""]]
         if len(records) > 1:
@@ -309,15 +318,15 @@ def open_csv_file(
     return CsvFile(rows, columns, dialect, {}, header_types)
 
 
-def parse_csv_header(path: Path, cells: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+def parse_csv_header(path: Path, header_cells: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     """Return the names of the columns, and the types by name that the header gives.
 
     An empty cell becomes column_0, column_1, ... by its position. If all cells are `name:type`, the columns are typed.
     Raises DataError for an unknown type.
     """
-    names = [cell or f"column_{i}" for i, cell in enumerate(cells)]
-    types = {name: UNNAMED for name, cell in zip(names, cells, strict=True) if not cell}
-    pairs = [cell.rpartition(":") for cell in cells]
+    names = [cell or f"column_{i}" for i, cell in enumerate(header_cells)]
+    types = {name: UNNAMED for name, cell in zip(names, header_cells, strict=True) if not cell}
+    pairs = [cell.rpartition(":") for cell in header_cells]
     if (
         types
         or not all(name for name, _, _ in pairs)

@@ -303,15 +303,17 @@ class _Loader(YamlLoader):  # type: ignore[misc, valid-type]
         return super().construct_mapping(node, deep=deep)
 
 
-def _check_cross(field: Cross, by_name: Mapping[str, DeclaredField]) -> None:
-    crossable = [name for name, f in by_name.items() if isinstance(f, Category | Bucket | Time)]
+def _check_cross(field: Cross, fields_by_name: Mapping[str, DeclaredField]) -> None:
+    crossable = [
+        name for name, f in fields_by_name.items() if isinstance(f, Category | Bucket | Time)
+    ]
     for part in field.of:
-        if part not in by_name:
+        if part not in fields_by_name:
             raise ConfigError(
                 f"field {field.name!r}, of: no field {part!r}; {suggest_name(part, crossable)}"
             )
         if part not in crossable:
-            kind = type(by_name[part]).__name__.lower()
+            kind = type(fields_by_name[part]).__name__.lower()
             raise ConfigError(
                 f"field {field.name!r}, of: got {part!r}, a {kind}, wanted categories, buckets and times"
             )

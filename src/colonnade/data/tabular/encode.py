@@ -82,15 +82,16 @@ def refuse_values(
         raise InvalidValue(row, column, describe(row), wanted, fix)
 
 
-def encode_number(field: Number, array: pa.Array, out: NDArray[np.float32]) -> None:
-    """Encode numbers into `out` (S,); missing values without a substitute and infinite ones stay not finite."""
-    x = convert_to_numbers(field, array)
+def encode_number(field: Number, arrow_column: pa.Array, numbers_out: NDArray[np.float32]) -> None:
+    """Encode numbers into `numbers_out` (S,); missing values without a substitute and infinite ones stay not
+    finite."""
+    x = convert_to_numbers(field, arrow_column)
     missing = np.isnan(x)
     if field.clip is not None or field.transform is not None:
         # Clip and transform would hide an infinite value.
         infinite = np.isinf(x)
         if infinite.any():
-            raise build_number_error(field, array, int(infinite.argmax()))
+            raise build_number_error(field, arrow_column, int(infinite.argmax()))
     if field.clip is not None:
         x = np.clip(x, *field.clip)
     if field.transform == "log1p":
@@ -98,24 +99,24 @@ def encode_number(field: Number, array: pa.Array, out: NDArray[np.float32]) -> N
     if field.mean or field.std != 1:
         x = (x - field.mean) / field.std
     with np.errstate(over="ignore"):
-        out[:] = x
+        numbers_out[:] = x
     if field.missing is not None and missing.any():
-        out[missing] = field.missing
+        numbers_out[missing] = field.missing
 
 
-def build_number_error(field: Number, array: pa.Array, row: int) -> InvalidValue:
+def build_number_error(field: Number, arrow_column: pa.Array, row_index: int) -> InvalidValue:
     """Build the error for a number that is missing, infinite, or too large for float32."""
-    value = convert_to_numbers(field, array.slice(row, 1))[0]
+    value = convert_to_numbers(field, arrow_column.slice(row_index, 1))[0]
     if np.isnan(value):
         return InvalidValue(
-            row,
+            row_index,
             field.column,
             "nothing",
             "a number",
             f"Say what a missing {field.name} is: `missing: 0.0` is common",
         )
     wanted = "a finite number" if np.isinf(value) else "one that float32 holds once transformed"
-    return InvalidValue(row, field.column, f"{value:g}", wanted)
+    return InvalidValue(row_index, field.column, f"{value:g}", wanted)
 
 
 def convert_to_numbers(field: DeclaredField, array: pa.Array) -> NDArray[np.float64]:
@@ -137,19 +138,21 @@ def convert_to_numbers(field: DeclaredField, array: pa.Array) -> NDArray[np.floa
 
 
 def parse_number_texts(
-    field: DeclaredField, array: pa.Array, number_type: pa.DataType, wanted: str
+    field: DeclaredField, arrow_column: pa.Array, number_type: pa.DataType, wanted_words: str
 ) -> pa.Array:
     """Parse texts as numbers of type `number_type`; MISSING_NUMBER is missing. Raises InvalidValue."""
-    array = pc.utf8_trim_whitespace(array.cast(pa.string()))
-    array = pc.if_else(pc.match_substring_regex(array, MISSING_NUMBER), None, array)
+    arrow_column = pc.utf8_trim_whitespace(arrow_column.cast(pa.string()))
+    arrow_column = pc.if_else(
+        pc.match_substring_regex(arrow_column, MISSING_NUMBER), None, arrow_column
+    )
     if isinstance(field, Label):
-        lower = pc.utf8_lower(array)
+        lower = pc.utf8_lower(arrow_column)
         for word, number in (("true", "1"), ("false", "0")):
-            array = pc.if_else(pc.equal(lower, word), number, array)
+            arrow_column = pc.if_else(pc.equal(lower, word), number, arrow_column)
     try:
-        return array.cast(number_type)
+        return arrow_column.cast(number_type)
     except pa.ArrowInvalid:
-        for row, text in enumerate(array):
+        for row, text in enumerate(arrow_column):
             try:
                 text.cast(number_type)
             except pa.ArrowInvalid:
@@ -159,7 +162,7 @@ def parse_number_texts(
                 elif isinstance(field, Number | Bucket):
                     fix += ", or declare a category"
                 raise InvalidValue(
-                    row, field.column, repr(text.as_py())[:60], wanted, fix
+                    row, field.column, repr(text.as_py())[:60], wanted_words, fix
                 ) from None
         raise
 
@@ -216,12 +219,14 @@ def refuse_missing(
         refuse_values(missing, field.column, lambda _: "nothing", wanted)
 
 
-def encode_label(field: Label, array: pa.Array, version: int = ENCODING_VERSION) -> Floats:
-    """Encode labels (S,) float32, NaN where unknown. version: of the schema's encoding."""
+def encode_label(
+    field: Label, arrow_column: pa.Array, encoding_version: int = ENCODING_VERSION
+) -> Floats:
+    """Encode labels (S,) float32, NaN where unknown. encoding_version: of the schema's encoding."""
     if field.positive is not None:
-        x = _mark_positive_labels(field, array, version)
+        x = _mark_positive_labels(field, arrow_column, encoding_version)
     else:
-        x = convert_to_numbers(field, array)
+        x = convert_to_numbers(field, arrow_column)
     missing = np.isnan(x)
     if field.missing == "error":
         fix = "Remove the row, or declare `missing: unknown`"
@@ -241,10 +246,12 @@ def encode_label(field: Label, array: pa.Array, version: int = ENCODING_VERSION)
     return x.astype(np.float32)
 
 
-def _mark_positive_labels(field: Label, array: pa.Array, version: int) -> NDArray[np.float64]:
+def _mark_positive_labels(
+    field: Label, arrow_column: pa.Array, encoding_version: int
+) -> NDArray[np.float64]:
     """Return 1.0 where the value is the positive one, else 0.0, and NaN where it is missing (S,)."""
-    texts = pc.utf8_trim_whitespace(array.cast(pa.string()))
-    null_values = NULL_VALUES if version > 1 else ()
+    texts = pc.utf8_trim_whitespace(arrow_column.cast(pa.string()))
+    null_values = NULL_VALUES if encoding_version > 1 else ()
     missing = pc.is_in(texts, pa.array([None, "", *null_values], pa.string()))
     is_positive = pc.equal(texts, str(field.positive)).fill_null(False)
     x = is_positive.to_numpy(zero_copy_only=False).astype(np.float64)
@@ -331,16 +338,20 @@ def _convert_to_integers(
 
 
 def _encode_dictionary_ids(
-    field: Category | Bag | Sequence, array: pa.DictionaryArray, version: int
+    field: Category | Bag | Sequence, dictionary_column: pa.DictionaryArray, encoding_version: int
 ) -> Longs:
     """Encode each distinct value of a dictionary once. Unused invalid values are no error."""
-    if array.null_count or len(array.dictionary) > len(array) or field.missing == "error":
-        return encode_ids(field, array.dictionary_decode(), version)
+    if (
+        dictionary_column.null_count
+        or len(dictionary_column.dictionary) > len(dictionary_column)
+        or field.missing == "error"
+    ):
+        return encode_ids(field, dictionary_column.dictionary_decode(), encoding_version)
     try:
-        by_entry = encode_ids(field, array.dictionary, version)
+        by_entry = encode_ids(field, dictionary_column.dictionary, encoding_version)
     except InvalidValue:
-        return encode_ids(field, array.dictionary_decode(), version)
-    return by_entry.take(array.indices.to_numpy(zero_copy_only=False))
+        return encode_ids(field, dictionary_column.dictionary_decode(), encoding_version)
+    return by_entry.take(dictionary_column.indices.to_numpy(zero_copy_only=False))
 
 
 def _check_id_text_lengths(field: Category | Bag | Sequence | Group | Key, array: pa.Array) -> None:
@@ -373,17 +384,17 @@ def _mark_texts(array: pa.Array, texts: Collection[str]) -> NDArray[np.bool_]:
 
 
 def _mark_missing_values(
-    array: pa.Array, null_values: Collection[str] = ()
+    arrow_column: pa.Array, null_texts: Collection[str] = ()
 ) -> NDArray[np.bool_] | None:
-    """Return a mask (S,) of nulls, empty texts and `null_values`; None if there are none."""
+    """Return a mask (S,) of nulls, empty texts and `null_texts`; None if there are none."""
     missing = None
-    if is_text_type(array.type):
-        offsets, _ = view_text_buffers(array)
+    if is_text_type(arrow_column.type):
+        offsets, _ = view_text_buffers(arrow_column)
         missing = offsets[1:] == offsets[:-1]
-        if null_values:
-            missing |= _mark_texts(array, null_values)
-    if array.null_count:
-        nulls = array.is_null().to_numpy(zero_copy_only=False)
+        if null_texts:
+            missing |= _mark_texts(arrow_column, null_texts)
+    if arrow_column.null_count:
+        nulls = arrow_column.is_null().to_numpy(zero_copy_only=False)
         missing = nulls if missing is None else missing | nulls
     return missing if missing is not None and missing.any() else None
 
@@ -406,56 +417,56 @@ def to_open_ids(array: pa.Array) -> Longs:
 
 
 def _look_up_vocabulary(
-    field: Category | Bag | Sequence, array: pa.Array, missing: NDArray[np.bool_] | None
+    field: Category | Bag | Sequence, arrow_column: pa.Array, is_missing: NDArray[np.bool_] | None
 ) -> Longs:
     assert field.vocabulary is not None
-    if is_text_type(array.type):
-        array = array.cast(pa.large_string())
+    if is_text_type(arrow_column.type):
+        arrow_column = arrow_column.cast(pa.large_string())
         known = pa.array(field.vocabulary, pa.large_string())
     else:
         # Both sides are compared as signed 64-bit numbers, like all ids.
-        array = pa.array(_to_int64(array))
+        arrow_column = pa.array(_to_int64(arrow_column))
         known = pa.array([wrap_unsigned(int(value)) for value in field.vocabulary])
-    indices = pc.index_in(array, value_set=known)
+    indices = pc.index_in(arrow_column, value_set=known)
     ids = np.array(pc.fill_null(indices, -1).to_numpy(zero_copy_only=False)).astype(np.int64)
     unknown = ids < 0
-    if missing is not None:
-        unknown &= ~missing
+    if is_missing is not None:
+        unknown &= ~is_missing
     if field.unknown_rows == 0:
         refuse_values(
             unknown,
             field.column,
-            lambda row: repr(array[row].as_py())[:60],
+            lambda row: repr(arrow_column[row].as_py())[:60],
             f"one of the {len(known)} values of the vocabulary",
             "Add it, or give unknown values rows with unknown_rows: 1",
         )
     if unknown.any():
         ids[unknown] = len(known)
         if field.unknown_rows > 1:
-            unknown_values = array.filter(pa.array(unknown))
+            unknown_values = arrow_column.filter(pa.array(unknown))
             ids[unknown] += hash_to_rows(to_open_ids(unknown_values), field.unknown_rows)
     return ids
 
 
 def encode_lists(
     field: Bag | Sequence,
-    array: pa.Array,
-    weights: pa.Array | None = None,
-    version: int = ENCODING_VERSION,
+    list_column: pa.Array,
+    weight_column: pa.Array | None = None,
+    encoding_version: int = ENCODING_VERSION,
 ) -> Bags:
     """Encode lists, or texts split at the separator; a missing list has no element.
 
     Padding is no item. A missing element is none either, except in version 1 of the schema's encoding, where it has the
     row of missing values.
     """
-    lists = _split_text_lists(field, array)
+    lists = _split_text_lists(field, list_column)
     lengths = _list_lengths(lists)
     elements = replace_null_type(lists.flatten())  # skips values under a null list
-    numbers = None if weights is None else _read_id_weights(field, weights, lengths)
+    numbers = None if weight_column is None else _read_id_weights(field, weight_column, lengths)
     rows = np.repeat(np.arange(len(lengths)), lengths)
     try:
-        if version > 1 or field.padding is not None:
-            elements, is_item = _mark_items(field, elements, version)
+        if encoding_version > 1 or field.padding is not None:
+            elements, is_item = _convert_and_mark_items(field, elements, encoding_version)
             if not is_item.all():
                 elements = elements.filter(pa.array(is_item))
                 rows = rows[is_item]
@@ -472,45 +483,45 @@ def encode_lists(
             offsets = indices.offsets
             rows = rows[indices.values]
             numbers = None if numbers is None else numbers.take(indices.values)
-        return Bags(encode_ids(field, elements, version), offsets, numbers)
+        return Bags(encode_ids(field, elements, encoding_version), offsets, numbers)
     except InvalidValue as fault:
         fault.row = int(rows[fault.row])
         raise
 
 
-def _mark_items(
-    field: Bag | Sequence, elements: pa.Array, version: int
+def _convert_and_mark_items(
+    field: Bag | Sequence, list_elements: pa.Array, encoding_version: int
 ) -> tuple[pa.Array, NDArray[np.bool_]]:
     """Return the elements of lists, integers parsed, and a mask (E,) of those that are items."""
-    if pa.types.is_dictionary(elements.type):
-        elements = elements.dictionary_decode()
-    elements = _convert_to_integers(field, elements)
-    is_item = np.ones(len(elements), np.bool_)
-    if version > 1 and field.missing == "row":
-        missing = _mark_missing_values(elements, _get_null_values(field, version))
+    if pa.types.is_dictionary(list_elements.type):
+        list_elements = list_elements.dictionary_decode()
+    list_elements = _convert_to_integers(field, list_elements)
+    is_item = np.ones(len(list_elements), np.bool_)
+    if encoding_version > 1 and field.missing == "row":
+        missing = _mark_missing_values(list_elements, _get_null_values(field, encoding_version))
         is_item = is_item if missing is None else ~missing
     if isinstance(field.padding, str):
-        is_item &= ~_mark_texts(elements, [field.padding])
+        is_item &= ~_mark_texts(list_elements, [field.padding])
     elif field.padding is not None:
-        is_item &= _to_int64(elements) != wrap_unsigned(field.padding)
-    return elements, is_item
+        is_item &= _to_int64(list_elements) != wrap_unsigned(field.padding)
+    return list_elements, is_item
 
 
 def _list_lengths(lists: pa.Array) -> Longs:
     return np.array(pc.fill_null(pc.list_value_length(lists), 0).to_numpy()).astype(np.int64)
 
 
-def _read_id_weights(field: Bag | Sequence, array: pa.Array, lengths: Longs) -> Floats:
+def _read_id_weights(field: Bag | Sequence, weight_column: pa.Array, list_lengths: Longs) -> Floats:
     """Return the weights of all ids (E,). Raises InvalidValue unless a sample has one finite weight for each id."""
     assert isinstance(field, Bag)
-    lists = _split_text_lists(field, array)
+    lists = _split_text_lists(field, weight_column)
     counts = _list_lengths(lists)
-    if (counts != lengths).any():
-        row = int((counts != lengths).argmax())
+    if (counts != list_lengths).any():
+        row = int((counts != list_lengths).argmax())
         raise InvalidValue(
-            row, field.weights, f"{counts[row]} weights", f"one for each of {lengths[row]} ids"
+            row, field.weights, f"{counts[row]} weights", f"one for each of {list_lengths[row]} ids"
         )
-    rows = np.repeat(np.arange(len(lengths)), lengths)
+    rows = np.repeat(np.arange(len(list_lengths)), list_lengths)
     try:
         numbers = convert_to_numbers(field, replace_null_type(lists.flatten()))
     except InvalidValue as fault:

@@ -62,11 +62,11 @@ class TableFile(Protocol):
         """Return the first rows, all columns. Raises DataError."""
         ...
 
-    def bind_schema(self, file_schema: FileSchema, split_by: str | None) -> TableFile:
+    def bind_schema(self, file_schema: FileSchema, split_column: str | None) -> TableFile:
         """Return the file as read under a schema with all dtypes set. Raises DataError for unsuitable columns."""
         ...
 
-    def read_block(self, block: int, columns: Sequence[str]) -> Mapping[str, pa.Array]:
+    def read_block(self, block_index: int, column_names: Sequence[str]) -> Mapping[str, pa.Array]:
         """Return arrays of lengths[block] values. Called from any thread. Raises DataError, InvalidValue."""
         ...
 
@@ -85,21 +85,21 @@ class TableFiles:
     lengths: NDArray[np.int64]  # (blocks of all files,)
     bounds: NDArray[np.int64]  # (files + 1,): file i has the blocks bounds[i] .. bounds[i + 1] - 1
 
-    def read_chunk(self, block: int) -> Chunk:
+    def read_chunk(self, block_index: int) -> Chunk:
         """Read and encode a block. Raises DataError naming file, row and column."""
         names = self.file_schema.columns + ((self.split_by,) if self.split_by else ())
 
         def encode(columns: Mapping[str, pa.Array], size: int) -> Chunk:
             return encode_block(self.file_schema, columns, size, split_by=self.split_by)
 
-        return self._read_and_encode_columns(block, tuple(dict.fromkeys(names)), encode)
+        return self._read_and_encode_columns(block_index, tuple(dict.fromkeys(names)), encode)
 
-    def read_split_keys(self, block: int) -> Longs:
+    def read_split_keys(self, block_index: int) -> Longs:
         """Read only `Chunk.split_key` of a block, (samples of the block,)."""
         assert self.split_by is not None
         name = self.split_by
         return self._read_and_encode_columns(
-            block, (name,), lambda columns, _: encode_split_keys(name, columns[name])
+            block_index, (name,), lambda columns, _: encode_split_keys(name, columns[name])
         )
 
     def find_time_unit(self, block: int, column: str) -> tuple[Unit, float] | None:
@@ -109,26 +109,28 @@ class TableFiles:
         )
 
     def read_time_column(
-        self, block: int, field: Number
+        self, block_index: int, time_field: Number
     ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """Return a column's times in microseconds since 1970, and a mask of the missing ones."""
         return self._read_and_encode_columns(
-            block,
-            (field.column,),
-            lambda columns, _: parse_times(field, replace_null_type(columns[field.column])),
+            block_index,
+            (time_field.column,),
+            lambda columns, _: parse_times(
+                time_field, replace_null_type(columns[time_field.column])
+            ),
         )
 
     def _read_and_encode_columns(
         self,
-        block: int,
+        block_index: int,
         column_names: tuple[str, ...],
-        encode: Callable[[Mapping[str, pa.Array], int], T],
+        encode_columns: Callable[[Mapping[str, pa.Array], int], T],
     ) -> T:
-        file_index = int(np.searchsorted(self.bounds, block, side="right")) - 1
+        file_index = int(np.searchsorted(self.bounds, block_index, side="right")) - 1
         file = self.files[file_index]
-        local = block - int(self.bounds[file_index])
+        local = block_index - int(self.bounds[file_index])
         try:
-            return encode(file.read_block(local, column_names), int(file.lengths[local]))
+            return encode_columns(file.read_block(local, column_names), int(file.lengths[local]))
         except InvalidValue as fault:
             raise build_data_error(file, local, fault) from None
         except pa.ArrowException as error:
@@ -162,12 +164,12 @@ def build_data_error(file: TableFile, block: int, fault: InvalidValue) -> DataEr
 
 
 def combine_table_files(
-    file_schema: FileSchema, files: Sequence[TableFile], split_by: str | None = None
+    file_schema: FileSchema, files: Sequence[TableFile], split_column: str | None = None
 ) -> TableFiles:
     """Combine bound files into one sequence of blocks. Every `dtype` of the schema is set."""
     lengths = np.concatenate([file.lengths for file in files])
     bounds = np.cumsum([0, *(len(file.lengths) for file in files)])
-    return TableFiles(file_schema, tuple(files), split_by, lengths, bounds)
+    return TableFiles(file_schema, tuple(files), split_column, lengths, bounds)
 
 
 def find_files(path: str | Path | Sequence[str | Path], endings: tuple[str, ...]) -> list[Path]:

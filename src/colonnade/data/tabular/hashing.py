@@ -74,16 +74,16 @@ def view_text_buffers(texts: pa.Array) -> tuple[NDArray[np.int64], NDArray[np.ui
     return offsets - offsets[0], data[offsets[0] : offsets[-1]]
 
 
-def _hash_text_slice(offsets: NDArray[np.int64], word_at: NDArray) -> Words:
-    remaining = np.diff(offsets)  # bytes not yet hashed, of the texts in `active`
-    position = offsets[:-1]
+def _hash_text_slice(text_offsets: NDArray[np.int64], words_at_bytes: NDArray) -> Words:
+    remaining = np.diff(text_offsets)  # bytes not yet hashed, of the texts in `active`
+    position = text_offsets[:-1]
     hashes = mix_words(remaining.astype(np.uint64) * STEP)
     active = np.flatnonzero(remaining)
     if len(active) < len(remaining):
         remaining = remaining[active]
         position = position[active]
     while len(active):
-        word = word_at[position]
+        word = words_at_bytes[position]
         if remaining.min() < 8:
             unused = (np.maximum(8 - remaining, 0) << 3).astype(np.uint64)
             word &= FULL >> unused
@@ -111,13 +111,13 @@ def hash_to_rows(ids: NDArray[np.int64], rows: int) -> NDArray[np.int64]:
     return words.view(np.int64)
 
 
-def add_namespace_to_ids(ids: NDArray[np.int64], name: str) -> NDArray[np.int64]:
+def add_namespace_to_ids(ids: NDArray[np.int64], field_name: str) -> NDArray[np.int64]:
     """Map a field's ids (S,) to mix_words(id ^ hash_text(name)), so that fields with one table share no ids.
 
     Distinct ids of a field stay distinct. Ids of two fields collide with a probability of 2^-64 per pair, for any
     number of fields.
     """
-    key = np.uint64(hash_text(name.encode()) & MASK)
+    key = np.uint64(hash_text(field_name.encode()) & MASK)
     return mix_words(ids.view(np.uint64) ^ key).view(np.int64)
 
 

@@ -123,9 +123,11 @@ def infer_fields(
     return InferredSchema(FileSchema(tuple(fields)), left_out)
 
 
-def _choose_label_column(path: Path, columns: Mapping[str, pa.Array], label: str | None) -> str:
+def _choose_label_column(
+    path: Path, columns: Mapping[str, pa.Array], requested_label: str | None
+) -> str:
     by_name = {name.lower(): name for name in reversed(list(columns))}
-    chosen = label or next((by_name[name] for name in LABELS if name in by_name), None)
+    chosen = requested_label or next((by_name[name] for name in LABELS if name in by_name), None)
     if chosen is None:
         raise ConfigError(
             f"{path}: got no column named {', '.join(LABELS)}, wanted to know the label. Say which column it is "
@@ -159,15 +161,17 @@ def _infer_label_field(path: Path, name: str, array: pa.Array) -> Label:
     )
 
 
-def _choose_key_column(columns: Mapping[str, pa.Array], types: Mapping[str, str]) -> str | None:
+def _choose_key_column(
+    columns: Mapping[str, pa.Array], header_types: Mapping[str, str]
+) -> str | None:
     """Return the column on which predictions are joined: an id, else any unique column, else one without a name."""
     priorities = {}
     for name, array in columns.items():
         if array.null_count or not name or _key_dtype(array) is None:
             continue
-        if types.get(name) == UNNAMED:
+        if header_types.get(name) == UNNAMED:
             priorities[name] = 2
-        elif name not in types and _is_key_column(name, array):
+        elif name not in header_types and _is_key_column(name, array):
             priorities[name] = 0 if _is_id(name) else 1
     return min(priorities, key=lambda name: priorities[name], default=None)
 
@@ -194,10 +198,12 @@ def _key_dtype(array: pa.Array) -> Dtype | None:
     )
 
 
-def _infer_fields_from_values(name: str, array: pa.Array) -> list[DeclaredField] | str:
+def _infer_fields_from_values(
+    column_name: str, arrow_column: pa.Array
+) -> list[DeclaredField] | str:
     """Return the fields of a column by its values, or the reason why there are none."""
-    kind = array.type
-    field_name = _field_name(name)
+    kind = arrow_column.type
+    field_name = _field_name(column_name)
     if pa.types.is_null(kind):
         return "no value in the first rows"
     if is_list(kind):
@@ -205,66 +211,77 @@ def _infer_fields_from_values(name: str, array: pa.Array) -> list[DeclaredField]
         return (
             f"no field reads {kind}"
             if dtype is None
-            else [Bag(field_name, column=name, dtype=dtype)]
+            else [Bag(field_name, column=column_name, dtype=dtype)]
         )
     if is_time(kind):
-        return _infer_time_fields(name, array)
-    if _key_dtype(array) is not None and _is_key_column(name, array):
+        return _infer_time_fields(column_name, arrow_column)
+    if _key_dtype(arrow_column) is not None and _is_key_column(column_name, arrow_column):
         return "different in nearly every row"
     if pa.types.is_boolean(kind):
-        return [Category(field_name, column=name, dtype="integer")]
-    if kind == pa.string() and _has_separator(array):
-        return [Bag(field_name, column=name, dtype=_infer_list_dtype(array, "|"))]
+        return [Category(field_name, column=column_name, dtype="integer")]
+    if kind == pa.string() and _has_separator(arrow_column):
+        return [Bag(field_name, column=column_name, dtype=_infer_list_dtype(arrow_column, "|"))]
     if kind == pa.string():
-        return [Category(field_name, column=name, dtype="text")]
+        return [Category(field_name, column=column_name, dtype="text")]
     if is_integer(kind):
-        if _find_integer_time_unit(name, array):
-            return _infer_time_fields(name, array)
-        is_few = len(array) < 1000 or pc.count_distinct(array).as_py() <= len(array) / 2
-        if _is_id(name) or (is_few and not _is_unique(array)):
-            return [Category(field_name, column=name, dtype="integer")]
+        if _find_integer_time_unit(column_name, arrow_column):
+            return _infer_time_fields(column_name, arrow_column)
+        is_few = (
+            len(arrow_column) < 1000
+            or pc.count_distinct(arrow_column).as_py() <= len(arrow_column) / 2
+        )
+        if _is_id(column_name) or (is_few and not _is_unique(arrow_column)):
+            return [Category(field_name, column=column_name, dtype="integer")]
     elif pa.types.is_binary(kind):
         return "bytes that are no UTF-8 text; declare a category to read them as ids"
     elif not is_number_type(kind):
         return f"no field reads {kind}"
-    return [_infer_number_field(name, array)]
+    return [_infer_number_field(column_name, arrow_column)]
 
 
 def _build_fields_from_header(
-    path: Path, kind: str, name: str, array: pa.Array
+    path: Path, header_type: str, column_name: str, arrow_column: pa.Array
 ) -> list[DeclaredField] | str:
     """Return the fields of a column by the type in its header, or the reason why there are none."""
-    field_name = _field_name(name)
-    dtype = _key_dtype(array) or "text"
-    if kind == "number":
-        if not (is_number_type(array.type) or pa.types.is_null(array.type)):
+    field_name = _field_name(column_name)
+    dtype = _key_dtype(arrow_column) or "text"
+    if header_type == "number":
+        if not (is_number_type(arrow_column.type) or pa.types.is_null(arrow_column.type)):
             raise ConfigError(
-                f"{path}, column {name}: got {array.type}, wanted numbers as its header says. Write {name}:category, "
+                f"{path}, column {column_name}: got {arrow_column.type}, wanted numbers as its header says. "
+                f"Write {column_name}:category, "
                 "or repair the column"
             )
-        return [_infer_number_field(name, array)]
-    if kind == "category":
-        is_boolean = pa.types.is_boolean(array.type)
-        return [Category(field_name, column=name, dtype="integer" if is_boolean else dtype)]
-    if kind == "time":
-        return _infer_time_fields(name, array)
-    if kind == "bag":
-        return [Bag(field_name, column=name, dtype=_infer_list_dtype(array, "|"))]
-    if kind in ("sequence", "token_seq"):
-        separator = "|" if kind == "sequence" else " "
-        dtype = _infer_list_dtype(array, separator)
-        return [Sequence(field_name, column=name, dtype=dtype, separator=separator)]
-    if kind == VALUES:
+        return [_infer_number_field(column_name, arrow_column)]
+    if header_type == "category":
+        is_boolean = pa.types.is_boolean(arrow_column.type)
+        return [Category(field_name, column=column_name, dtype="integer" if is_boolean else dtype)]
+    if header_type == "time":
+        return _infer_time_fields(column_name, arrow_column)
+    if header_type == "bag":
+        return [Bag(field_name, column=column_name, dtype=_infer_list_dtype(arrow_column, "|"))]
+    if header_type in ("sequence", "token_seq"):
+        separator = "|" if header_type == "sequence" else " "
+        dtype = _infer_list_dtype(arrow_column, separator)
+        return [Sequence(field_name, column=column_name, dtype=dtype, separator=separator)]
+    if header_type == VALUES:
         return []
-    if kind.startswith(WEIGHTS):
-        return [Bag(field_name, column=name, dtype="integer", weights=kind.removeprefix(WEIGHTS))]
-    if kind == "key":
-        return [Key(field_name, column=name, dtype=dtype)]
-    if kind == "group":
-        return [Group(field_name, column=name, dtype=dtype)]
-    if kind == "weight":
-        return [Weight(field_name, column=name)]
-    return "no name" if kind == UNNAMED else f"no field reads {kind}"
+    if header_type.startswith(WEIGHTS):
+        return [
+            Bag(
+                field_name,
+                column=column_name,
+                dtype="integer",
+                weights=header_type.removeprefix(WEIGHTS),
+            )
+        ]
+    if header_type == "key":
+        return [Key(field_name, column=column_name, dtype=dtype)]
+    if header_type == "group":
+        return [Group(field_name, column=column_name, dtype=dtype)]
+    if header_type == "weight":
+        return [Weight(field_name, column=column_name)]
+    return "no name" if header_type == UNNAMED else f"no field reads {header_type}"
 
 
 def _infer_time_fields(name: str, array: pa.Array) -> list[DeclaredField]:

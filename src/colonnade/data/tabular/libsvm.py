@@ -89,12 +89,12 @@ class LibsvmFile:
     def read_head(self, num_rows: int) -> Mapping[str, pa.Array]:
         return read_first_rows(self, num_rows)
 
-    def bind_schema(self, file_schema: FileSchema, split_by: str | None) -> LibsvmFile:
+    def bind_schema(self, file_schema: FileSchema, split_column: str | None) -> LibsvmFile:
         # The first lines of this file may lack a field.
         names = set(self.names)
         if self.fields is not None:
             names |= {name for name in file_schema.columns if FIELD.fullmatch(name)}
-        check_required_columns(self.path, sorted(names), file_schema, split_by)
+        check_required_columns(self.path, sorted(names), file_schema, split_column)
         return self
 
     def describe_row(self, block: int, row: int) -> str:
@@ -105,22 +105,22 @@ class LibsvmFile:
         """Number of parts of a pair: index:value, or field:index:value."""
         return 2 if self.fields is None else 3
 
-    def read_block(self, block: int, columns: Sequence[str]) -> Mapping[str, pa.Array]:
-        lines = split_libsvm_lines(self.rows.read_block(block), self.num_parts)
+    def read_block(self, block_index: int, column_names: Sequence[str]) -> Mapping[str, pa.Array]:
+        lines = split_libsvm_lines(self.rows.read_block(block_index), self.num_parts)
         indices = lines.parse_pair_part(self.num_parts - 2, pa.int64(), "an integer as the index")
         values = lines.parse_pair_part(self.num_parts - 1, pa.float64(), "a number as the value")
         fields = None
         if self.fields is not None:
             fields = lines.parse_pair_part(0, pa.int64(), "an integer as the field").to_numpy()
         arrays: dict[str, pa.Array] = {"label": lines.labels}
-        for name in columns:
+        for name in column_names:
             if name == "label":
                 continue
             kind, _, field = name.partition("_")
             mask = None if fields is None else fields == int(field)
             arrays[name] = lines.group_by_line(values if kind == "values" else indices, mask)
             weights = f"values_{field}" if field else "values"
-            if kind != "values" and weights not in columns:
+            if kind != "values" and weights not in column_names:
                 is_invalid = values.to_numpy() != 1
                 is_invalid &= True if mask is None else mask
                 if is_invalid.any():
@@ -142,19 +142,27 @@ class SplitLines:
     pairs: pa.Array  # (E,) texts such as 7:0.5
     parts: pa.Array  # (E,) lists of a pair's 2 or 3 parts
 
-    def group_by_line(self, values: pa.Array, mask: NDArray[np.bool_] | None) -> pa.Array:
-        """Group values (E,) into one list per line (S,); `mask` (E,): pairs to use."""
+    def group_by_line(
+        self, pair_values: pa.Array, is_used_pair: NDArray[np.bool_] | None
+    ) -> pa.Array:
+        """Group pair_values (E,) into one list per line (S,); `is_used_pair` (E,): pairs to use."""
         counts = self.counts
-        if mask is not None:
-            values = values.filter(pa.array(mask))
-            counts = np.bincount(self._line_indices()[mask], minlength=len(counts))
+        if is_used_pair is not None:
+            pair_values = pair_values.filter(pa.array(is_used_pair))
+            counts = np.bincount(self._line_indices()[is_used_pair], minlength=len(counts))
         return pa.ListArray.from_arrays(
-            np.concatenate([[0], np.cumsum(counts)]).astype(np.int32), values
+            np.concatenate([[0], np.cumsum(counts)]).astype(np.int32), pair_values
         )
 
-    def parse_pair_part(self, part: int, number_type: pa.DataType, wanted: str) -> pa.Array:
+    def parse_pair_part(
+        self, part_index: int, number_type: pa.DataType, wanted_words: str
+    ) -> pa.Array:
         """Parse one part of each pair as numbers (E,). Raises InvalidValue."""
-        texts = pc.list_element(self.parts, part) if len(self.parts) else pa.array([], pa.string())
+        texts = (
+            pc.list_element(self.parts, part_index)
+            if len(self.parts)
+            else pa.array([], pa.string())
+        )
         try:
             return texts.cast(number_type)
         except pa.ArrowInvalid:
@@ -162,7 +170,7 @@ class SplitLines:
                 try:
                     text.cast(number_type)
                 except pa.ArrowInvalid:
-                    raise self.build_error(pair, wanted) from None
+                    raise self.build_error(pair, wanted_words) from None
             raise
 
     def build_error(
@@ -176,10 +184,10 @@ class SplitLines:
         return np.repeat(np.arange(len(self.counts)), self.counts)
 
 
-def split_libsvm_lines(text: bytes, num_parts: int) -> SplitLines:
-    """Split lines into labels and pairs. Raises InvalidValue for the first pair without `num_parts` parts."""
-    lines = pa.array(text.decode(errors="replace").removesuffix("\n").split("\n"))
-    if b"#" in text:
+def split_libsvm_lines(block_text: bytes, parts_per_pair: int) -> SplitLines:
+    """Split lines into labels and pairs. Raises InvalidValue for the first pair without `parts_per_pair` parts."""
+    lines = pa.array(block_text.decode(errors="replace").removesuffix("\n").split("\n"))
+    if b"#" in block_text:
         lines = pc.replace_substring_regex(lines, "#.*", "")
     lists = pc.utf8_split_whitespace(pc.utf8_trim_whitespace(lines))
     lengths = pc.list_value_length(lists).to_numpy().astype(np.int64)
@@ -193,9 +201,9 @@ def split_libsvm_lines(text: bytes, num_parts: int) -> SplitLines:
         row = int(empty.argmax())
         raise InvalidValue(row, "label", "an empty line", "a label and pairs", "Remove the line")
     split = SplitLines(pc.list_element(lists, 0), lengths - 1, pairs, parts)
-    is_invalid = pc.list_value_length(parts).to_numpy() != num_parts
+    is_invalid = pc.list_value_length(parts).to_numpy() != parts_per_pair
     if is_invalid.any():
-        wanted = "index:value" if num_parts == 2 else "field:index:value, as in the first line"
+        wanted = "index:value" if parts_per_pair == 2 else "field:index:value, as in the first line"
         raise split.build_error(int(is_invalid.argmax()), wanted)
     return split
 

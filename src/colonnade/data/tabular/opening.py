@@ -73,7 +73,7 @@ def resolve_schema(
 
 
 def bind_files_to_schema(
-    files: Sequence[TableFile], file_schema: FileSchema, split_by: str | None = None
+    files: Sequence[TableFile], file_schema: FileSchema, split_column: str | None = None
 ) -> TableFiles:
     """Bind files to a schema, with every dtype set. Raises DataError for the first file with unsuitable columns."""
     dtypes: dict[str, Dtype | None] = {}
@@ -81,10 +81,10 @@ def bind_files_to_schema(
         for column in file_schema.columns:
             dtypes[column] = dtypes.get(column) or file.dtype_of(column)
     file_schema = resolve_dtypes(file_schema, dtypes)
-    bound = [file.bind_schema(file_schema, split_by) for file in files]
+    bound = [file.bind_schema(file_schema, split_column) for file in files]
     if not any(len(file.lengths) for file in files):
         raise DataError(f"{files[0].path}: got no row, wanted at least one. Was it fully written?")
-    return combine_table_files(file_schema, bound, split_by)
+    return combine_table_files(file_schema, bound, split_column)
 
 
 def _resolve_time_units(files: TableFiles) -> FileSchema:
@@ -119,19 +119,20 @@ def _resolve_newest_times(files: TableFiles, options: ReaderOptions) -> FileSche
     return replace(files.file_schema, fields=tuple(fields))
 
 
-def _find_newest_time(files: TableFiles, field: Number, num_samples: int) -> int:
+def _find_newest_time(files: TableFiles, time_field: Number, num_samples: int) -> int:
     """Return the newest time among the first samples, in microseconds since 1970."""
     newest: list[int] = []
     for block, length in enumerate(files.lengths.tolist()):
         if num_samples <= 0:
             break
-        times, missing = files.read_time_column(block, field)
+        times, missing = files.read_time_column(block, time_field)
         known = times[:num_samples][~missing[:num_samples]]
         newest += [int(known.max())] if len(known) else []
         num_samples -= length
     if not newest:
         raise ConfigError(
-            f"{files.files[0].path}, column {field.column}: got no time in any training sample, wanted one to count "
-            f"the days of {field.name!r} from. Give days_before a time, or leave the field out"
+            f"{files.files[0].path}, column {time_field.column}: got no time in any training sample, wanted "
+            "one to count "
+            f"the days of {time_field.name!r} from. Give days_before a time, or leave the field out"
         )
     return max(newest)

@@ -67,11 +67,11 @@ class ParquetTableFile:
     groups: NDArray[np.int64]  # (blocks,) indices of the row groups that have rows
     lengths: NDArray[np.int64]  # (blocks,)
 
-    def read_block(self, block: int, columns: Sequence[str]) -> Mapping[str, pa.Array]:
-        with self._open_for_block(block) as file:
-            group = int(self.groups[block])
-            table = file.read_row_group(group, columns=list(columns), use_threads=False)
-        return {name: combine_chunks(table.column(name)) for name in columns}
+    def read_block(self, block_index: int, column_names: Sequence[str]) -> Mapping[str, pa.Array]:
+        with self._open_for_block(block_index) as file:
+            group = int(self.groups[block_index])
+            table = file.read_row_group(group, columns=list(column_names), use_threads=False)
+        return {name: combine_chunks(table.column(name)) for name in column_names}
 
     @property
     def names(self) -> list[str]:
@@ -104,13 +104,13 @@ class ParquetTableFile:
         table = pa.Table.from_batches(batches)
         return {name: combine_chunks(table.column(name)) for name in table.column_names}
 
-    def bind_schema(self, file_schema: FileSchema, split_by: str | None) -> ParquetTableFile:
-        check_required_columns(self.path, self.names, file_schema, split_by)
+    def bind_schema(self, file_schema: FileSchema, split_column: str | None) -> ParquetTableFile:
+        check_required_columns(self.path, self.names, file_schema, split_column)
         check_column_types(self.path, self.types, file_schema)
         return self
 
     @contextmanager
-    def _open_for_block(self, block: int) -> Iterator[pq.ParquetFile]:
+    def _open_for_block(self, block_index: int) -> Iterator[pq.ParquetFile]:
         """Open the file to read a block. Errors while reading become DataErrors that name the block."""
         try:
             with pq.ParquetFile(self.path, metadata=self.metadata) as file:
@@ -124,7 +124,8 @@ class ParquetTableFile:
             if isinstance(error, DataError):
                 raise
             raise DataError(
-                f"{self.path}, row group {int(self.groups[block])} ({self.describe_row(block, 0)} on): cannot be read "
+                f"{self.path}, row group {int(self.groups[block_index])} "
+                f"({self.describe_row(block_index, 0)} on): cannot be read "
                 f"({str(error).splitlines()[0]}). Write or fetch the file again"
             ) from None
 

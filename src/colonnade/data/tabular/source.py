@@ -61,16 +61,16 @@ class WindowPlan:
 
 
 def plan_shuffle_windows(
-    block_lengths: NDArray[np.int64], window: int, key: int | None
+    block_lengths: NDArray[np.int64], window_samples: int, shuffle_key: int | None
 ) -> WindowPlan:
-    """Plan the windows of an epoch. `block_lengths` (P,): samples of each block, 1 or more. `key` None: not
+    """Plan the windows of an epoch. `block_lengths` (P,): samples of each block, 1 or more. `shuffle_key` None: not
     shuffled."""
-    if key is None:
+    if shuffle_key is None:
         blocks = np.arange(len(block_lengths))
         min_samples = READ_SAMPLES
     else:
-        blocks = random_permutation(len(block_lengths), stream_key(key))
-        min_samples = window
+        blocks = random_permutation(len(block_lengths), stream_key(shuffle_key))
+        min_samples = window_samples
     ends = np.cumsum(block_lengths[blocks])
     bounds = [0]
     while bounds[-1] < len(blocks):
@@ -78,7 +78,7 @@ def plan_shuffle_windows(
         last = int(np.searchsorted(ends, start + min_samples, side="left"))
         bounds.append(min(last, len(blocks) - 1) + 1)
     starts = np.concatenate([[0], ends])[bounds]
-    return WindowPlan(blocks, np.array(bounds), starts.astype(np.int64), key)
+    return WindowPlan(blocks, np.array(bounds), starts.astype(np.int64), shuffle_key)
 
 
 SPLIT_KEY = 0x53504C49
@@ -166,19 +166,21 @@ class TableSource(BlockSource):
         return plan_shuffle_windows(lengths, self.shuffle_window, key)
 
     def _start_reading_window(
-        self, threads: ThreadPoolExecutor, plan: WindowPlan, window: int
+        self, threads: ThreadPoolExecutor, window_plan: WindowPlan, window_index: int
     ) -> list[Future[Chunk]]:
         """Start reading the pieces of a window; return no futures after the last window."""
-        if window + 1 >= len(plan.bounds):
+        if window_index + 1 >= len(window_plan.bounds):
             return []
-        pieces = plan.blocks[plan.bounds[window] : plan.bounds[window + 1]]
+        pieces = window_plan.blocks[
+            window_plan.bounds[window_index] : window_plan.bounds[window_index + 1]
+        ]
         return [threads.submit(self._read_piece, int(piece)) for piece in pieces]
 
     def _wait_for_window(self, futures: list[Future[Chunk]]) -> Chunk:
         return concat_chunks([future.result() for future in futures])
 
-    def _read_piece(self, piece: int) -> Chunk:
-        block, begin, end = (int(number) for number in self.pieces[piece])
+    def _read_piece(self, piece_index: int) -> Chunk:
+        block, begin, end = (int(number) for number in self.pieces[piece_index])
         chunk = self.files.read_chunk(block)
         if self.hash_range is not None:
             assert chunk.split_key is not None
@@ -212,7 +214,7 @@ class ReaderOptions:
     threads: Annotated[int, Limits(ge=1)] = 1
 
     def __post_init__(self) -> None:
-        validate_dataclass_fields(self, subject="")
+        validate_dataclass_fields(self, message_subject="")
         if self.schema is not None and self.label is not None:
             raise ConfigError(
                 f"got both schema and label={self.label!r}; the schema says which field is the label"
@@ -329,13 +331,13 @@ def with_reader_options(opener: Opener) -> Opener:
 
 
 def _list_block_pieces(
-    block_lengths: NDArray[np.int64], begin: int, end: int | None
+    block_lengths: NDArray[np.int64], first_sample: int, end_sample: int | None
 ) -> NDArray[np.int64]:
-    """Return the pieces of blocks (P, 3) that contain samples begin .. end-1; `end` None: all."""
+    """Return the pieces of blocks (P, 3) that contain samples begin .. end-1; `end_sample` None: all."""
     ends = np.cumsum(block_lengths)
     starts = ends - block_lengths
     total = int(ends[-1]) if len(ends) else 0
-    low = np.maximum(starts, begin) - starts
-    high = np.minimum(ends, total if end is None else end) - starts
+    low = np.maximum(starts, first_sample) - starts
+    high = np.minimum(ends, total if end_sample is None else end_sample) - starts
     blocks = np.flatnonzero(low < high)
     return np.stack([blocks, low[blocks], high[blocks]], axis=1).astype(np.int64)

@@ -34,20 +34,23 @@ class TextRows:
     lines: NDArray[np.int64]  # (blocks,) newlines before each block, in quotes or not
     has_empty: NDArray[np.bool_]  # (blocks,) whether a row of the block is an empty line
 
-    def read_block(self, block: int) -> bytes:
+    def read_block(self, block_index: int) -> bytes:
         """Read the text of a block. Raises DataError if the file changed."""
-        begin, end = self.offsets[block : block + 2].tolist()
+        begin, end = self.offsets[block_index : block_index + 2].tolist()
         return read_range(self.path, begin, end, self.num_bytes)
 
 
-def find_row_ends(text: bytes, quote: int | None, in_quotes: bool = False) -> NDArray[np.int64]:
-    """Return the positions of the newlines in `text` that end a row. `in_quotes`: a quote is open at its start."""
-    codes = np.frombuffer(text, dtype=np.uint8)
+def find_row_ends(
+    block_text: bytes, quote_byte: int | None, starts_in_quotes: bool = False
+) -> NDArray[np.int64]:
+    """Return the positions of the newlines in `block_text` that end a row. `starts_in_quotes`: a quote is open at its
+    start."""
+    codes = np.frombuffer(block_text, dtype=np.uint8)
     ends = np.flatnonzero(codes == NEWLINE)
-    if quote is None or (not in_quotes and text.find(quote) < 0):
+    if quote_byte is None or (not starts_in_quotes and block_text.find(quote_byte) < 0):
         return ends
-    quotes = np.flatnonzero(codes == quote)
-    is_quoted = (np.searchsorted(quotes, ends) + in_quotes) & 1
+    quotes = np.flatnonzero(codes == quote_byte)
+    is_quoted = (np.searchsorted(quotes, ends) + starts_in_quotes) & 1
     return ends[is_quoted == 0]
 
 
@@ -134,16 +137,17 @@ def index_rows(path: Path, quote: str | None, *, has_header: bool, block_bytes: 
 
 
 def _has_empty_row(
-    text: bytes, previous_byte: int, row_ends: NDArray[np.int64], begin: int
+    block_text: bytes, previous_byte: int, row_ends: NDArray[np.int64], begin_position: int
 ) -> bool:
-    """Return whether a row that ends at one of `row_ends` in `text` is empty except for its newline.
+    """Return whether a row that ends at one of `row_ends` in `block_text` is empty except for its newline.
 
-    The first row begins at `begin`, which is negative if it is in an earlier text, with the last byte `previous_byte`.
+    The first row begins at `begin_position`, which is negative if it is in an earlier text, with the last byte
+    `previous_byte`.
     """
-    lengths = np.diff(row_ends, prepend=begin - 1) - 1
+    lengths = np.diff(row_ends, prepend=begin_position - 1) - 1
     if lengths.min() > 1:
         return False
-    codes = np.frombuffer(text, dtype=np.uint8)
+    codes = np.frombuffer(block_text, dtype=np.uint8)
     returns = np.where(row_ends > 0, codes[row_ends - 1], previous_byte) == CARRIAGE_RETURN
     return bool(((lengths == 0) | ((lengths == 1) & returns)).any())
 

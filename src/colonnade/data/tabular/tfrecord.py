@@ -127,8 +127,8 @@ class TFRecordFile:
     def read_head(self, num_rows: int) -> Mapping[str, pa.Array]:
         return read_first_rows(self, num_rows)
 
-    def bind_schema(self, file_schema: FileSchema, split_by: str | None) -> TFRecordFile:
-        check_required_columns(self.path, self.names, file_schema, split_by)
+    def bind_schema(self, file_schema: FileSchema, split_column: str | None) -> TFRecordFile:
+        check_required_columns(self.path, self.names, file_schema, split_column)
         # In the first records a list of numbers may always have one value.
         lists = {
             column
@@ -150,11 +150,11 @@ class TFRecordFile:
     def describe_row(self, block: int, row: int) -> str:
         return f"record {int(self.lengths[:block].sum()) + row}"
 
-    def read_block(self, block: int, columns: Sequence[str]) -> Mapping[str, pa.Array]:
-        rows: dict[str, list[Any]] = {name: [] for name in columns}
-        for row, record in enumerate(self.read_records(block)):
+    def read_block(self, block_index: int, column_names: Sequence[str]) -> Mapping[str, pa.Array]:
+        rows: dict[str, list[Any]] = {name: [] for name in column_names}
+        for row, record in enumerate(self.read_records(block_index)):
             features = parse_example_record(record, row)
-            for name in columns:
+            for name in column_names:
                 form, values = features.get(name, ("", []))
                 if values and form != self.forms[name]:
                     raise InvalidValue(
@@ -168,12 +168,14 @@ class TFRecordFile:
                     )
                 else:
                     rows[name].append(values[0] if values else None)
-        return {name: _build_arrow_array(rows[name], self._arrow_type(name)) for name in columns}
+        return {
+            name: _build_arrow_array(rows[name], self._arrow_type(name)) for name in column_names
+        }
 
-    def read_records(self, block: int) -> Iterator[bytes]:
+    def read_records(self, block_index: int) -> Iterator[bytes]:
         """Yield the records of a block. Raises DataError, InvalidValue."""
-        begin = int(self.offsets[block])
-        end = int(self.offsets[block + 1])
+        begin = int(self.offsets[block_index])
+        end = int(self.offsets[block_index + 1])
         try:
             with self.path.open("rb") as file:
                 file.seek(begin)
@@ -184,7 +186,7 @@ class TFRecordFile:
         row = 0
         while at < end - begin:
             size = parse_record_header(
-                self.path, data[at : at + HEADER_BYTES], int(self.lengths[:block].sum()) + row
+                self.path, data[at : at + HEADER_BYTES], int(self.lengths[:block_index].sum()) + row
             )
             record = data[at + HEADER_BYTES : at + HEADER_BYTES + size]
             foot = data[at + HEADER_BYTES + size : at + HEADER_BYTES + size + FOOTER_BYTES]
@@ -201,10 +203,10 @@ class TFRecordFile:
             row += 1
 
 
-def _build_arrow_array(values: list[Any], kind: pa.DataType) -> pa.Array:
-    array = pa.array(values, kind)
-    is_list = pa.types.is_list(kind)
-    if (kind.value_type if is_list else kind) != pa.binary():
+def _build_arrow_array(value_lists: list[Any], arrow_type: pa.DataType) -> pa.Array:
+    array = pa.array(value_lists, arrow_type)
+    is_list = pa.types.is_list(arrow_type)
+    if (arrow_type.value_type if is_list else arrow_type) != pa.binary():
         return array
     try:
         return array.cast(pa.list_(pa.string()) if is_list else pa.string())
@@ -234,12 +236,12 @@ def masked_crc(data: bytes) -> int:
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
-def parse_record_header(path: Path, header: bytes, record: int) -> int:
-    """Return the length of the record with index `record`. Raises DataError."""
-    size, crc = struct.unpack("<QI", header) if len(header) == HEADER_BYTES else (0, -1)
-    if masked_crc(header[:8]) != crc or size > MAX_RECORD_BYTES:
+def parse_record_header(path: Path, header_bytes: bytes, record_index: int) -> int:
+    """Return the length of the record with index `record_index`. Raises DataError."""
+    size, crc = struct.unpack("<QI", header_bytes) if len(header_bytes) == HEADER_BYTES else (0, -1)
+    if masked_crc(header_bytes[:8]) != crc or size > MAX_RECORD_BYTES:
         raise DataError(
-            f"{path}, record {record}: got a length that does not fit its checksum, wanted a TFRecord file. "
+            f"{path}, record {record_index}: got a length that does not fit its checksum, wanted a TFRecord file. "
             "Write or fetch the file again; unpack it first if it is compressed"
         )
     return size

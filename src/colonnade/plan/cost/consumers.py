@@ -114,12 +114,12 @@ class ModelLoad:
         )
 
 
-def build_load_from_tables(loads: Sequence[TableLoad]) -> ModelLoad:
+def build_model_load_without_consumers(table_loads: Sequence[TableLoad]) -> ModelLoad:
     """Return a model load without consumers, if only the tables of a model are known: values are sent."""
     return ModelLoad(
         tuple(
             FieldLoad(f"{load.name} {c}", t, c, load.width, load.bag_bytes, load.gradient_bytes)
-            for t, load in enumerate(loads)
+            for t, load in enumerate(table_loads)
             for c in range(len(load.columns))
         )
     )
@@ -185,11 +185,11 @@ def build_model_load(
     return ModelLoad(tuple(fields), tuple(consumers))
 
 
-def add_squares(loads: Sequence[TableLoad], model: ModelLoad) -> list[TableLoad]:
+def add_squares(table_loads: Sequence[TableLoad], model_load: ModelLoad) -> list[TableLoad]:
     """Return the loads with the bytes of squares that the model's fields read of each table. Pure."""
     results = []
-    for t, load in enumerate(loads):
-        squares = [field for field in model.fields if field.table == t and field.is_squared]
+    for t, load in enumerate(table_loads):
+        squares = [field for field in model_load.fields if field.table == t and field.is_squared]
         values = sum(field.value_bytes for field in squares)
         gradients = sum(field.gradient_bytes for field in squares)
         results.append(replace(load, squares_bytes=values, squares_gradient_bytes=gradients))
@@ -258,11 +258,11 @@ def _build_consumer_load(
 
 
 def _find_hot_table(
-    name: str, declared: EmbeddingDeclaration, sides: EmbeddingDeclaration
+    consumer_name: str, declared: EmbeddingDeclaration, split_declaration: EmbeddingDeclaration
 ) -> str | None:
-    """Return a table of a consumer that `sides` splits into hot and cold rows; None if there is none."""
-    unsplit = {table.name for table in sides.tables}
-    features = declared.consumers[name].features
+    """Return a table of a consumer that `split_declaration` splits into hot and cold rows; None if there is none."""
+    unsplit = {table.name for table in split_declaration.tables}
+    features = declared.consumers[consumer_name].features
     tables = [
         declared.tables[declared.parts[f.part][0]].name
         for f in declared.fields
@@ -292,11 +292,12 @@ def check_whole_bags(
     declaration: EmbeddingDeclaration,
     shardings: Sequence[Sharding],
     exchanges: Sequence[str],
-    bags: Collection[str],
+    bag_features: Collection[str],
 ) -> None:
-    """Raise ConfigError if an operator that owners evaluate needs whole bags, and a bag's rows may be on several ranks.
+    """Raise ConfigError if an operator that owners evaluate needs whole bags, and a bag's rows may be on several
+    ranks.
 
-    bags: features with any number of ids per sample."""
+    bag_features: features with any number of ids per sample."""
     fields = {field.name: field for field in declaration.fields}
     for name in find_remote_consumers(declaration, shardings, exchanges):
         for field in sorted(list_whole_fields(declaration, name)):
@@ -304,17 +305,21 @@ def check_whole_bags(
             sharding = shardings[declaration.table_index_of(feature)]
             if is_merged_at_samples(sharding):  # Owners do not evaluate this field.
                 continue
-            if feature.name in bags and sharding.num_owners > 1:
+            if feature.name in bag_features and sharding.num_owners > 1:
                 raise build_split_bag_error(feature.table, sharding.kind, feature.name, name)
 
 
-def build_split_bag_error(table: str, kind: str, feature: str, consumer: str) -> ConfigError:
+def build_split_bag_error(
+    table_name: str, sharding_kind: str, feature_name: str, consumer_name: str
+) -> ConfigError:
     """Build the error for a consumer that needs whole bags of a feature with bags on several ranks."""
     return ConfigError(
-        f"table {table!r}: got exchange=partials with sharding={kind}, but feature {feature!r} has bags of ids, and "
-        f"consumer {consumer!r}, which owners evaluate, needs a sample's whole bag on one rank; set "
-        f"plan.tables.{table}.sharding=table_wise (plan.sharding=auto finds a rank for it), or "
-        f"plan.tables.{table}.exchange=pooled; FM and BiInteraction with over='ids' (model.over=ids) take split bags"
+        f"table {table_name!r}: got exchange=partials with sharding={sharding_kind}, but feature "
+        f"{feature_name!r} has bags of ids, and "
+        f"consumer {consumer_name!r}, which owners evaluate, needs a sample's whole bag on one rank; set "
+        f"plan.tables.{table_name}.sharding=table_wise (plan.sharding=auto finds a rank for it), or "
+        f"plan.tables.{table_name}.exchange=pooled; FM and BiInteraction with over='ids' (model.over=ids) "
+        "take split bags"
     )
 
 
@@ -335,19 +340,20 @@ class TowerCompression:
     weight_bytes: Mapping[int, float] = dataclasses.field(default_factory=dict)
     """Bytes of lookup weights that a rank's batch sends to all owners, for bags that are split over owners."""
 
-    def list_flows(self, table_index: int, samples: float, num_owners: int) -> list[Flow]:
-        """List the change of what is sent for a table, `samples` samples of a rank and `num_owners` owners."""
+    def list_flows(self, table_index: int, samples_per_rank: float, num_owners: int) -> list[Flow]:
+        """List the change of what is sent for a table, `samples_per_rank` samples of a rank and `num_owners`
+        owners."""
         weights = self.weight_bytes.get(table_index, 0.0) / num_owners
         return [
             Flow("route", "owners", weights),
-            Flow("fetch", "relays", samples * self.values.get(table_index, 0.0)),
-            Flow("push", "relays", samples * self.gradients.get(table_index, 0.0)),
+            Flow("fetch", "relays", samples_per_rank * self.values.get(table_index, 0.0)),
+            Flow("push", "relays", samples_per_rank * self.gradients.get(table_index, 0.0)),
         ]
 
 
 def find_tower_compression(
-    model: ModelLoad,
-    towers: Sequence[int | None],
+    model_load: ModelLoad,
+    tower_by_table: Sequence[int | None],
     num_owners: Sequence[int],
     is_cut: Sequence[bool],
     exchanges: Sequence[str],
@@ -356,11 +362,11 @@ def find_tower_compression(
 
     By table: towers, the tower with all its rows, if any; num_owners, ranks that hold parts of its bags before they are
     pooled; is_cut, whether its rows are cut by columns; exchanges."""
-    fields = model.fields
+    fields = model_load.fields
     candidates: dict[int, int | None] = {}
-    for c, consumer in enumerate(model.consumers):
+    for c, consumer in enumerate(model_load.consumers):
         tables = {fields[f].table for f in consumer.fields}
-        table_towers = {towers[t] for t in tables}
+        table_towers = {tower_by_table[t] for t in tables}
         table_exchanges = {exchanges[t] for t in tables}
         can_be_inside = consumer.inside_width is not None and not any(is_cut[t] for t in tables)
         if (
@@ -373,36 +379,37 @@ def find_tower_compression(
         return TowerCompression()
 
     def find_sent_fields(inside: Sequence[int]) -> set[int]:
-        read = {f for consumer in model.consumers for f in consumer.fields}
-        others = [consumer for c, consumer in enumerate(model.consumers) if c not in inside]
+        read = {f for consumer in model_load.consumers for f in consumer.fields}
+        others = [consumer for c, consumer in enumerate(model_load.consumers) if c not in inside]
         unread = {f for f in range(len(fields)) if f not in read}
         return unread.union(*(consumer.fields for consumer in others))
 
     def count_floats(inside: Sequence[int]) -> float:
-        widths = sum(model.consumers[c].inside_width or 0 for c in inside)
+        widths = sum(model_load.consumers[c].inside_width or 0 for c in inside)
         return widths + sum(fields[f].dim for f in find_sent_fields(inside))
 
     best = choose_cheapest_set(list(candidates), count_floats)
     inside = {c: tower for c in best if (tower := candidates[c]) is not None}
-    return _count_byte_changes(model, inside, find_sent_fields(best), num_owners)
+    return _count_byte_changes(model_load, inside, find_sent_fields(best), num_owners)
 
 
 def _count_byte_changes(
-    model: ModelLoad,
-    inside: Mapping[int, int],
+    model_load: ModelLoad,
+    tower_by_consumer: Mapping[int, int],
     sent_fields: Collection[int],
     num_owners: Sequence[int],
 ) -> TowerCompression:
-    """Count the change of bytes by table. inside: tower by index of the consumers that are evaluated in one.
+    """Count the change of bytes by table. tower_by_consumer: tower by index of the consumers that are evaluated in
+    one.
 
     sent_fields: fields with values that leave their tower all the same.
     """
-    fields = model.fields
+    fields = model_load.fields
     values = dict[int, float]()
     gradients = dict[int, float]()
     weight_bytes = dict[int, float]()
     weighted = set()
-    for f in {f for c in inside for f in model.consumers[c].fields}:
+    for f in {f for c in tower_by_consumer for f in model_load.consumers[c].fields}:
         load = fields[f]
         if f not in sent_fields:
             values[load.table] = values.get(load.table, 0.0) - load.value_bytes
@@ -410,12 +417,12 @@ def _count_byte_changes(
         if load.added_bytes and num_owners[load.table] > 1 and load.feature not in weighted:
             weighted.add(load.feature)
             weight_bytes[load.table] = weight_bytes.get(load.table, 0.0) + load.added_bytes
-    for c in inside:
-        consumer = model.consumers[c]
+    for c in tower_by_consumer:
+        consumer = model_load.consumers[c]
         width = sum(fields[f].dim for f in consumer.fields)
         for f in consumer.fields:
             table = fields[f].table
             part = fields[f].dim / width
             values[table] = values.get(table, 0.0) + part * consumer.inside_value_bytes
             gradients[table] = gradients.get(table, 0.0) + part * consumer.inside_gradient_bytes
-    return TowerCompression(inside, values, gradients, weight_bytes)
+    return TowerCompression(tower_by_consumer, values, gradients, weight_bytes)

@@ -53,28 +53,28 @@ def predict_demands(
 
 
 def _predict_demand(
-    table: Table, profile: Profile, table_index: int, batches: RunBatches, owners: int
+    table: Table, profile: Profile, table_index: int, batches: RunBatches, num_owners: int
 ) -> MemoryDemand:
     popularity = profile.tables[table_index].popularity(table.rows)
     lookups = profile.lookups_per_sample(table_index) * batches.batch_size
     possible = _count_possible_rows(profile, table_index, table, batches.num_samples)
-    in_flight = min(popularity.unique(lookups * batches.window), possible) / owners
+    in_flight = min(popularity.unique(lookups * batches.window), possible) / num_owners
     at_once_rows = min(_predict_rows_in_flight(profile, table_index, popularity, batches), possible)
     first, last = (
         expected_used_rows(popularity, lookups, min(batch, batches.batches_per_epoch))
         for batch in (batches.first_batch, batches.last_batch)
     )
     if table.rows is None:
-        max_rows = max(1, math.ceil(max(last * OPEN_ROOM, at_once_rows) / owners))
+        max_rows = max(1, math.ceil(max(last * OPEN_ROOM, at_once_rows) / num_owners))
     else:
-        max_rows = max(1, max_rows_per_owner(table.rows, owners))
-    least_mean = _upper_bound(at_once_rows / owners, at_once_rows, owners > 1)
+        max_rows = max(1, max_rows_per_owner(table.rows, num_owners))
+    least_mean = _upper_bound(at_once_rows / num_owners, at_once_rows, num_owners > 1)
     least = min(max_rows, max(1, math.ceil(least_mean)))
-    window_rows = min(max_rows, math.ceil(_upper_bound(in_flight, possible / owners)))
-    births = (last - first) / batches.span / owners
+    window_rows = min(max_rows, math.ceil(_upper_bound(in_flight, possible / num_owners)))
+    births = (last - first) / batches.span / num_owners
     rows, reads = _average_read_curves(popularity, lookups, batches)
-    rows = rows / owners
-    reads = reads / owners
+    rows = rows / num_owners
+    reads = reads / num_owners
     # Rows in transit take slots in addition to those of cached rows.
     rows = rows + np.minimum(batches.window * (reads + births), in_flight)
     order = np.argsort(rows, kind="stable")
@@ -87,19 +87,19 @@ def _predict_demand(
         max_rows,
         tuple(rows.tolist()),
         tuple(reads.tolist()),
-        unique=popularity.unique(lookups) / owners,
+        unique=popularity.unique(lookups) / num_owners,
         births=births,
         is_open=table.rows is None,
         window_rows=max(least, window_rows),
     )
 
 
-def _fix_demand(demand: MemoryDemand, num_bytes: int, at_once: int) -> MemoryDemand:
+def _fix_demand(demand: MemoryDemand, own_bytes: int, pinned_batches: int) -> MemoryDemand:
     """Return the demand of a table with bytes of its own."""
-    rows = min(demand.max_rows, max(1, num_bytes // demand.slot_bytes))
+    rows = min(demand.max_rows, max(1, own_bytes // demand.slot_bytes))
     if rows < demand.least_rows:
         setting = f"plan.memory.tables.{demand.name}"
-        raise build_budget_error(demand, num_bytes, setting, at_once)
+        raise build_budget_error(demand, own_bytes, setting, pinned_batches)
     return replace(
         demand,
         least_rows=rows,
@@ -112,12 +112,14 @@ def _fix_demand(demand: MemoryDemand, num_bytes: int, at_once: int) -> MemoryDem
 
 def _average_read_curves(
     popularity: Popularity,
-    lookups: float,
+    lookups_per_batch: float,
     batches: RunBatches,
 ) -> tuple[Floats, Floats]:
     """Return the mean of the read curves at several moments, at the rows of all their points."""
     curves = [
-        predict_counting_cache_reads(popularity, lookups, moment, batches.batches_per_epoch)
+        predict_counting_cache_reads(
+            popularity, lookups_per_batch, moment, batches.batches_per_epoch
+        )
         for moment in batches.moments
     ]
     rows = np.unique(np.concatenate([curve[0] for curve in curves]))

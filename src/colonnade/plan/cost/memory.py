@@ -179,18 +179,18 @@ def check_batches_fit(demands: Sequence[MemoryDemand], budgets: Budgets) -> None
 
 
 def _choose_mapped_tables(
-    demands: Sequence[MemoryDemand], own: Sequence[int], budgets: Budgets
+    demands: Sequence[MemoryDemand], demand_indices: Sequence[int], budgets: Budgets
 ) -> set[int]:
     """Choose the demands of one rank to store in mapped memory."""
     if budgets.mapped == 0:
         return set()
-    mapped = _map_tables_of_large_batches(demands, own, budgets)
-    rows = _divide_main_memory(demands, own, mapped, budgets)
+    mapped = _map_tables_of_large_batches(demands, demand_indices, budgets)
+    rows = _divide_main_memory(demands, demand_indices, mapped, budgets)
     while True:
         free = _count_free_mapped_bytes(demands, mapped, budgets)
         gains = {
             t: demands[t].reads_at(rows[t]) / demands[t].max_bytes
-            for t in own
+            for t in demand_indices
             if t not in mapped
             and not demands[t].is_open
             and rows[t] < demands[t].max_rows
@@ -202,11 +202,11 @@ def _choose_mapped_tables(
         mapped.add(best)
         # Without predictions, all tables that an even split leaves short move, as far as there is room.
         if not demands[best].is_flat:
-            rows = _divide_main_memory(demands, own, mapped, budgets)
+            rows = _divide_main_memory(demands, demand_indices, mapped, budgets)
 
 
 def _map_tables_of_large_batches(
-    demands: Sequence[MemoryDemand], own: Sequence[int], budgets: Budgets
+    demands: Sequence[MemoryDemand], demand_indices: Sequence[int], budgets: Budgets
 ) -> set[int]:
     """Return the tables to map whole so that the batches of all others fit in main memory, largest batches first.
 
@@ -214,10 +214,10 @@ def _map_tables_of_large_batches(
     """
     if budgets.main is None:
         return set()
-    least_bytes = {t: demands[t].least_rows * demands[t].slot_bytes for t in own}
+    least_bytes = {t: demands[t].least_rows * demands[t].slot_bytes for t in demand_indices}
     excess = sum(least_bytes.values()) - budgets.main
     mapped: set[int] = set()
-    for t in sorted(own, key=lambda t: -least_bytes[t]):
+    for t in sorted(demand_indices, key=lambda t: -least_bytes[t]):
         # Mapped memory stores whole tables only: none that may grow, or that has a budget of its own.
         if demands[t].is_open or demands[t].is_flat:
             continue
@@ -238,30 +238,33 @@ def _count_free_mapped_bytes(
 
 
 def _divide_main_memory(
-    demands: Sequence[MemoryDemand], own: Sequence[int], mapped: Collection[int], budgets: Budgets
+    demands: Sequence[MemoryDemand],
+    demand_indices: Sequence[int],
+    mapped_demands: Collection[int],
+    budgets: Budgets,
 ) -> dict[int, int]:
-    """Divide one rank's main memory among its demands that are not mapped: windows first, then what saves most reads
-    per byte. Returns rows by demand; all rows of mapped ones."""
-    own_demands = {t: demands[t] for t in own if t not in mapped}
+    """Divide one rank's main memory among its demands that are not mapped_demands: windows first, then what saves most
+    reads per byte. Returns rows by demand; all rows of mapped ones."""
+    own_demands = {t: demands[t] for t in demand_indices if t not in mapped_demands}
     if budgets.main is None:
         rows = {t: demand.main_rows for t, demand in own_demands.items()}
     else:
         rows = _share_window_rows(own_demands, budgets.main, budgets)
         _add_rows_that_save_reads(own_demands, rows, budgets.main)
         _share_unused_memory(own_demands, rows, budgets.main)
-    return rows | {t: demands[t].max_rows for t in own if t in mapped}
+    return rows | {t: demands[t].max_rows for t in demand_indices if t in mapped_demands}
 
 
 def _share_window_rows(
-    demands: Mapping[int, MemoryDemand], budget: int, budgets: Budgets
+    demands: Mapping[int, MemoryDemand], budget_bytes: int, budgets: Budgets
 ) -> dict[int, int]:
     """Return the rows that each table gets first: those of its window, or the same part of every table's window."""
     least = sum(demand.least_rows * demand.slot_bytes for demand in demands.values())
-    if least > budget:
+    if least > budget_bytes:
         largest = max(demands.values(), key=lambda demand: demand.least_rows * demand.slot_bytes)
-        raise build_budget_error(largest, budget, budgets.setting, budgets.at_once, least)
+        raise build_budget_error(largest, budget_bytes, budgets.setting, budgets.at_once, least)
     more = count_window_bytes(demands.values()) - least
-    part = 1.0 if more <= budget - least else (budget - least) / more
+    part = 1.0 if more <= budget_bytes - least else (budget_bytes - least) / more
     return {
         t: demand.least_rows + math.floor(part * (_window_rows(demand) - demand.least_rows))
         for t, demand in demands.items()
@@ -269,15 +272,15 @@ def _share_window_rows(
 
 
 def _add_rows_that_save_reads(
-    demands: Mapping[int, MemoryDemand], rows: dict[int, int], budget: int
+    demands: Mapping[int, MemoryDemand], rows_by_demand: dict[int, int], budget_bytes: int
 ) -> None:
-    """Add to `rows` those that save most reads per byte, as far as the budget goes."""
+    """Add to `rows_by_demand` those that save most reads per byte, as far as the budget goes."""
     pieces: list[tuple[float, int, int, float]] = []
     for t, demand in demands.items():
-        if demand.is_flat or demand.max_rows <= rows[t]:
+        if demand.is_flat or demand.max_rows <= rows_by_demand[t]:
             continue
-        inner = [x for x in demand.rows if rows[t] < x < demand.max_rows]
-        points = [float(rows[t]), *inner, float(demand.max_rows)]
+        inner = [x for x in demand.rows if rows_by_demand[t] < x < demand.max_rows]
+        points = [float(rows_by_demand[t]), *inner, float(demand.max_rows)]
         hull_rows, reads = lower_convex_hull(points, [demand.reads_at(x) for x in points])
         saved = -np.diff(reads)
         sizes = np.diff(hull_rows)
@@ -287,8 +290,8 @@ def _add_rows_that_save_reads(
             for i in range(len(sizes))
             if saved[i] > 0
         ]
-    free = float(budget - _count_bytes(demands, rows))
-    exact_rows = {t: float(count) for t, count in rows.items()}
+    free = float(budget_bytes - _count_bytes(demands, rows_by_demand))
+    exact_rows = {t: float(count) for t, count in rows_by_demand.items()}
     for _, t, _, size in sorted(pieces):
         more = min(size, free / demands[t].slot_bytes)
         exact_rows[t] += more
@@ -296,45 +299,45 @@ def _add_rows_that_save_reads(
         if free <= 0:
             break
     for t, demand in demands.items():
-        rows[t] = min(demand.max_rows, math.floor(exact_rows[t] + 1e-6))
+        rows_by_demand[t] = min(demand.max_rows, math.floor(exact_rows[t] + 1e-6))
 
 
 def _share_unused_memory(
-    demands: Mapping[int, MemoryDemand], rows: dict[int, int], budget: int
+    demands: Mapping[int, MemoryDemand], rows_by_demand: dict[int, int], budget_bytes: int
 ) -> None:
-    """Add to `rows` the memory that saves no predicted reads, in case these are wrong: complete small tables, then
-    evenly.
+    """Add to `rows_by_demand` the memory that saves no predicted reads, in case these are wrong: complete small
+    tables, then evenly.
 
     Open tables share the rest evenly, up to their limits: they may grow beyond `max_rows`, which is estimated.
     """
-    lacking = {t: demand.main_rows - rows[t] for t, demand in demands.items()}
-    _share_evenly(demands, rows, lacking, budget)
+    lacking = {t: demand.main_rows - rows_by_demand[t] for t, demand in demands.items()}
+    _share_evenly(demands, rows_by_demand, lacking, budget_bytes)
     growth = {
-        t: math.inf if demand.limit_rows is None else demand.limit_rows - rows[t]
+        t: math.inf if demand.limit_rows is None else demand.limit_rows - rows_by_demand[t]
         for t, demand in demands.items()
         if demand.is_open and not demand.is_flat
     }
-    _share_evenly(demands, rows, growth, budget)
+    _share_evenly(demands, rows_by_demand, growth, budget_bytes)
 
 
 def _share_evenly(
     demands: Mapping[int, MemoryDemand],
-    rows: dict[int, int],
+    rows_by_demand: dict[int, int],
     wanted_rows: Mapping[int, float],
-    budget: int,
+    budget_bytes: int,
 ) -> None:
-    """Add to `rows` an even share of the unused bytes for each table that wants more rows.
+    """Add to `rows_by_demand` an even share of the unused bytes for each table that wants more rows.
 
     Smallest first: a table that wants less than its share leaves the rest to the others.
     """
-    free = budget - _count_bytes(demands, rows)
+    free = budget_bytes - _count_bytes(demands, rows_by_demand)
     wanting = [t for t, count in wanted_rows.items() if count > 0]
     wanting.sort(key=lambda t: wanted_rows[t] * demands[t].slot_bytes)
     for i, t in enumerate(wanting):
         slot_bytes = demands[t].slot_bytes
         share = free // (len(wanting) - i) // slot_bytes
-        more = max(int(min(wanted_rows[t], share)), demands[t].min_share - rows[t])
-        rows[t] += more
+        more = max(int(min(wanted_rows[t], share)), demands[t].min_share - rows_by_demand[t])
+        rows_by_demand[t] += more
         free = max(0, free - more * slot_bytes)
 
 
@@ -353,7 +356,7 @@ def _count_bytes(demands: Mapping[int, MemoryDemand], rows: Mapping[int, int]) -
 
 def average_over_ranks(
     demands: Sequence[MemoryDemand],
-    placed: Sequence[TableMemory],
+    placed_memory: Sequence[TableMemory],
     shardings: Sequence[Sharding],
     num_ranks: int,
 ) -> tuple[list[MemoryDemand], list[TableMemory]]:
@@ -371,7 +374,7 @@ def average_over_ranks(
         ],
         [
             replace(memory, reads=part * memory.reads)
-            for memory, part in zip(placed, parts, strict=True)
+            for memory, part in zip(placed_memory, parts, strict=True)
         ],
     )
 
@@ -392,14 +395,24 @@ def lower_convex_hull(rows: Sequence[float], reads: Sequence[float]) -> tuple[Fl
 
 
 def build_budget_error(
-    table: MemoryDemand, budget: int, setting: str, at_once: int, needed: int | None = None
+    table_demand: MemoryDemand,
+    budget_bytes: int,
+    setting_name: str,
+    pinned_batches: int,
+    needed_bytes: int | None = None,
 ) -> BudgetExceeded:
-    """Build the error of a budget in which the batches that must be in memory do not fit. needed: by all tables."""
-    least = table.least_rows * table.slot_bytes
-    others = f", and all tables together {needed:,}" if needed is not None else ""
-    batches = "a batch" if at_once == 1 else f"the {at_once} batches that are read before an update"
-    lower = "the batch size" if at_once == 1 else "the batch size or the staleness"
+    """Build the error of a budget in which the batches that must be in memory do not fit. needed_bytes: by all
+    tables."""
+    least = table_demand.least_rows * table_demand.slot_bytes
+    others = f", and all tables together {needed_bytes:,}" if needed_bytes is not None else ""
+    batches = (
+        "a batch"
+        if pinned_batches == 1
+        else f"the {pinned_batches} batches that are read before an update"
+    )
+    lower = "the batch size" if pinned_batches == 1 else "the batch size or the staleness"
     return BudgetExceeded(
-        f"{setting}: got {budget:,} bytes, but table {table.name!r} needs {table.least_rows:,} rows ({least:,} bytes) "
+        f"{setting_name}: got {budget_bytes:,} bytes, but table {table_demand.name!r} needs "
+        f"{table_demand.least_rows:,} rows ({least:,} bytes) "
         f"for {batches}{others}. Raise it, or lower {lower}"
     )

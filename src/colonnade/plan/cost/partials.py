@@ -158,11 +158,13 @@ class Partials:
         )
 
     def select_remote_consumers(
-        self, owners: Floats, apart: NDArray[np.bool_] | None = None
+        self, owner_shares: Floats, is_sample_side: NDArray[np.bool_] | None = None
     ) -> tuple[int, ...]:
         """Return the indices of the consumers that owners should evaluate, so that the fewest floats are sent."""
-        can_be_remote = self.mark_remote_fields(owners)
-        can_be_apart = (is_cut(owners) if apart is None else apart)[self.tables]
+        can_be_remote = self.mark_remote_fields(owner_shares)
+        can_be_apart = (is_cut(owner_shares) if is_sample_side is None else is_sample_side)[
+            self.tables
+        ]
         candidates = [
             c
             for c, consumer in enumerate(self.model.consumers)
@@ -171,11 +173,11 @@ class Partials:
             and (can_be_remote | (can_be_apart & consumer.can_be_split))[self.reads[c]].all()
         ]
         # A sequence counts as one row: whether it is sent does not depend on the choice.
-        field_floats = self.dims * owners.sum(1)[self.tables]
-        widths = {c: self.partial_floats(c, owners) for c in candidates}
+        field_floats = self.dims * owner_shares.sum(1)[self.tables]
+        widths = {c: self.partial_floats(c, owner_shares) for c in candidates}
 
         def count_floats(consumers: Sequence[int]) -> float:
-            is_sent = self.mark_sent_fields(consumers, owners)
+            is_sent = self.mark_sent_fields(consumers, owner_shares)
             return sum(widths[c] for c in consumers) + float(field_floats[is_sent].sum())
 
         required = [c for c in candidates if self.model.consumers[c].sequences]
@@ -187,50 +189,55 @@ class Partials:
         floats = (consumer.width or 0) + consumer.query_floats
         return float(self.find_evaluators(c, owners).sum()) * floats
 
-    def mark_sent_fields(self, consumers: Sequence[int], owners: Floats) -> NDArray[np.bool_]:
+    def mark_sent_fields(
+        self, remote_consumers: Sequence[int], owner_shares: Floats
+    ) -> NDArray[np.bool_]:
         """Return the fields with values that are still sent if owners evaluate these consumers, (F,)."""
         others = np.ones(len(self.reads), dtype=bool)
-        others[list(consumers)] = False
-        is_query = self.is_query[list(consumers)].any(0)
-        is_added_later = self.reads[list(consumers)].any(0) & ~self.mark_remote_fields(owners)
+        others[list(remote_consumers)] = False
+        is_query = self.is_query[list(remote_consumers)].any(0)
+        is_added_later = self.reads[list(remote_consumers)].any(0) & ~self.mark_remote_fields(
+            owner_shares
+        )
         return ~self.is_read | self.reads[others].any(0) | is_query | is_added_later
 
     def predict_traffic(
-        self, owners: Floats, apart: NDArray[np.bool_] | None = None
+        self, owner_shares: Floats, is_sample_side: NDArray[np.bool_] | None = None
     ) -> PartialsTraffic:
         """Predict what all tables under `partials` send together, per sample."""
-        remote = self.select_remote_consumers(owners, apart)
+        remote = self.select_remote_consumers(owner_shares, is_sample_side)
         model = self.model
-        is_sent = self.mark_sent_fields(remote, owners)
-        is_remote = self.mark_remote_fields(owners)
-        is_summed = self.mark_host_summed_tables(owners)[self.tables]  # (F,)
-        values = self._sum_by_table(self.value_bytes * (is_sent & ~is_summed)) @ owners
-        gradients = self._sum_by_table(self.gradient_bytes * (is_sent & ~is_summed)) @ owners
+        is_sent = self.mark_sent_fields(remote, owner_shares)
+        is_remote = self.mark_remote_fields(owner_shares)
+        is_summed = self.mark_host_summed_tables(owner_shares)[self.tables]  # (F,)
+        values = self._sum_by_table(self.value_bytes * (is_sent & ~is_summed)) @ owner_shares
+        gradients = self._sum_by_table(self.gradient_bytes * (is_sent & ~is_summed)) @ owner_shares
         by_field = np.stack([self.value_bytes, self.gradient_bytes])
         host_summed = by_field[:, is_sent & is_summed].sum(1)
-        floats = self._sum_by_table(self.dims * is_sent) @ owners
-        evaluated = np.zeros(owners.shape[1])
-        queries = np.zeros(owners.shape[1])
-        is_owned = np.asarray((owners > 0).any(1))[self.tables]
+        floats = self._sum_by_table(self.dims * is_sent) @ owner_shares
+        evaluated = np.zeros(owner_shares.shape[1])
+        queries = np.zeros(owner_shares.shape[1])
+        is_owned = np.asarray((owner_shares > 0).any(1))[self.tables]
         unsendable = np.flatnonzero(is_sent & self.is_sequence & is_owned)
         weight_bytes: dict[int, float] = {}
         split_bag = None
-        num_owners = (owners > 0).sum(1)
+        num_owners = (owner_shares > 0).sum(1)
         weighted: dict[
             int, FieldLoad
         ] = {}  # by feature: its weights are sent once for all its fields
         for c in remote:
             consumer = model.consumers[c]
-            evaluates = self.find_evaluators(c, owners)
+            evaluates = self.find_evaluators(c, owner_shares)
             queries = queries + consumer.query_bytes * evaluates
-            if self.is_host_summed(c, owners):
+            if self.is_host_summed(c, owner_shares):
                 host_summed += consumer.value_bytes, consumer.gradient_bytes
             else:
                 values = values + consumer.value_bytes * evaluates
                 gradients = gradients + consumer.gradient_bytes * evaluates
             floats = floats + (consumer.width or 0) * evaluates
             evaluated += (
-                self._sum_by_table(self.dims * self.rows * (self.replaces[c] & is_remote)) @ owners
+                self._sum_by_table(self.dims * self.rows * (self.replaces[c] & is_remote))
+                @ owner_shares
             )
             for f in filter(is_remote.__getitem__, consumer.fields):
                 field = model.fields[f]
@@ -265,21 +272,27 @@ class Partials:
         return np.asarray((owners == 1).all(1) & self.adds_in_host)
 
     def predict_table_bytes(
-        self, traffic: PartialsTraffic, owners: Floats, table_index: int
+        self, partials_traffic: PartialsTraffic, owner_shares: Floats, table_index: int
     ) -> tuple[TablePartialBytes, TablePartialBytes]:
         """Return table t's part in the bytes of values and of gradients, queries included."""
-        is_sent = self.mark_sent_fields(traffic.consumers, owners) & (self.tables == table_index)
-        is_remote = self.mark_remote_fields(owners)
+        is_sent = self.mark_sent_fields(partials_traffic.consumers, owner_shares) & (
+            self.tables == table_index
+        )
+        is_remote = self.mark_remote_fields(owner_shares)
         own_bytes = np.array([self.value_bytes[is_sent].sum(), self.gradient_bytes[is_sent].sum()])
-        is_summed = bool(self.mark_host_summed_tables(owners)[table_index])
+        is_summed = bool(self.mark_host_summed_tables(owner_shares)[table_index])
         summed = own_bytes * is_summed
-        direct = own_bytes * (not is_summed) * owners[table_index].sum()
-        for c in traffic.consumers:
+        direct = own_bytes * (not is_summed) * owner_shares[table_index].sum()
+        for c in partials_traffic.consumers:
             consumer = self.model.consumers[c]
             widths = self._sum_by_table(self.dims * (self.replaces[c] & is_remote))
-            share = widths[table_index] * owners[table_index] / np.maximum(widths @ owners, 1e-300)
+            share = (
+                widths[table_index]
+                * owner_shares[table_index]
+                / np.maximum(widths @ owner_shares, 1e-300)
+            )
             sizes = np.array([consumer.value_bytes, consumer.gradient_bytes]) + consumer.query_bytes
-            if self.is_host_summed(c, owners):
+            if self.is_host_summed(c, owner_shares):
                 summed = summed + sizes * share.mean()
             else:
                 direct = direct + sizes * share.sum()
@@ -299,63 +312,78 @@ def is_cut(owners: Floats) -> NDArray[np.bool_]:
     return np.asarray(((owners > 0) & (owners < 1)).any(1))
 
 
-def predict_partials_seconds(
-    traffic: PartialsTraffic,
-    owners: Floats,
-    samples: float,
+def predict_operator_partials_seconds(
+    partials_traffic: PartialsTraffic,
+    column_shares: Floats,
+    samples_per_rank: float,
     links: Links,
-    rates: Sequence[RowRate],
+    row_rates: Sequence[RowRate],
 ) -> tuple[Floats, Floats]:
-    """Predict the seconds of links by channel, (3, R), and of processors, (N,), for `samples` samples of a rank."""
+    """Predict the seconds of links by channel, (3, R), and of processors, (N,), for `samples_per_rank` samples of a
+    rank."""
     world = links.world
     is_trainer = links.is_trainer
     link_seconds = np.zeros((len(CHANNELS), 2 * (world.num_ranks + world.num_hosts)))
-    link_seconds[1] = samples * links.compute_load(is_trainer, traffic.values).reverse
-    link_seconds[2] = samples * links.compute_load(is_trainer, traffic.gradients).forward
-    if traffic.query_rounds:
-        queries = links.compute_load(is_trainer, traffic.queries)
-        link_seconds[1] += samples * queries.forward
-        link_seconds[2] += samples * queries.reverse
-    if any(traffic.host_summed):
+    link_seconds[1] = (
+        samples_per_rank * links.compute_load(is_trainer, partials_traffic.values).reverse
+    )
+    link_seconds[2] = (
+        samples_per_rank * links.compute_load(is_trainer, partials_traffic.gradients).forward
+    )
+    if partials_traffic.query_rounds:
+        queries = links.compute_load(is_trainer, partials_traffic.queries)
+        link_seconds[1] += samples_per_rank * queries.forward
+        link_seconds[2] += samples_per_rank * queries.reverse
+    if any(partials_traffic.host_summed):
         sums = links.load("host_sums")
-        link_seconds[1] += samples * traffic.host_summed[0] * sums.reverse
-        link_seconds[2] += samples * traffic.host_summed[1] * sums.forward
-    for t, size in traffic.weight_bytes.items():
-        owner_shares = owners[t] / owners[t].sum()
+        link_seconds[1] += samples_per_rank * partials_traffic.host_summed[0] * sums.reverse
+        link_seconds[2] += samples_per_rank * partials_traffic.host_summed[1] * sums.forward
+    for t, size in partials_traffic.weight_bytes.items():
+        owner_shares = column_shares[t] / column_shares[t].sum()
         link_seconds[0] += size * links.compute_load(is_trainer, owner_shares).forward
     remote_part = 1.0 if world.has_servers else (world.num_ranks - 1) / world.num_ranks
     transfer = (
-        (traffic.values + traffic.gradients + 2 * traffic.queries + sum(traffic.host_summed))
+        (
+            partials_traffic.values
+            + partials_traffic.gradients
+            + 2 * partials_traffic.queries
+            + sum(partials_traffic.host_summed)
+        )
         * world.byte_processor_seconds
         * remote_part
     )
     trainer = float(transfer.sum())
     owner = world.num_trainers * transfer
-    if rates:  # Trainers sum blocks; owners compute partials and their gradients for all samples.
-        float_seconds = interpolate_row_seconds(rates, WIDTH)[0] / WIDTH
-        trainer += float_seconds * float(traffic.floats.sum() + traffic.floats.max())
-        owner = owner + 2 * float_seconds * world.num_trainers * traffic.evaluated
-    return link_seconds, samples * (trainer * is_trainer + owner)
+    if (
+        row_rates
+    ):  # Trainers sum blocks; owners compute partials and their gradients for all samples.
+        float_seconds = interpolate_row_seconds(row_rates, WIDTH)[0] / WIDTH
+        trainer += float_seconds * float(
+            partials_traffic.floats.sum() + partials_traffic.floats.max()
+        )
+        owner = owner + 2 * float_seconds * world.num_trainers * partials_traffic.evaluated
+    return link_seconds, samples_per_rank * (trainer * is_trainer + owner)
 
 
 def check_tables_with_partials(
-    traffic: PartialsTraffic | None,
-    model: ModelLoad,
-    loads: Sequence[TableLoad],
-    chosen: Sequence[tuple[str, Sharding]],
+    partials_traffic: PartialsTraffic | None,
+    model_load: ModelLoad,
+    table_loads: Sequence[TableLoad],
+    table_choices: Sequence[tuple[str, Sharding]],
 ) -> None:
-    """Raise ConfigError for tables that cannot be under `partials`. chosen: (exchange, sharding) by table."""
-    if traffic is None:
+    """Raise ConfigError for tables that cannot be under `partials`. table_choices: (exchange, sharding) by table."""
+    if partials_traffic is None:
         return
-    if traffic.split_bag is not None:
-        consumer, f = traffic.split_bag
-        field = model.fields[f]
-        kind = chosen[field.table][1].kind
-        raise build_split_bag_error(loads[field.table].name, kind, field.name, consumer)
-    if traffic.unsendable_field is not None:
-        field = model.fields[traffic.unsendable_field]
+    if partials_traffic.split_bag is not None:
+        consumer, f = partials_traffic.split_bag
+        field = model_load.fields[f]
+        kind = table_choices[field.table][1].kind
+        raise build_split_bag_error(table_loads[field.table].name, kind, field.name, consumer)
+    if partials_traffic.unsendable_field is not None:
+        field = model_load.fields[partials_traffic.unsendable_field]
         raise ConfigError(
-            f"table {loads[field.table].name!r}: got exchange partials for {field.name!r}, a sequence with rows that "
+            f"table {table_loads[field.table].name!r}: got exchange partials for {field.name!r}, a sequence "
+            "with rows that "
             "would have to be sent one by one: owners evaluate its consumer only if the tables of its queries are "
             "under partials, too, and none of them is cut by columns; set their exchange as well, or this one's to "
             "rows"

@@ -203,36 +203,44 @@ def predict_speed(
 
 
 def choose_lookahead_depth(
-    placed: Sequence[TableMemory],
-    costs: StepCosts,
+    placed_memory: Sequence[TableMemory],
+    step_costs: StepCosts,
     device: Device | None,
     max_batches: int = MAX_LOOKAHEAD,
 ) -> int:
     """Return the number of batches to prefetch so that a batch's reads are done before its step.
 
     Counts the steps that its reads take, one step in case of a slow read, and one in reserve; at most `max_batches`."""
-    reads = sum(memory.reads for memory in placed)
+    reads = sum(memory.reads for memory in placed_memory)
     if not reads or device is None or not device.directories:
         return MIN_LOOKAHEAD
     pages = sum(directory.pages for directory in device.directories)
     slowest = max(directory.latency for directory in device.directories)
-    read_steps = (reads / pages + slowest) / max(costs.step_seconds, 1e-9)
+    read_steps = (reads / pages + slowest) / max(step_costs.step_seconds, 1e-9)
     return min(max(MIN_LOOKAHEAD, math.ceil(read_steps) + 2), max_batches)
 
 
 def _describe_bottleneck(
-    processor: float, disk: float, budget: float, moving: float, links: LinkCosts
+    processor_seconds: float,
+    disk_seconds: float,
+    write_budget_seconds: float,
+    row_move_seconds: float,
+    link_costs: LinkCosts,
 ) -> str:
-    """Describe the bottleneck of a step. moving: processor time for rows read and evicted."""
-    waited = links.waited_seconds
-    if max(disk, budget) <= max(processor + waited, links.behind_seconds):
-        if links.behind_seconds > processor + waited:
+    """Describe the bottleneck of a step. row_move_seconds: processor time for rows read and evicted."""
+    waited = link_costs.waited_seconds
+    if max(disk_seconds, write_budget_seconds) <= max(
+        processor_seconds + waited, link_costs.behind_seconds
+    ):
+        if link_costs.behind_seconds > processor_seconds + waited:
             return "links between ranks: ids of later batches"
-        if waited > processor:
-            return f"links between ranks, {waited / (processor + waited):.0%} of a step"
-        if waited > 0.1 * processor:
-            return f"processor; {waited / (processor + waited):.0%} of a step waits for links between ranks"
-        if moving > 0.1 * processor:
-            return f"processor, {moving / processor:.0%} of it moving rows between memory and files"
+        if waited > processor_seconds:
+            return f"links between ranks, {waited / (processor_seconds + waited):.0%} of a step"
+        if waited > 0.1 * processor_seconds:
+            return f"processor; {waited / (processor_seconds + waited):.0%} of a step waits for links between ranks"
+        if row_move_seconds > 0.1 * processor_seconds:
+            return f"processor, {row_move_seconds / processor_seconds:.0%} of it moving rows between memory and files"
         return "processor: the model itself"
-    return "random reads of the disk" if disk >= budget else "the write budget"
+    return (
+        "random reads of the disk" if disk_seconds >= write_budget_seconds else "the write budget"
+    )

@@ -33,24 +33,26 @@ class ProcessorSeconds:
 
 
 def predict_processor_seconds(
-    exchange: str, load: TableLoad, split: Split, rates: Sequence[RowRate]
+    exchange_name: str, table_load: TableLoad, rank_split: Split, row_rates: Sequence[RowRate]
 ) -> ProcessorSeconds:
     """Predict the processor time of one table from measured rates of gathering, updating, planning and packing.
 
     Returns zeros without rates."""
-    if not rates:
+    if not row_rates:
         return ProcessorSeconds(0.0, 0.0)
     # The width is that of one slice.
-    gather, update = interpolate_row_seconds(rates, max(load.width // split.slices, 1))
-    plan, pack = mean_lookup_seconds(rates)
+    gather, update = interpolate_row_seconds(
+        row_rates, max(table_load.width // rank_split.slices, 1)
+    )
+    plan, pack = mean_lookup_seconds(row_rates)
 
     def predict_seconds(work: RowWork) -> float:
         rows = work.gathered * gather + work.updated * update
         return rows + work.planned * plan + work.packed * pack
 
     total = ProcessorSeconds(0.0, 0.0)
-    for hop in EXCHANGES[exchange]:
-        trainer, owner = hop.work(load, split)
+    for hop in EXCHANGES[exchange_name]:
+        trainer, owner = hop.work(table_load, rank_split)
         total += ProcessorSeconds(predict_seconds(trainer), predict_seconds(owner))
     return total
 
@@ -70,38 +72,38 @@ def predict_transfer_seconds(
     return ProcessorSeconds(trainer * per_byte, owner * per_byte)
 
 
-def predict_single_rank_seconds(load: TableLoad, rates: Sequence[RowRate]) -> float:
+def predict_single_rank_seconds(table_load: TableLoad, row_rates: Sequence[RowRate]) -> float:
     """Return the processor time of a table on a rank that owns all its rows.
 
     A micro-benchmark on one process has this time in its step already."""
-    if not rates:
+    if not row_rates:
         return 0.0
-    gather, update = interpolate_row_seconds(rates, load.width)
-    plan_seconds, _ = mean_lookup_seconds(rates)
-    return load.lookups * (2 * gather + plan_seconds) + load.unique_rank * update
+    gather, update = interpolate_row_seconds(row_rates, table_load.width)
+    plan_seconds, _ = mean_lookup_seconds(row_rates)
+    return table_load.lookups * (2 * gather + plan_seconds) + table_load.unique_rank * update
 
 
-def mean_lookup_seconds(rates: Sequence[RowRate]) -> tuple[float, float]:
+def mean_lookup_seconds(row_rates: Sequence[RowRate]) -> tuple[float, float]:
     """Return the seconds of planning one lookup, and of packing and joining one: means of the measured rates.
 
     Returns zeros if nothing was measured."""
-    known = [rate for rate in rates if rate.planned and rate.packed]
+    known = [rate for rate in row_rates if rate.planned and rate.packed]
     if not known:
         return 0.0, 0.0
     return fmean(1 / rate.planned for rate in known), fmean(1 / rate.packed for rate in known)
 
 
-def interpolate_row_seconds(rates: Sequence[RowRate], width: int) -> tuple[float, float]:
-    """Return the seconds of gathering one row of `width` floats, and of updating one.
+def interpolate_row_seconds(row_rates: Sequence[RowRate], row_floats: int) -> tuple[float, float]:
+    """Return the seconds of gathering one row of `row_floats` floats, and of updating one.
 
     Interpolates between the measured widths; proportional to the width above them."""
-    known = sorted(rates, key=lambda rate: rate.width)
+    known = sorted(row_rates, key=lambda rate: rate.width)
     widths = [rate.width for rate in known]
-    scale = width / min(max(width, widths[0]), widths[-1])
+    scale = row_floats / min(max(row_floats, widths[0]), widths[-1])
     scale = max(scale, 1.0)
     return (
-        scale * float(np.interp(width, widths, [1 / rate.gathered for rate in known])),
-        scale * float(np.interp(width, widths, [1 / rate.updated for rate in known])),
+        scale * float(np.interp(row_floats, widths, [1 / rate.gathered for rate in known])),
+        scale * float(np.interp(row_floats, widths, [1 / rate.updated for rate in known])),
     )
 
 

@@ -137,23 +137,26 @@ def expected_used_rows(popularity: Popularity, lookups: float, batches: float) -
 
 
 def predict_counting_cache_reads(
-    popularity: Popularity, lookups: float, batches: float, epoch: float = math.inf
+    popularity: Popularity,
+    lookups_per_batch: float,
+    num_past_batches: float,
+    batches_per_epoch: float = math.inf,
 ) -> tuple[Floats, Floats]:
     """Return the reads of a cache of the rows with the most uses so far: (capacity, reads of the next batch).
 
     Capacity ascends. Only rows used before are read; rows used for the first time are initialised. Straight lines
-    between the points describe a cache with some of the rows of one count. epoch: batches after which the same samples
-    repeat, with the same rows as often as before.
+    between the points describe a cache with some of the rows of one count. batches_per_epoch: batches after which the
+    same samples repeat, with the same rows as often as before.
     """
-    use = popularity.use_probability(lookups)
-    expected = torch.from_numpy(use * min(batches, epoch))
+    use = popularity.use_probability(lookups_per_batch)
+    expected = torch.from_numpy(use * min(num_past_batches, batches_per_epoch))
     max_count = max(float(expected.max()) * 2 + 20, 2.0)
     thresholds = THRESHOLDS[THRESHOLDS <= max_count]
     thresholds = np.append(thresholds, max_count)
     is_cached = _poisson_at_least(thresholds, expected)
     has_record = is_cached[0]
     hits = is_cached
-    if batches >= epoch:
+    if num_past_batches >= batches_per_epoch:
         # A row with C uses in an epoch has C uses in the next. Weighting a count C by C shifts the Poisson count by 1.
         has_record = np.ones(len(use))
         hits = _poisson_at_least(thresholds - 1, expected)
@@ -164,18 +167,21 @@ def predict_counting_cache_reads(
     return capacity, reads
 
 
-def _poisson_at_least(thresholds: Floats, expected: torch.Tensor) -> Floats:
+def _poisson_at_least(thresholds: Floats, expected_counts: torch.Tensor) -> Floats:
     """Return P(Poisson(m) >= k), (len(thresholds), K): the regularised lower incomplete gamma function of (k, m)."""
     probability: Floats = torch.special.gammainc(
         torch.from_numpy(thresholds)[:, None].clamp_min(1e-300),
-        expected.clamp_min(1e-300)[None, :],
+        expected_counts.clamp_min(1e-300)[None, :],
     ).numpy()
     probability[thresholds == 0] = 1.0
     return probability
 
 
-def _power_law_tail(num_head: float, num_rows: float, mass: float, exponent: float) -> Popularity:
-    """Return rows of ranks num_head .. num_head + num_rows, with chances ~ rank ** -exponent that sum to `mass`."""
+def _power_law_tail(
+    num_head: float, num_rows: float, total_chance: float, exponent: float
+) -> Popularity:
+    """Return rows of ranks num_head .. num_head + num_rows, with chances ~ rank ** -exponent that sum to
+    `total_chance`."""
     first = max(num_head, 0.5)
     edges = first * np.exp(STEPS * np.log1p(max(num_rows, 1e-9) / first))
     rows = np.diff(edges)
@@ -186,7 +192,7 @@ def _power_law_tail(num_head: float, num_rows: float, mass: float, exponent: flo
         power = np.exp((1 - exponent) * (logs - logs[0]))
         weights = np.diff(power) / (1 - exponent)
     weights = np.maximum(weights, 1e-300)
-    return Popularity(rows, mass * weights / weights.sum() / rows)
+    return Popularity(rows, total_chance * weights / weights.sum() / rows)
 
 
 def _first_use_rate(popularity: Popularity, lookups: float) -> float:
@@ -194,35 +200,38 @@ def _first_use_rate(popularity: Popularity, lookups: float) -> float:
     return float(popularity.rows @ (popularity.chance * np.exp(-popularity.chance * lookups)))
 
 
-def _fit_power_law_steepness(values: Floats, rows: Floats) -> float:
+def _fit_power_law_steepness(use_counts: Floats, row_counts: Floats) -> float:
     """Fit 1 / a for chances that fall as rank ** -a: the slope of the number of rows with at least a given count."""
-    at_least = np.cumsum(rows[::-1])[::-1]
-    is_used = (values >= 2) & (at_least >= 5)
+    at_least = np.cumsum(row_counts[::-1])[::-1]
+    is_used = (use_counts >= 2) & (at_least >= 5)
     if is_used.sum() < 3:
         return 1.0
-    x = np.log(values[is_used])
+    x = np.log(use_counts[is_used])
     y = np.log(at_least[is_used])
-    weights = np.sqrt(rows[is_used])
+    weights = np.sqrt(row_counts[is_used])
     x = x - np.average(x, weights=weights)
     slope = float(np.sum(weights * x * y) / np.sum(weights * x * x))
     return float(np.clip(-slope, 0.2, 2.0))
 
 
 def _solve_falling_function(
-    function: Callable[[float], float], value: float, low: float, high: float
+    function: Callable[[float], float],
+    target_value: float,
+    lowest_argument: float,
+    highest_argument: float,
 ) -> float:
     """Find the argument at which a falling function takes a value, by bisection; the nearer end if there is none."""
-    if function(low) <= value:
-        return low
-    if function(high) >= value:
-        return high
+    if function(lowest_argument) <= target_value:
+        return lowest_argument
+    if function(highest_argument) >= target_value:
+        return highest_argument
     for _ in range(30):
-        middle = (low + high) / 2
-        if function(middle) > value:
-            low = middle
+        middle = (lowest_argument + highest_argument) / 2
+        if function(middle) > target_value:
+            lowest_argument = middle
         else:
-            high = middle
-    return (low + high) / 2
+            highest_argument = middle
+    return (lowest_argument + highest_argument) / 2
 
 
 def _merge_popularity_bins(popularity: Popularity) -> Popularity:

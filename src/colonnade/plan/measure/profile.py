@@ -98,12 +98,12 @@ class TableProfile:
     """Numbers of samples of a batch, ascending; size of their packed distinct ids relative to evenly spread ids; the
     same for all ids with repeats."""
 
-    def interpolate_size_ratios(self, samples: float) -> tuple[float, float]:
+    def interpolate_size_ratios(self, num_samples: float) -> tuple[float, float]:
         """Return the two size ratios of `listing` for a number of samples; 1 if nothing was measured."""
         sizes, distinct, repeated = self.listing
-        if not sizes or samples <= 0:
+        if not sizes or num_samples <= 0:
             return 1.0, 1.0
-        log_samples = math.log(samples)
+        log_samples = math.log(num_samples)
         log_sizes = np.log(sizes)
         return (
             float(np.interp(log_samples, log_sizes, distinct)),
@@ -155,21 +155,23 @@ class Profile:
         return self.tables[table_index].lookups / self.samples
 
     def expected_unique_rows(
-        self, table_index: int, samples: float, popularity: Popularity
+        self, table_index: int, num_samples: float, popularity: Popularity
     ) -> float:
-        """Return the expected number of distinct rows of table t among `samples` samples of a batch.
+        """Return the expected number of distinct rows of table t among `num_samples` samples of a batch.
 
         Scales the prediction from the table's popularity by its error at the nearest counted sizes."""
         sizes, rows = self.tables[table_index].unique
         sample_lookups = self.lookups_per_sample(table_index)
-        if not sizes or not sample_lookups or samples <= 0:
-            return popularity.unique(sample_lookups * max(samples, 0.0))
+        if not sizes or not sample_lookups or num_samples <= 0:
+            return popularity.unique(sample_lookups * max(num_samples, 0.0))
         ratios = [
             counted / max(popularity.unique(sample_lookups * size), 1e-300)
             for size, counted in zip(sizes, rows, strict=True)
         ]
-        ratio = float(np.interp(math.log(samples), np.log(sizes), ratios))
-        return min(ratio * popularity.unique(sample_lookups * samples), sample_lookups * samples)
+        ratio = float(np.interp(math.log(num_samples), np.log(sizes), ratios))
+        return min(
+            ratio * popularity.unique(sample_lookups * num_samples), sample_lookups * num_samples
+        )
 
     def to_json(self) -> str:
         """Return the profile as JSON text."""
@@ -284,17 +286,20 @@ def _halved_sizes(size: int) -> list[int]:
     return sorted({-(-size >> k) for k in range(size.bit_length())} - {0} | {size})
 
 
-def count_unique_by_size(ids: Ids, samples: Ids, sizes: Sequence[int], batch_size: int) -> Ids:
-    """Count the distinct ids of each run of `size` samples, summed over the complete runs, for each of `sizes`.
+def count_unique_by_size(
+    ids: Ids, sample_indices: Ids, sample_counts: Sequence[int], batch_size: int
+) -> Ids:
+    """Count the distinct ids of each run of `size` samples, summed over the complete runs, for each of
+    `sample_counts`.
 
-    samples: sample index of each id. Returns (len(sizes),)."""
-    order = np.lexsort((samples, ids))
+    sample_indices: sample index of each id. Returns (len(sizes),)."""
+    order = np.lexsort((sample_indices, ids))
     ids = ids[order]
-    samples = samples[order]
+    sample_indices = sample_indices[order]
     is_same = ids[1:] == ids[:-1]
-    num_unique = np.zeros(len(sizes), dtype=np.int64)
-    for i, size in enumerate(sizes):
-        run = samples // size
+    num_unique = np.zeros(len(sample_counts), dtype=np.int64)
+    for i, size in enumerate(sample_counts):
+        run = sample_indices // size
         is_new = run < batch_size // size
         is_new[1:] &= ~(is_same & (run[1:] == run[:-1]))
         num_unique[i] = is_new.sum()
@@ -302,20 +307,21 @@ def count_unique_by_size(ids: Ids, samples: Ids, sizes: Sequence[int], batch_siz
 
 
 def measure_packed_id_bytes(
-    ids: Ids, samples: Ids, sizes: Sequence[int], rows: int
+    ids: Ids, sample_indices: Ids, sample_counts: Sequence[int], num_table_rows: int
 ) -> NDArray[np.float64]:
-    """Measure the packed bytes of the ids of a batch's first samples, for each of `sizes`. Returns (4, len(sizes)).
+    """Measure the packed bytes of the ids of a batch's first samples, for each of `sample_counts`. Returns (4,
+    len(sizes)).
 
     The rows of the result: distinct ids; as many evenly spread ids; all ids with repeats; as many evenly spread ids.
-    rows: of the table; 0: an open table."""
-    sizes_in_bytes = np.zeros((4, len(sizes)))
-    for i, size in enumerate(sizes):
-        first_ids = ids[samples < size]
+    num_table_rows: of the table; 0: an open table."""
+    sizes_in_bytes = np.zeros((4, len(sample_counts)))
+    for i, size in enumerate(sample_counts):
+        first_ids = ids[sample_indices < size]
         if len(first_ids):
-            distinct, repeated = measure_packed_bytes(torch.from_numpy(first_ids), rows)
-            distinct_spread = expected_id_list_bytes(len(np.unique(first_ids)), rows, 1)
-            head = list_header_bytes(len(first_ids), rows)
-            repeated_spread = expected_unsorted_list_bytes(len(first_ids), rows, 1) - head
+            distinct, repeated = measure_packed_bytes(torch.from_numpy(first_ids), num_table_rows)
+            distinct_spread = expected_id_list_bytes(len(np.unique(first_ids)), num_table_rows, 1)
+            head = list_header_bytes(len(first_ids), num_table_rows)
+            repeated_spread = expected_unsorted_list_bytes(len(first_ids), num_table_rows, 1) - head
             sizes_in_bytes[:, i] = (
                 distinct,
                 distinct_spread,
@@ -326,13 +332,13 @@ def measure_packed_id_bytes(
 
 
 def _compute_size_ratios(
-    sizes: Sequence[int], packed: NDArray[np.float64]
+    sample_counts: Sequence[int], packed_bytes: NDArray[np.float64]
 ) -> tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]:
     """Return `TableProfile.listing` from the sums of `measure_packed_id_bytes` over batches."""
-    has_ids = packed[1] > 0
-    distinct, distinct_spread, repeated, repeated_spread = packed[:, has_ids]
+    has_ids = packed_bytes[1] > 0
+    distinct, distinct_spread, repeated, repeated_spread = packed_bytes[:, has_ids]
     return (
-        _floats(np.array(sizes, dtype=np.float64)[has_ids]),
+        _floats(np.array(sample_counts, dtype=np.float64)[has_ids]),
         _floats(distinct / distinct_spread),
         _floats(repeated / np.maximum(repeated_spread, 1.0)),
     )

@@ -39,7 +39,7 @@ def choose(problem: Problem, num_runners_up: int = 0) -> PlanDecision:
     without_towers = explain_choice(search, best, _find_partials_delay(search, states, best))
     decisions = [without_towers]
     for exchange in BY_TOWERS:
-        in_towers = model and constrain_to_towers(problem, model, exchange)
+        in_towers = model and constrain_module_tables_to_towers(problem, model, exchange)
         if in_towers:
             forced = {**problem.forced, **in_towers}
             other = choose(replace(problem, forced=forced))
@@ -55,7 +55,9 @@ def choose(problem: Problem, num_runners_up: int = 0) -> PlanDecision:
     return replace(choice, runners_up=tuple(runners_up[:num_runners_up]))
 
 
-def constrain_to_towers(problem: Problem, model: ModelLoad, exchange: str) -> dict[str, Constraint]:
+def constrain_module_tables_to_towers(
+    problem: Problem, model_load: ModelLoad, exchange_name: str
+) -> dict[str, Constraint]:
     """Return constraints, by table name, that put the tables of each tower module on ranks of one tower.
 
     Whole tables are balanced over towers and ranks by bytes, with this exchange. Returns no constraints on one host, if
@@ -66,7 +68,7 @@ def constrain_to_towers(problem: Problem, model: ModelLoad, exchange: str) -> di
         return {}
     groups = [
         tables
-        for tables in _find_module_tables(model)
+        for tables in _find_module_tables(model_load)
         if all(loads[t].is_pooled and _is_free(problem.forced.get(loads[t].name)) for t in tables)
     ]
     towers = list_tower_ranks(world, problem.num_towers)
@@ -77,7 +79,7 @@ def constrain_to_towers(problem: Problem, model: ModelLoad, exchange: str) -> di
         for t in sorted(tables, key=lambda t: -loads[t].total_bytes):
             rank = min(ranks, key=lambda rank: rank_bytes[rank])
             rank_bytes[rank] += loads[t].total_bytes
-            constraints[loads[t].name] = Constraint(KIND, exchange, (rank,))
+            constraints[loads[t].name] = Constraint(KIND, exchange_name, (rank,))
     budget = problem.memory.bytes
     if budget is not None and max(rank_bytes.values()) > budget:
         return {}
@@ -85,17 +87,18 @@ def constrain_to_towers(problem: Problem, model: ModelLoad, exchange: str) -> di
 
 
 def unforce_tables(
-    choice: PlanDecision, before: PlanDecision, names: Collection[str]
+    forced_decision: PlanDecision, free_decision: PlanDecision, table_names: Collection[str]
 ) -> PlanDecision:
-    """Return `choice` with the tables `names` as free decisions, not constraints; `before` supplies alternatives."""
-    old = {table.name: table for table in before.tables}
+    """Return `forced_decision` with the tables `table_names` as free decisions, not constraints; `free_decision`
+    supplies alternatives."""
+    old = {table.name: table for table in free_decision.tables}
     tables = tuple(
         replace(table, is_forced=False, others=(old[table.name].chosen, *old[table.name].others))
-        if table.name in names
+        if table.name in table_names
         else table
-        for table in choice.tables
+        for table in forced_decision.tables
     )
-    return replace(choice, tables=tables)
+    return replace(forced_decision, tables=tables)
 
 
 def _find_module_tables(model: ModelLoad) -> list[set[int]]:
@@ -120,11 +123,13 @@ def _is_free(constraint: Constraint | None) -> bool:
     )
 
 
-def _find_partials_delay(search: Search, states: Sequence[State], best: State) -> float | None:
+def _find_partials_delay(
+    search: Search, states: Sequence[State], best_state: State
+) -> float | None:
     """Return the seconds that a step takes longer in the best state with partials; None: there is none."""
     steps = [
         search.compute_objective(state)
         for state in states
         if state.partials is not None and state.partials.consumers
     ]
-    return max(min(steps) - search.compute_objective(best), 0.0) if steps else None
+    return max(min(steps) - search.compute_objective(best_state), 0.0) if steps else None

@@ -102,10 +102,10 @@ def _explain_other_exchange(state: State, names: Sequence[str], tables: Sequence
 
 
 def _explain_partials(
-    consumer: ConsumerLoad, state: State, names: Sequence[str], tables: Sequence[int]
+    consumer: ConsumerLoad, state: State, table_names: Sequence[str], tables: Sequence[int]
 ) -> str:
-    """Explain why partials of a consumer are sent. names: of all tables. tables: those of the consumer."""
-    apart = [names[t] for t in tables if state.apart[t]]
+    """Explain why partials of a consumer are sent. table_names: of all tables. tables: those of the consumer."""
+    apart = [table_names[t] for t in tables if state.apart[t]]
     reason = "rows of its sequence stay on their owners" if consumer.sequences else "fewer floats"
     if consumer.hot_table:
         reason += f"; table {consumer.hot_table}, which has hot rows, sends values"
@@ -117,63 +117,74 @@ def _explain_partials(
 
 
 def _explain_partials_save_nothing(
-    partials: Partials, consumer_index: int, remote: Sequence[int], floats: Floats, partial: float
+    partials: Partials,
+    consumer_index: int,
+    remote_consumers: Sequence[int],
+    field_floats: Floats,
+    partial_floats: float,
 ) -> str:
-    """Explain why partials of consumer c would not save floats. floats (F,): of each field's values."""
+    """Explain why partials of consumer c would not save floats. field_floats (F,): of each field's values."""
     reads = partials.reads
     model = partials.model
-    values = float(floats[reads[consumer_index]].sum())
-    if partial >= values:
-        return f"costs more: {partial:,.0f} floats, not {values:,.0f}"
+    values = float(field_floats[reads[consumer_index]].sum())
+    if partial_floats >= values:
+        return f"costs more: {partial_floats:,.0f} floats, not {values:,.0f}"
     others = [
         k
         for k in range(len(model.consumers))
-        if k != consumer_index and k not in remote and (reads[k] & reads[consumer_index]).any()
+        if k != consumer_index
+        and k not in remote_consumers
+        and (reads[k] & reads[consumer_index]).any()
     ]
     if not others:
-        return f"saves nothing: {partial:,.0f} floats, not {values:,.0f}"
+        return f"saves nothing: {partial_floats:,.0f} floats, not {values:,.0f}"
     own_fields = reads[consumer_index] & ~reads[others].any(0)
     other_names = ", ".join(model.consumers[k].name for k in others)
     if not own_fields.any():
         return f"values are sent anyway for {other_names}"
-    own_floats = float(floats[own_fields].sum())
-    return f"values are sent anyway for {other_names}, all but {own_floats:,.0f} floats; a partial is {partial:,.0f}"
+    own_floats = float(field_floats[own_fields].sum())
+    return (
+        f"values are sent anyway for {other_names}, all but {own_floats:,.0f} floats; a partial is "
+        f"{partial_floats:,.0f}"
+    )
 
 
-def explain_choice(search: Search, state: State, partials_delay: float | None) -> PlanDecision:
+def explain_choice(
+    search: Search, best_state: State, partials_delay_seconds: float | None
+) -> PlanDecision:
     """Build the planner's decision from the best state, with costs and alternatives of each table.
 
-    partials_delay: seconds that the best state with partials takes longer; None: there is none."""
+    partials_delay_seconds: seconds that the best state with partials takes longer; None: there is none."""
     tables = []
     for t, load in enumerate(search.loads):
-        search.add_table_costs(state, t, *state.chosen[t], -1.0)
-        objective = search.compute_objective_with_table(state, t, *state.chosen[t])
-        chosen = predict_table_cost(search, state, t, *state.chosen[t], objective)
+        search.add_table_costs(best_state, t, *best_state.chosen[t], -1.0)
+        objective = search.compute_objective_with_table(best_state, t, *best_state.chosen[t])
+        chosen = predict_table_cost(search, best_state, t, *best_state.chosen[t], objective)
         others = []
         for exchange, kind in OPTIONS:
             if (exchange, kind) == chosen.option or not _is_alternative(search, t, exchange, kind):
                 continue
             costs = [
-                predict_table_cost(search, state, t, exchange, sharding, objective)
-                for sharding in search.propose_shardings(state, t, kind)
+                predict_table_cost(search, best_state, t, exchange, sharding, objective)
+                for sharding in search.propose_shardings(best_state, t, kind)
             ]
             others += sorted(costs, key=lambda cost: cost.more)[:1]
-        search.add_table_costs(state, t, *state.chosen[t])
+        search.add_table_costs(best_state, t, *best_state.chosen[t])
         others.sort(key=lambda cost: cost.more)
         tables.append(
             TableChoice(load.name, chosen, tuple(others), search.forced[t] != Constraint())
         )
-    used = [exchange for exchange, count in state.num_tables.items() if count]
+    used = [exchange for exchange, count in best_state.num_tables.items() if count]
     sent = dict.fromkeys(tables[0].chosen.sent, 0.0)
     for table in tables:
         for key, size in table.chosen.sent.items():
             sent[key] += size
     _add_bytes(search, sent, search.list_fixed_flows(used), None)
-    _, fetch, push = state.links.max(1).tolist()
-    seconds = search.predict_step_seconds(state)
+    _, fetch, push = best_state.links.max(1).tolist()
+    seconds = search.predict_step_seconds(best_state)
     # Values fetched ahead cost no waiting, so halving their bytes saves nothing.
     halved_seconds = (push + (0.0 if seconds.is_fetched_ahead else fetch)) / 2
-    consumers = explain_consumers(search, state, partials_delay)
+    consumers = explain_consumers(search, best_state, partials_delay_seconds)
     return PlanDecision(tuple(tables), seconds, sent, halved_seconds, consumers)
 
 
@@ -191,23 +202,23 @@ def _is_alternative(search: Search, table_index: int, exchange: str, kind: Kind)
 
 def predict_table_cost(
     search: Search,
-    state: State,
-    t: int,
-    exchange: str,
+    search_state: State,
+    table_index: int,
+    exchange_name: str,
     sharding: Sharding,
-    objective: float,
+    state_objective: float,
 ) -> TableCost:
-    """Predict the cost of table t under an exchange and sharding, given the other tables of `state`.
+    """Predict the cost of table t under an exchange and sharding, given the other tables of `search_state`.
 
-    state: without table t. objective: of the state with the chosen option of table t."""
-    flows, _ = search.predict_table_costs(t, exchange, sharding)
-    seconds = search.predict_balanced_seconds(t, exchange, sharding)
-    is_chosen = state.chosen[t] == (exchange, sharding)
-    if is_chosen and exchange in BY_TOWERS and search.links.is_in_towers(sharding):
-        compression = state.tower_compression
-        flows = (*flows, *compression.list_flows(t, search.samples, len(sharding.ranks)))
-    if exchange == "partials":
-        joint_flows = _list_partials_flows(search, state, t, sharding)
+    search_state: without table t. state_objective: of the state with the chosen option of table t."""
+    flows, _ = search.predict_table_costs(table_index, exchange_name, sharding)
+    seconds = search.predict_balanced_seconds(table_index, exchange_name, sharding)
+    is_chosen = search_state.chosen[table_index] == (exchange_name, sharding)
+    if is_chosen and exchange_name in BY_TOWERS and search.links.is_in_towers(sharding):
+        compression = search_state.tower_compression
+        flows = (*flows, *compression.list_flows(table_index, search.samples, len(sharding.ranks)))
+    if exchange_name == "partials":
+        joint_flows = _list_partials_flows(search, search_state, table_index, sharding)
         flows = (*flows, *joint_flows)
         seconds += sum(
             flow.bytes * search.links.load(flow.pattern, sharding).balanced
@@ -218,8 +229,11 @@ def predict_table_cost(
         (channel, link): 0.0 for channel in CHANNELS for link in ("local", "remote")
     }
     _add_bytes(search, sent, flows, sharding)
-    more = search.compute_objective_with_table(state, t, exchange, sharding) - objective
-    return TableCost(exchange, sharding, sent, seconds, more)
+    more = (
+        search.compute_objective_with_table(search_state, table_index, exchange_name, sharding)
+        - state_objective
+    )
+    return TableCost(exchange_name, sharding, sent, seconds, more)
 
 
 def _add_bytes(

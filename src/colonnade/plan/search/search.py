@@ -40,10 +40,14 @@ from colonnade.hops.load import TableLoad
 from colonnade.lookup.views import is_merged_at_samples
 from colonnade.plan.cost.consumers import (
     TowerCompression,
-    build_load_from_tables,
+    build_model_load_without_consumers,
     find_tower_compression,
 )
-from colonnade.plan.cost.partials import Partials, PartialsTraffic, predict_partials_seconds
+from colonnade.plan.cost.partials import (
+    Partials,
+    PartialsTraffic,
+    predict_operator_partials_seconds,
+)
 from colonnade.plan.cost.step_time import (
     EXTRA_EXCHANGE_SECONDS,
     ProcessorSeconds,
@@ -115,7 +119,7 @@ class Search:
         self.has_hosts = world.num_hosts > 1 and world.ranks_per_host > 1
         self.forced = [problem.forced.get(load.name, Constraint()) for load in loads]
         self.partials = Partials(
-            problem.model or build_load_from_tables(loads),
+            problem.model or build_model_load_without_consumers(loads),
             len(loads),
             adds_in_host=sums_inside_hosts(world),
         )
@@ -240,29 +244,29 @@ class Search:
         self,
         state: State,
         table_index: int,
-        exchange: str,
+        exchange_name: str,
         sharding: Sharding,
-        sign: float = 1.0,
+        cost_sign: float = 1.0,
     ) -> None:
         """Add the costs of a table to a state, or remove them with sign -1. `state.chosen` does not change."""
-        flows, seconds = self.predict_table_costs(table_index, exchange, sharding)
+        flows, seconds = self.predict_table_costs(table_index, exchange_name, sharding)
         load = self.loads[table_index]
         for flow in flows:
             links = self.links.load(flow.pattern, sharding).seconds(flow.channel)
-            state.links[CHANNELS.index(flow.channel)] += (sign * flow.bytes) * links
-        state.processor += (sign * seconds.trainer) * self.is_trainer
+            state.links[CHANNELS.index(flow.channel)] += (cost_sign * flow.bytes) * links
+        state.processor += (cost_sign * seconds.trainer) * self.is_trainer
         owners = _rank_index(sharding.ranks)
         num_shards = sharding.num_owners * sharding.slices
-        state.processor[owners] += sign * seconds.owner
-        state.owned_bytes[owners] += sign * load.total_bytes / num_shards
+        state.processor[owners] += cost_sign * seconds.owner
+        state.owned_bytes[owners] += cost_sign * load.total_bytes / num_shards
         step_bytes = min(load.unique_world, load.rows) * load.slot_bytes
-        state.step_bytes[owners] += sign * step_bytes / num_shards
-        state.num_tables[exchange] = state.num_tables.get(exchange, 0) + int(sign)
+        state.step_bytes[owners] += cost_sign * step_bytes / num_shards
+        state.num_tables[exchange_name] = state.num_tables.get(exchange_name, 0) + int(cost_sign)
         if is_apart := is_merged_at_samples(sharding):
-            state.apart[table_index] = sign > 0
-        if exchange == "partials":
-            state.owners[table_index, owners] = 1 / sharding.slices if sign > 0 else 0.0
-        if exchange == "partials" or (is_apart and state.num_tables.get("partials")):
+            state.apart[table_index] = cost_sign > 0
+        if exchange_name == "partials":
+            state.owners[table_index, owners] = 1 / sharding.slices if cost_sign > 0 else 0.0
+        if exchange_name == "partials" or (is_apart and state.num_tables.get("partials")):
             self._update_partials_cost(state)
 
     def _update_partials_cost(self, state: State) -> None:
@@ -273,7 +277,7 @@ class Search:
         state.partials = state.partials_seconds = None
         if state.num_tables.get("partials"):
             state.partials = self.partials.predict_traffic(state.owners, state.apart)
-            state.partials_seconds = predict_partials_seconds(
+            state.partials_seconds = predict_operator_partials_seconds(
                 state.partials, state.owners, self.samples, self.links, self.problem.rates
             )
             state.links += state.partials_seconds[0]
@@ -315,12 +319,17 @@ class Search:
         is_ahead = self.problem.is_fetched_ahead and not state.tower_compression.inside
         return StepSeconds(computed, route, fetch, push, self.world.crowding, is_ahead)
 
-    def list_fixed_flows(self, used: Sequence[str]) -> list[Flow]:
+    def list_fixed_flows(self, used_exchanges: Sequence[str]) -> list[Flow]:
         """List what is sent for these exchanges whatever the tables, and the weight of each rank's batch."""
         shared = Flow("route", "everyone", SHARED_BYTES)
         return [
             shared,
-            *(flow for name in used for hop in EXCHANGES[name] for flow in hop.fixed_flows),
+            *(
+                flow
+                for name in used_exchanges
+                for hop in EXCHANGES[name]
+                for flow in hop.fixed_flows
+            ),
         ]
 
     def compute_objective(self, state: State) -> float:
@@ -502,26 +511,26 @@ class Search:
         return rebuilt
 
 
-def count_max_slices(load: TableLoad, kind: Kind, world: World) -> int:
+def count_max_slices(table_load: TableLoad, sharding_kind: Kind, world: World) -> int:
     """Return the largest number of slices of a table's rows; 1: rows may not be cut."""
-    if not load.may_be_cut:
+    if not table_load.may_be_cut:
         return 1
     has_hosts = world.num_hosts > 1 and world.ranks_per_host > 1
     owners = len(world.owners)
-    if kind == "grid":
+    if sharding_kind == "grid":
         owners = world.num_hosts * (has_hosts and not world.has_servers)
-    return max(1, min(owners, load.width // MIN_SLICE_COLUMNS))
+    return max(1, min(owners, table_load.width // MIN_SLICE_COLUMNS))
 
 
 def propose_column_shardings(
-    load: TableLoad, kind: Kind, world: World, rank_seconds: Floats
+    table_load: TableLoad, sharding_kind: Kind, world: World, rank_seconds: Floats
 ) -> list[Sharding]:
     """Propose shardings with as many slices as possible on the least busy ranks, or on the least busy host.
 
     rank_seconds (N,): seconds that each rank is busy already."""
-    slices = count_max_slices(load, kind, world)
+    slices = count_max_slices(table_load, sharding_kind, world)
     hosts = rank_seconds.reshape(world.num_hosts, -1).mean(1).argsort(kind="stable").tolist()
-    if kind == "grid":
+    if sharding_kind == "grid":
         return [grid(world, hosts[:slices])]
     owners = sorted(world.owners, key=lambda rank: rank_seconds[rank])
     shardings = [column_wise(owners[:slices])]

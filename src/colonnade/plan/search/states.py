@@ -60,18 +60,18 @@ def _choose_partials_option(
     search: Search,
     table_index: int,
     options: Sequence[Option],
-    group: Sequence[int],
-    kind: Kind,
-    others: Collection[str],
+    table_group: Sequence[int],
+    sharding_kind: Kind,
+    other_exchanges: Collection[str],
 ) -> Option:
     """Return the option with `partials` for a table of the group, with this kind of sharding if possible.
 
-    Other tables get the cheapest option with the exchanges `others`."""
+    Other tables get the cheapest option with the exchanges `other_exchanges`."""
     with_partials = [option for option in options if option[0] == "partials"]
-    if table_index not in group or not with_partials:
-        return _find_cheapest_balanced_option(search, table_index, options, others)
-    if ("partials", kind) in with_partials:
-        return "partials", kind
+    if table_index not in table_group or not with_partials:
+        return _find_cheapest_balanced_option(search, table_index, options, other_exchanges)
+    if ("partials", sharding_kind) in with_partials:
+        return "partials", sharding_kind
     return with_partials[-1]
 
 
@@ -85,10 +85,11 @@ def _build_search_state(search: Search, pick_option: Callable[..., Option]) -> S
 
 
 def _find_cheapest_balanced_option(
-    search: Search, table_index: int, options: Sequence[Option], exchanges: Collection[str]
+    search: Search, table_index: int, options: Sequence[Option], allowed_exchanges: Collection[str]
 ) -> Option:
-    """Return the option with one of `exchanges` that costs a table least if all ranks and links are equally loaded."""
-    options = [option for option in options if option[0] in exchanges] or list(options)
+    """Return the option with one of `allowed_exchanges` that costs a table least if all ranks and links are equally
+    loaded."""
+    options = [option for option in options if option[0] in allowed_exchanges] or list(options)
     world = search.world
     examples = {
         **search.fixed_shardings,
@@ -107,32 +108,37 @@ def _find_cheapest_balanced_option(
     return min(options, key=predict_most_seconds)
 
 
-def build_runner_up_states(search: Search, best: State, count: int) -> list[State]:
-    """Build up to `count` states in which most tables have other options than in `best`, fastest first.
+def build_runner_up_states(search: Search, best_state: State, max_states: int) -> list[State]:
+    """Build up to `max_states` states in which most tables have other options than in `best_state`, fastest first.
 
-    The tables under the option that costs most, or all tables, get another option; the rest is as in `best`. States
-    that do not fit in memory or cannot run are left out."""
-    main = _find_main_option(search, best)
-    main_tables = [t for t, option in enumerate(_list_options(best)) if option == main]
+    The tables under the option that costs most, or all tables, get another option; the rest is as in `best_state`.
+    States that do not fit in memory or cannot run are left out."""
+    main = _find_main_option(search, best_state)
+    main_tables = [t for t, option in enumerate(_list_options(best_state)) if option == main]
     every_table = range(len(search.loads))
     states: list[tuple[float, Option, State]] = []
     for option in dict.fromkeys(option for options in search.options for option in options):
         if option == main:
             continue
         variants = [
-            _change_tables(search, best, option, tables) for tables in (main_tables, every_table)
+            _change_tables(search, best_state, option, tables)
+            for tables in (main_tables, every_table)
         ]
         state = min(variants, key=search.compute_objective)
         objective = search.compute_objective(state)
         saves_nothing = state.partials is not None and not state.partials.consumers
-        if objective == float("inf") or saves_nothing or state.chosen == best.chosen:
+        if objective == float("inf") or saves_nothing or state.chosen == best_state.chosen:
             continue
         states.append((objective, option, state))
     runners_up: list[State] = []
     num_with_exchange = Counter([main[0]])
     for _, (exchange, _), state in sorted(states, key=lambda entry: entry[0]):
         is_new = all(state.chosen != other.chosen for other in runners_up)
-        if is_new and num_with_exchange[exchange] < MAX_PER_EXCHANGE and len(runners_up) < count:
+        if (
+            is_new
+            and num_with_exchange[exchange] < MAX_PER_EXCHANGE
+            and len(runners_up) < max_states
+        ):
             num_with_exchange[exchange] += 1
             runners_up.append(search.recompute_state_costs(state))
     return runners_up
@@ -152,14 +158,16 @@ def _find_main_option(search: Search, state: State) -> Option:
     return max(seconds, key=lambda option: seconds[option]) if seconds else _list_options(state)[0]
 
 
-def _change_tables(search: Search, best: State, option: Option, tables: Collection[int]) -> State:
-    """Return `best` with this option for those of the tables that may have it, each where it costs least."""
-    moved = [t for t in search.order_tables() if t in tables and option in search.options[t]]
+def _change_tables(
+    search: Search, best_state: State, option: Option, table_indices: Collection[int]
+) -> State:
+    """Return `best_state` with this option for those of the tables that may have it, each where it costs least."""
+    moved = [t for t in search.order_tables() if t in table_indices and option in search.options[t]]
     state = search.empty_state()
-    state.chosen = list(best.chosen)
+    state.chosen = list(best_state.chosen)
     for t in range(len(search.loads)):
         if t not in moved:
-            search.add_table_costs(state, t, *best.chosen[t])
+            search.add_table_costs(state, t, *best_state.chosen[t])
     for t in moved:
         search.place_table(state, t, option)
     return state

@@ -91,14 +91,16 @@ def affinity_distances(affinity: Floats, kind: Distance) -> Floats:
     return matrix
 
 
-def compute_mean_affinities(affinity: Floats, towers: Sequence[int]) -> tuple[float, float]:
+def compute_mean_affinities(
+    affinity_matrix: Floats, tower_by_feature: Sequence[int]
+) -> tuple[float, float]:
     """Return the mean affinity of pairs of features inside one tower, and across towers; NaN without such pairs.
 
-    towers: index of each feature's tower.
+    tower_by_feature: index of each feature's tower.
     """
-    label = np.asarray(towers)
+    label = np.asarray(tower_by_feature)
     is_same = label[:, None] == label[None]
     upper = np.triu(np.ones_like(is_same), 1)
-    pairs = [affinity[upper & is_pair] for is_pair in (is_same, ~is_same)]
+    pairs = [affinity_matrix[upper & is_pair] for is_pair in (is_same, ~is_same)]
     within, between = (float(values.mean()) if len(values) else float("nan") for values in pairs)
     return within, between

@@ -95,26 +95,28 @@ SLACK = 1e-9
 """Relative tolerance of a capacity, for rounding in sums of floats."""
 
 
-def assign_to_bins(costs: Floats, weights: Floats, capacities: Floats) -> Labels:
+def assign_to_bins(
+    assignment_costs: Floats, item_weights: Floats, bin_capacities: Floats
+) -> Labels:
     """Assign items to bins at low cost, at least one item in each bin (U >= T). Returns the bin of each item, (U,).
 
     Heaviest first to the cheapest bin with room, then by moves and swaps while they help: these reduce the overflow
-    first, then the costs. costs: (U, T). weights: (U, M), not negative. capacities: (M,), of every bin, above 0; inf:
-    no bound. The result may exceed capacities (`max_bin_fill`).
+    first, then the costs. assignment_costs: (U, T). item_weights: (U, M), not negative. bin_capacities: (M,), of every
+    bin, above 0; inf: no bound. The result may exceed capacities (`max_bin_fill`).
     """
-    num_items, num_bins = costs.shape
-    shares = weights / capacities  # (U, M): the sum in a bin should not exceed 1
+    num_items, num_bins = assignment_costs.shape
+    shares = item_weights / bin_capacities  # (U, M): the sum in a bin should not exceed 1
     order = np.lexsort((np.arange(num_items), -shares.max(1, initial=0.0)))
     label = np.full(num_items, -1, dtype=np.int64)
     fill = np.zeros((num_bins, shares.shape[1]))
     num_in_bin = np.zeros(num_bins)
     for u in order.tolist():
         excess = _bin_excess(fill + shares[u], num_in_bin + 1)
-        label[u] = np.lexsort((costs[u], excess))[0]
+        label[u] = np.lexsort((assignment_costs[u], excess))[0]
         fill[label[u]] += shares[u]
         num_in_bin[label[u]] += 1
     items = np.arange(num_items)
-    scale = np.ptp(costs, axis=1).sum() + 1e-300
+    scale = np.ptp(assignment_costs, axis=1).sum() + 1e-300
     while True:
         excess = _bin_excess(fill, num_in_bin)
         own_excess = excess[label]
@@ -125,7 +127,7 @@ def assign_to_bins(costs: Floats, weights: Floats, capacities: Floats) -> Labels
             fill[label][:, None] - shares[:, None] + shares[None], num_in_bin[label][:, None]
         )
         swaps = swapped + swapped.T - own_excess[:, None] - own_excess[None]
-        move_costs = costs - costs[items, label][:, None]
+        move_costs = assignment_costs - assignment_costs[items, label][:, None]
         swap_costs = move_costs[:, label]
         is_other_bin = label[:, None] != label[None]
         stays = label[:, None] == np.arange(num_bins)[None]
@@ -442,10 +444,10 @@ def _absolute_capacities(weights: Floats, num_towers: int, capacity: Capacity) -
 
 
 def _initial_centres(
-    points: Floats, tables: Sequence[NDArray[np.int64]], num_towers: int, seed: int
+    points: Floats, table_features: Sequence[NDArray[np.int64]], num_towers: int, seed: int
 ) -> list[Floats]:
     """Return initial centres for k-means: tables far from each other, then tables drawn by the seed."""
-    means = np.stack([points[features].mean(0) for features in tables])
+    means = np.stack([points[features].mean(0) for features in table_features])
     distant = [int(((means - means.mean(0)) ** 2).sum(1).argmax())]
     distance = np.full(len(means), np.inf)
     while len(distant) < num_towers:
@@ -459,52 +461,57 @@ def _initial_centres(
 
 def _cluster_by_kmeans(
     points: Floats,
-    tables: Sequence[NDArray[np.int64]],
-    centres: Floats,
+    table_features: Sequence[NDArray[np.int64]],
+    initial_centres: Floats,
     weights: Floats,
     capacities: Floats,
 ) -> tuple[NDArray[np.int64], float]:
     """Return the cluster of each table, and the sum of squared distances of features to their cluster's centre."""
-    label = np.full(len(tables), -1, dtype=np.int64)
+    label = np.full(len(table_features), -1, dtype=np.int64)
     size = weights[:, 0]
-    sums = np.stack([points[features].sum(0) for features in tables])
-    squares = np.array([(points[features] ** 2).sum() for features in tables])
+    sums = np.stack([points[features].sum(0) for features in table_features])
+    squares = np.array([(points[features] ** 2).sum() for features in table_features])
     cost = math.inf
     for _ in range(ROUNDS):
         # Sum of |x - c|^2 over the features of a table.
-        costs = squares[:, None] - 2 * sums @ centres.T + size[:, None] * (centres**2).sum(1)
+        costs = (
+            squares[:, None]
+            - 2 * sums @ initial_centres.T
+            + size[:, None] * (initial_centres**2).sum(1)
+        )
         moved = assign_to_bins(costs, weights, capacities)
-        value = float(costs[np.arange(len(tables)), moved].sum())
+        value = float(costs[np.arange(len(table_features)), moved].sum())
         if (moved == label).all() or value >= cost - 1e-12:
             break
         label = moved
         cost = value
-        centres = np.stack(
-            [sums[label == t].sum(0) / size[label == t].sum() for t in range(len(centres))]
+        initial_centres = np.stack(
+            [sums[label == t].sum(0) / size[label == t].sum() for t in range(len(initial_centres))]
         )
     return label, cost
 
 
 def _describe_overflow(
-    fill: Floats,
+    max_fill: Floats,
     weights: Floats,
     loads: Sequence[FeatureLoad],
-    tables: Sequence[NDArray[np.int64]],
+    table_features: Sequence[NDArray[np.int64]],
     num_towers: int,
     capacity: Capacity,
 ) -> str:
-    """Return the message for a capacity that cannot be met, and one that can. fill: result of `max_bin_fill`."""
-    m = int(np.where(np.isfinite(fill), fill, 0).argmax())
+    """Return the message for a capacity that cannot be met, and one that can. max_fill: result of `max_bin_fill`."""
+    m = int(np.where(np.isfinite(max_fill), max_fill, 0).argmax())
     name = MEASURES[m]
     ratio = float(getattr(capacity, MEASURES[m]))
     mean = weights[:, m].sum() / num_towers
     largest = int(weights[:, m].argmax())
     feasible = (
-        fill[m] * (math.ceil(ratio * mean - 1e-9) if name == "count" else ratio * mean) / mean
+        max_fill[m] * (math.ceil(ratio * mean - 1e-9) if name == "count" else ratio * mean) / mean
     )
     feasible = math.ceil(feasible * 100 - 1e-6) / 100
     reason = (
-        f"table {loads[tables[largest][0]].table!r} alone is {weights[largest, m] / mean:.3g} of a tower's even share"
+        f"table {loads[table_features[largest][0]].table!r} alone is {weights[largest, m] / mean:.3g} of a "
+        "tower's even share"
         if weights[largest, m] > ratio * mean
         else f"the least that was found is {feasible:.3g}"
     )

@@ -226,7 +226,11 @@ class GrpcServer:
         }
 
     def _answer(
-        self, name: str, handler: Callable[[Any, RequestRecord], Any], content: bytes, context: Any
+        self,
+        method_name: str,
+        handler: Callable[[Any, RequestRecord], Any],
+        request_bytes: bytes,
+        call_context: Any,
     ) -> Any:
         """Answer a call; errors become the protocol's status codes."""
         started = time.perf_counter()
@@ -234,12 +238,12 @@ class GrpcServer:
         status = 200
         policy = self.service.policy
         try:
-            if not policy.is_loopback and name not in ("ServerLive", "ServerReady"):
-                policy.check_token(dict(context.invocation_metadata()).get("authorization"))
-            fields = handler(self._parse(name, content), record)
+            if not policy.is_loopback and method_name not in ("ServerLive", "ServerReady"):
+                policy.check_token(dict(call_context.invocation_metadata()).get("authorization"))
+            fields = handler(self._parse(method_name, request_bytes), record)
         except Exception as error:
             status, text, _ = describe_error(error)
-            context.abort(getattr(self.codes, CODES.get(status, "INTERNAL")), text)
+            call_context.abort(getattr(self.codes, CODES.get(status, "INTERNAL")), text)
         finally:
             seconds = time.perf_counter() - started
             self.service.metrics.observe_request("grpc", status, seconds)
@@ -247,27 +251,27 @@ class GrpcServer:
                 "request",
                 {
                     "method": "GRPC",
-                    "path": name,
+                    "path": method_name,
                     "status": status,
                     "route": "grpc",
                     "ms": round(1000 * seconds, 3),
                     "samples": record.samples,
                     "step": record.step,
-                    "client": context.peer(),
+                    "client": call_context.peer(),
                 },
             )
-        return self.types[f"{name}Response"](**fields)
+        return self.types[f"{method_name}Response"](**fields)
 
-    def _parse(self, name: str, content: bytes) -> Any:
+    def _parse(self, method_name: str, request_bytes: bytes) -> Any:
         """Parse the message of a call. Raises RequestError (400)."""
         from google.protobuf.message import DecodeError
 
         try:
-            return self.types[f"{name}Request"].FromString(content)
+            return self.types[f"{method_name}Request"].FromString(request_bytes)
         except DecodeError as error:
             raise RequestError(
                 400,
-                f"message: got {quote_value(str(error))}, wanted an inference.{name}Request",
+                f"message: got {quote_value(str(error))}, wanted an inference.{method_name}Request",
             ) from None
 
     def _model_ready(self, request: Any, record: RequestRecord) -> dict[str, Any]:

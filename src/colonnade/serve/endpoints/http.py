@@ -119,7 +119,7 @@ class Gate:
         finally:
             self.num_in_progress -= 1
             self.service.metrics.in_progress.dec()
-            self._note(scope, record, answered, time.perf_counter() - started)
+            self._log_request(scope, record, answered, time.perf_counter() - started)
 
     def _check(self, scope: Any) -> None:
         headers = scope["headers_by_name"] = {
@@ -140,20 +140,22 @@ class Gate:
                 retry_seconds=1,
             )
 
-    def _note(self, scope: Any, record: RequestRecord, answered: int, seconds: float) -> None:
+    def _log_request(
+        self, asgi_scope: Any, request_record: RequestRecord, answer_status: int, seconds: float
+    ) -> None:
         service = self.service
-        service.metrics.observe_request(record.route, answered, seconds)
-        client = scope.get("client")
+        service.metrics.observe_request(request_record.route, answer_status, seconds)
+        client = asgi_scope.get("client")
         service.log.write(
             "request",
             {
-                "method": scope["method"],
-                "path": scope["path"],
-                "status": answered,
-                "route": record.route,
+                "method": asgi_scope["method"],
+                "path": asgi_scope["path"],
+                "status": answer_status,
+                "route": request_record.route,
                 "ms": round(1000 * seconds, 3),
-                "samples": record.samples,
-                "step": record.step,
+                "samples": request_record.samples,
+                "step": request_record.step,
                 "client": client[0] if client else None,
             },
         )
@@ -254,10 +256,10 @@ class TimeLimit:
             raise RequestError(408, self.text.format(self.count())) from None
 
 
-async def run_job(service: Service, build_job: Callable[..., Job], *, is_short: bool) -> Any:
+async def run_job(service: Service, build_job: Callable[..., Job], *, is_short_job: bool) -> Any:
     """Submit a job and wait for its result, at most the time-out. Raises its error, RequestError (503, 504).
 
-    is_short: it may run in the event loop.
+    is_short_job: it may run in the event loop.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
@@ -276,7 +278,7 @@ async def run_job(service: Service, build_job: Callable[..., Job], *, is_short: 
             loop.call_soon_threadsafe(settle, result, error)
 
     job = build_job(resolve=resolve, deadline=time.monotonic() + seconds)
-    service.queue.submit(job, loop if is_short else None)
+    service.queue.submit(job, loop if is_short_job else None)
     late = RequestError(
         504,
         f"got no result in {seconds:g} s; send fewer candidates, or raise --timeout",
@@ -302,7 +304,7 @@ async def infer(service: Service, request: Request) -> Response:
     header_length = request.scope["headers_by_name"].get(HEADER_LENGTH.lower())
     prepare, finish = service.plan_infer(body, header_length, request.scope["record"])
     build_job = partial(ScoreJob, prepare=prepare, finish=finish, step=step)
-    content, length = await run_job(service, build_job, is_short=len(body) <= SHORT_BODY_BYTES)
+    content, length = await run_job(service, build_job, is_short_job=len(body) <= SHORT_BODY_BYTES)
     if length is None:
         return build_response(content)
     return Response(
@@ -316,13 +318,13 @@ async def score(service: Service, request: Request) -> Response:
     prepare, finish = service.plan_score(body, request.scope["record"])
     build_job = partial(ScoreJob, prepare=prepare, finish=finish)
     is_short = len(body) <= SHORT_BODY_BYTES
-    return build_response(await run_job(service, build_job, is_short=is_short))
+    return build_response(await run_job(service, build_job, is_short_job=is_short))
 
 
 async def recommend(service: Service, request: Request) -> Response:
     body = await read_body(service, request)
     plan = partial(service.recommend, body, request.scope["record"])
-    return build_response(await run_job(service, partial(Job, run=plan), is_short=False))
+    return build_response(await run_job(service, partial(Job, run=plan), is_short_job=False))
 
 
 async def add_feedback(service: Service, request: Request) -> Response:

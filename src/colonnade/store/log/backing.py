@@ -146,18 +146,20 @@ class LogBacking:
 
     # ---- rows
 
-    def read(self, ids: Tensor, out: Tensor, demand: bool = True) -> PendingRead:
-        """Start a read as `Backing.read`. After an error in `wait`, `out` has whole new rows or none."""
-        check_record_arrays(ids, out, self.record_bytes)
+    def read(self, ids: Tensor, records_out: Tensor, demand: bool = True) -> PendingRead:
+        """Start a read as `Backing.read`. After an error in `wait`, `records_out` has whole new rows or none."""
+        check_record_arrays(ids, records_out, self.record_bytes)
         self._check_open()
-        return PendingRead(self.log.read(self.reader, ids, out, demand), out, self.files.path_of)
+        return PendingRead(
+            self.log.read(self.reader, ids, records_out, demand), records_out, self.files.path_of
+        )
 
     def write(
         self,
         ids: Tensor,
         records: Tensor,
-        frequencies: Tensor | None = None,
-        for_commit: bool = False,
+        access_frequencies: Tensor | None = None,
+        is_for_commit: bool = False,
     ) -> Pending:
         """Write as `Backing.write`: in memory when this returns, all or nothing.
 
@@ -167,7 +169,7 @@ class LogBacking:
         check_record_arrays(ids, records, self.record_bytes)
         writer = self._check_writable()
         writer.wait_for_room()
-        self.log.write(ids, records, frequencies, FRESH, for_commit)
+        self.log.write(ids, records, access_frequencies, FRESH, is_for_commit)
         writer.wake()
         return DeferredResult(lambda: torch.ones(len(ids), dtype=torch.bool))
 
@@ -304,22 +306,22 @@ class LogBacking:
             self.thaw()
             return manifest
 
-    def prune(self, keep_steps: Collection[int]) -> None:
-        """Delete the commits that are not in `keep_steps`, and the files that no commit needs any more.
+    def prune(self, retained_steps: Collection[int]) -> None:
+        """Delete the commits that are not in `retained_steps`, and the files that no commit needs any more.
 
         Raises CheckpointError for a step that was never committed, StorageError (call again to continue).
         """
         with self._committing:
             self._check_writable()
-            unknown = sorted(set(keep_steps) - set(self._manifests) - self._damaged)
+            unknown = sorted(set(retained_steps) - set(self._manifests) - self._damaged)
             if unknown:
                 raise CheckpointError(
                     f"{self.directory}: got keep_steps with {unknown}, wanted some of {self.commits()}. "
                     "Keep only steps that `commits()` lists"
                 )
-            self._damaged &= set(keep_steps)
+            self._damaged &= set(retained_steps)
             self._manifests = {
-                step: self._manifests[step] for step in sorted(set(keep_steps) - self._damaged)
+                step: self._manifests[step] for step in sorted(set(retained_steps) - self._damaged)
             }
             self._remove_manifests()
             self.files.remove_forgotten_files(self._referenced_segments())
@@ -470,27 +472,29 @@ class LogBacking:
     def _start(
         self,
         step: int | None,
-        by_step: dict[int, Manifest],
-        damaged: Collection[int],
+        manifests_by_step: dict[int, Manifest],
+        damaged_steps: Collection[int],
     ) -> None:
         """Load the commit of `step`, if any, and start writing unless the store is only read."""
         if step is not None:
-            self._load_commit(by_step[step])
+            self._load_commit(manifests_by_step[step])
         if self.writer is not None:
-            self._start_writing(by_step, damaged)
+            self._start_writing(manifests_by_step, damaged_steps)
 
-    def _start_writing(self, retained: dict[int, Manifest], damaged: Collection[int]) -> None:
-        """Start writing: remove every commit that is not in `retained`, and files that no commit lists.
+    def _start_writing(
+        self, retained_manifests: dict[int, Manifest], damaged_steps: Collection[int]
+    ) -> None:
+        """Start writing: remove every commit that is not in `retained_manifests`, and files that no commit lists.
 
-        damaged: steps of older commits with unreadable manifests. What they list is unknown, so all files stay until
-        such a commit is pruned: its manifest may be restored from a copy.
+        damaged_steps: steps of older commits with unreadable manifests. What they list is unknown, so all files stay
+        until such a commit is pruned: its manifest may be restored from a copy.
         """
-        self._manifests = dict(retained)
-        self._damaged = frozenset(damaged)
+        self._manifests = dict(retained_manifests)
+        self._damaged = frozenset(damaged_steps)
         self._remove_manifests()
-        if not damaged:
+        if not damaged_steps:
             self.files.remove_leftover_files(self._referenced_segments())
-        for manifest in retained.values():
+        for manifest in retained_manifests.values():
             for entry in manifest.segments:
                 self.files.track_removable(entry)
         assert self.writer is not None and self._collector is not None
@@ -589,12 +593,14 @@ def open_log(
 
 
 def _find_last_segment_number(
-    by_step: Mapping[int, Manifest], damaged: Sequence[int], opened: Stripes
+    manifests_by_step: Mapping[int, Manifest], damaged_steps: Sequence[int], open_stripes: Stripes
 ) -> int:
     """Return the largest number of a segment; those of damaged commits are known by their files only."""
-    numbers = [entry.number for manifest in by_step.values() for entry in manifest.segments]
-    if damaged:
-        numbers += [number for number, _ in list_segment_files(opened)]
+    numbers = [
+        entry.number for manifest in manifests_by_step.values() for entry in manifest.segments
+    ]
+    if damaged_steps:
+        numbers += [number for number, _ in list_segment_files(open_stripes)]
     return max(numbers, default=0)
 
 

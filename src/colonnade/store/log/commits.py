@@ -124,19 +124,19 @@ class IncomparableCommits(StorageError):
     """Error: the two commits are of different stores, so their difference is undefined."""
 
 
-def diff_commits(directory: Path, earlier: int, later: int) -> CommitDifference:
-    """Compute the difference of the commits of two steps of the store in `directory`.
+def diff_commits(store_directory: Path, earlier_step: int, later_step: int) -> CommitDifference:
+    """Compute the difference of the commits of two steps of the store in `store_directory`.
 
-    Segments never change, so a record belongs to one of the commits alone exactly where the two bitmaps differ: work is
-    in proportion to the changes, and a bit for each record. Rows that garbage collection moved without a change are
+    Segments never change, so a record belongs to one of the commits alone exactly where the two bitmaps differ: work
+    is in proportion to the changes, and a bit for each record. Rows that garbage collection moved without a change are
     left out. Raises IncomparableCommits; CorruptionError naming the file and record with a wrong checksum,
     StorageError.
     """
-    old = StoredCommit(directory, earlier)
-    new = StoredCommit(directory, later)
+    old = StoredCommit(store_directory, earlier_step)
+    new = StoredCommit(store_directory, later_step)
     if (old.manifest.store_id, old.shape) != (new.manifest.store_id, new.shape):
         raise IncomparableCommits(
-            f"{directory}: steps {earlier} and {later} are not commits of one store"
+            f"{store_directory}: steps {earlier_step} and {later_step} are not commits of one store"
         )
     old_bitmaps = _read_bitmaps(old)
     new_bitmaps = _read_bitmaps(new)

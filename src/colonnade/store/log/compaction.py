@@ -101,19 +101,24 @@ class SegmentRewriter:
         uses = [SegmentUse(*use) for use in zip(*columns, strict=True)]
         return choose_victim_segments(uses, ready=ready, full_records=self.files.full_records)
 
-    def _rewrite_piece(self, part: SegmentFile, first: int) -> tuple[int, int]:
-        """Append live rows of a piece from record `first` on. Returns bytes read (at least 1) and the next record."""
-        live = unpack_flags(np.asarray(self.log.live(part.number)), part.num_records)[first:]
+    def _rewrite_piece(self, segment_file: SegmentFile, first_record: int) -> tuple[int, int]:
+        """Append live rows of a piece from record `first_record` on. Returns bytes read (at least 1) and the next
+        record."""
+        live = unpack_flags(
+            np.asarray(self.log.live(segment_file.number)), segment_file.num_records
+        )[first_record:]
         if not live.any():
-            return 1, part.num_records
-        first += int(live.argmax())
+            return 1, segment_file.num_records
+        first_record += int(live.argmax())
         shape = self.files.shape
-        if self._keys is None or self._keys[0] != part.number:
-            self._keys = part.number, part.read_keys()
-        pieces = read_frames(part.file, part.number, shape, self._keys[1], first)
+        if self._keys is None or self._keys[0] != segment_file.number:
+            self._keys = segment_file.number, segment_file.read_keys()
+        pieces = read_frames(
+            segment_file.file, segment_file.number, shape, self._keys[1], first_record
+        )
         start, ids, frames = next(pieces)
         rows = frames.view(np.uint8).reshape(len(frames), shape.stride)
-        self.log.rewrite(part.number, ids, rows, start, *self._streams)
+        self.log.rewrite(segment_file.number, ids, rows, start, *self._streams)
         return rows.size, start + len(frames)
 
     def _rewrite_suspect(self, part: SegmentFile) -> None:
@@ -144,15 +149,15 @@ class SegmentUse:
 
 
 def choose_victim_segments(
-    uses: Sequence[SegmentUse],
+    segment_uses: Sequence[SegmentUse],
     *,
     ready: Collection[int],
     full_records: int,
 ) -> list[int]:
     """Choose the segments to rewrite next; []: there is nothing to gain.
 
-    uses: the log's segments, those being filled included; ready: numbers of those that may be rewritten; full_records:
-    capacity of a segment.
+    segment_uses: the log's segments, those being filled included; ready: numbers of those that may be rewritten;
+    full_records: capacity of a segment.
 
       1. Segments without a live record go at once: they cost nothing.
       2. If there are more than 1.5 records to each live one, the segment with the largest
@@ -161,18 +166,18 @@ def choose_victim_segments(
       3. Segments of at most an eighth of a full one merge when 16 are of one power-of-16 class, so that small
          commits leave few files, and each row is merged a bounded number of times.
     """
-    live = sum(use.num_live for use in uses)
-    records = sum(use.num_records for use in uses)
-    newest = max((use.number for use in uses), default=0)
-    uses = [use for use in uses if use.number in ready]
-    dead = [use.number for use in uses if use.num_live == 0]
+    live = sum(use.num_live for use in segment_uses)
+    records = sum(use.num_records for use in segment_uses)
+    newest = max((use.number for use in segment_uses), default=0)
+    segment_uses = [use for use in segment_uses if use.number in ready]
+    dead = [use.number for use in segment_uses if use.num_live == 0]
     if dead:
         return dead
-    sparse = [use for use in uses if use.num_live < use.num_records]
+    sparse = [use for use in segment_uses if use.num_live < use.num_records]
     if records > MAX_RECORDS_PER_ROW * live and sparse:
         return [max(sparse, key=lambda use: (rate_benefit(use, newest), -use.number)).number]
     classes: dict[int, list[int]] = {}
-    for use in uses:
+    for use in segment_uses:
         if use.num_records * SMALL_SHARE <= full_records:
             size_class = max(use.num_live.bit_length() - 1, 0) // (FAN_IN.bit_length() - 1)
             classes.setdefault(size_class, []).append(use.number)

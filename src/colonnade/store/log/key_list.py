@@ -55,13 +55,13 @@ class Keys:
         packed[: len(ids) * width].reshape(len(ids), width)[:] = columns
         return cls(len(ids), base, width, packed.data)
 
-    def ids(self, first: int = 0, last: int | None = None) -> np.ndarray:
-        """Unpack the ids (n,) int64 of records `first` .. `last` (to the end)."""
-        count = (self.num_records if last is None else last) - first
+    def ids(self, first_record: int = 0, last_record: int | None = None) -> np.ndarray:
+        """Unpack the ids (n,) int64 of records `first_record` .. `last_record` (to the end)."""
+        count = (self.num_records if last_record is None else last_record) - first_record
         if self.width == 0:
             return np.full(count, self.base, np.int64)
         # Each id is read with the bytes behind it, which are then masked off.
-        at = self.start + first * self.width
+        at = self.start + first_record * self.width
         wide = np.ndarray((count,), "<u8", self.packed, at, (self.width,))
         beyond = wide & np.uint64((1 << 8 * self.width) - 1)
         beyond += np.uint64(self.base % (1 << 64))
@@ -85,7 +85,7 @@ def open_key_list(path: Path) -> DiskFile:
     return open_listed_file(path)
 
 
-def read_key_list(file: DiskFile, number: int, num_records: int, checksum: int) -> Keys:
+def read_key_list(file: DiskFile, segment_number: int, num_records: int, checksum: int) -> Keys:
     """Read a key list. Raises CorruptionError (torn, altered, of another segment), CheckpointError (version),
     StorageError."""
     data = _read_key_list_file(file)
@@ -94,7 +94,7 @@ def read_key_list(file: DiskFile, number: int, num_records: int, checksum: int) 
     base, width = fields[5:7]
     if fields[0] == MAGIC:
         check_version(file.path, FORMAT, fields[1])
-    wanted = (MAGIC, VERSION, number, num_records, checksum, base, width, 0)
+    wanted = (MAGIC, VERSION, segment_number, num_records, checksum, base, width, 0)
     length = HEADER.size + width * num_records
     if fields != wanted or width > ID_BYTES or len(content) != length:
         raise CorruptionError(

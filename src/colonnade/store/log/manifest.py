@@ -158,11 +158,11 @@ class CommitFile:
     content: str
 
 
-def list_commit_files(directory: Path, fields: dict[str, Any]) -> Iterator[CommitFile]:
-    """List the segments and key lists of a commit. fields: its manifest as read by `read_manifest_fields`."""
+def list_commit_files(directory: Path, manifest_fields: dict[str, Any]) -> Iterator[CommitFile]:
+    """List the segments and key lists of a commit. manifest_fields: its manifest as read by `read_manifest_fields`."""
     stripes = Stripes(directory)
-    stripes.directories |= {int(n): Path(path) for n, path in fields["stripes"].items()}
-    for part in fields["segments"]:
+    stripes.directories |= {int(n): Path(path) for n, path in manifest_fields["stripes"].items()}
+    for part in manifest_fields["segments"]:
         content = f"{part['header']}{part['checksum']}"
         rows = stripes.find_stripe_file(part["file"], part["stripe"])
         yield CommitFile(rows, part["bytes"], content)

@@ -60,12 +60,14 @@ def _is_plain(array: Tensor) -> bool:
     return array.is_contiguous() and array.device.type == "cpu"
 
 
-def raise_read_fault(fault: tuple[str, int, int] | None, path_of: Callable[[int], Path]) -> None:
+def raise_read_fault(
+    native_fault: tuple[str, int, int] | None, find_place_path: Callable[[int], Path]
+) -> None:
     """Raise a native read's fault (kind, place, errno) as StorageError or CorruptionError; None: return."""
-    if fault is None:
+    if native_fault is None:
         return
-    kind, place, error = fault
-    path = path_of(place >> 32)
+    kind, place, error = native_fault
+    path = find_place_path(place >> 32)
     record = place & 0xFFFFFFFF
     if kind == "system":
         raise StorageError(
@@ -97,22 +99,22 @@ class SegmentCompleted(Exception):
 
 
 def scan_live_rows(
-    log: _native.RowLog, files: LogFiles, reader: _native.PageReader
+    row_log: _native.RowLog, log_files: LogFiles, page_reader: _native.PageReader
 ) -> Iterator[RowBatch]:
     """Yield every live row once, as of the call. The caller prevents moves of rows during the call, not after.
 
     Rows in files are read during the iteration, rows in memory are copied at once.
     """
     for _ in range(SNAPSHOT_TRIES):
-        before = _count_changes(log)
+        before = _count_changes(row_log)
         try:
-            on_disk, in_memory = _snapshot_live_rows(log, files, reader)
+            on_disk, in_memory = _snapshot_live_rows(row_log, log_files, page_reader)
         except SegmentCompleted:
             continue
-        if _count_changes(log) == before:
-            return _read_row_batches(on_disk, in_memory, files)
+        if _count_changes(row_log) == before:
+            return _read_row_batches(on_disk, in_memory, log_files)
     raise StorageError(
-        f"{files.stripes.home}: got changes during each of {SNAPSHOT_TRIES} attempts to start a scan, wanted none "
+        f"{log_files.stripes.home}: got changes during each of {SNAPSHOT_TRIES} attempts to start a scan, wanted none "
         "during one. Scan between two steps"
     )
 
@@ -163,15 +165,15 @@ def _snapshot_live_rows(
 
 
 def _read_row_batches(
-    on_disk: list[SegmentRecords], in_memory: list[RowBatch], files: LogFiles
+    disk_segments: list[SegmentRecords], memory_batches: list[RowBatch], log_files: LogFiles
 ) -> Iterator[RowBatch]:
-    width = files.shape.record_bytes
-    for part in on_disk:
+    width = log_files.shape.record_bytes
+    for part in disk_segments:
         file = part.file
         keys = part.keys or file.read_keys()
-        for first, ids, frames in read_frames(file.file, file.number, files.shape, keys):
+        for first, ids, frames in read_frames(file.file, file.number, log_files.shape, keys):
             is_live = part.live[first : first + len(frames)]
             if is_live.any():
                 rows = np.ascontiguousarray(frames["payload"][is_live, :width])
                 yield RowBatch(torch.from_numpy(ids[is_live]), torch.from_numpy(rows))
-    yield from in_memory
+    yield from memory_batches

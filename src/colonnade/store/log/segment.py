@@ -92,7 +92,7 @@ def open_sealed_segment(path: Path, shape: SegmentShape, num_bytes: int, crc: in
     """
     file = open_listed_file(path, getattr(os, "O_DIRECT", 0))  # bypass the page cache if possible
     size = os.fstat(file.fd).st_size
-    head = bytes(read_byte_span(file, 0, HEADER.size)) if size >= HEADER.size else b""
+    head = bytes(read_available_bytes(file, 0, HEADER.size)) if size >= HEADER.size else b""
     check_segment_header(path, head, shape)
     if size != num_bytes:
         record = (min(size, num_bytes) - HEADER.size) // shape.stride
@@ -147,49 +147,55 @@ class KeySource(Protocol):
     @property
     def num_records(self) -> int: ...
 
-    def ids(self, first: int = 0, last: int | None = None) -> np.ndarray: ...
+    def ids(self, first_record: int = 0, last_record: int | None = None) -> np.ndarray: ...
 
 
 def read_frames(
-    file: DiskFile, number: int, shape: SegmentShape, keys: KeySource, first: int = 0
+    file: DiskFile,
+    segment_number: int,
+    segment_shape: SegmentShape,
+    keys: KeySource,
+    first_record: int = 0,
 ) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-    """Read and check records from `first` on, in order.
+    """Read and check records from `first_record` on, in order.
 
-    Yields the number of the first record, ids (n,) int64, frames (n,) of `shape.dtype`.
+    Yields the number of the first record, ids (n,) int64, frames (n,) of `segment_shape.dtype`.
 
     Raises CorruptionError naming file and record, StorageError.
     """
-    stride = shape.stride
+    stride = segment_shape.stride
     num_records = keys.num_records
     piece = max(1, PIECE_BYTES // stride)
-    while first < num_records:
-        count = min(piece, num_records - first)
-        data = read_byte_span(file, shape.num_bytes(first), count * stride)
+    while first_record < num_records:
+        count = min(piece, num_records - first_record)
+        data = read_available_bytes(file, segment_shape.num_bytes(first_record), count * stride)
         if len(data) < count * stride:
             raise corrupt_record_error(
-                file.path, first + len(data) // stride, "the file ends inside it"
+                file.path, first_record + len(data) // stride, "the file ends inside it"
             )
-        frames = np.frombuffer(data, shape.dtype)
+        frames = np.frombuffer(data, segment_shape.dtype)
         rows = frames.view(np.uint8).reshape(count, stride)
-        ids = keys.ids(first, first + count)
-        bad = _native.check_records(ids, rows, shape.record_bytes, number << 32 | first)
+        ids = keys.ids(first_record, first_record + count)
+        bad = _native.check_records(
+            ids, rows, segment_shape.record_bytes, segment_number << 32 | first_record
+        )
         if bad >= 0:
-            raise corrupt_record_error(file.path, first + bad, "its checksum does not match")
-        yield first, ids, frames
-        first += count
+            raise corrupt_record_error(file.path, first_record + bad, "its checksum does not match")
+        yield first_record, ids, frames
+        first_record += count
 
 
 def verify_records(
     file: DiskFile,
-    number: int,
-    shape: SegmentShape,
+    segment_number: int,
+    segment_shape: SegmentShape,
     keys: KeySource,
     header_crc: int,
     checksum: int,
 ) -> None:
     """Read and check all records of a segment. Raises CorruptionError if one of them, or their sum, is wrong."""
     total = header_crc
-    for _, _, frames in read_frames(file, number, shape, keys):
+    for _, _, frames in read_frames(file, segment_number, segment_shape, keys):
         total += int(frames["crc"].sum(dtype=np.uint64))
     if total % (1 << 64) != checksum:
         raise CorruptionError(
@@ -198,10 +204,10 @@ def verify_records(
         )
 
 
-def read_byte_span(file: DiskFile, offset: int, length: int) -> memoryview:
-    """Read the file's bytes from `offset`, fewer if it ends. Reads whole pages, as direct input requires."""
-    start = offset // PAGE * PAGE
-    end = -(-(offset + length) // PAGE) * PAGE
+def read_available_bytes(file: DiskFile, byte_offset: int, max_bytes: int) -> memoryview:
+    """Read the file's bytes from `byte_offset`, fewer if it ends. Reads whole pages, as direct input requires."""
+    start = byte_offset // PAGE * PAGE
+    end = -(-(byte_offset + max_bytes) // PAGE) * PAGE
     buffer = memoryview(mmap.mmap(-1, end - start))
     done = 0
     while done < len(buffer):
@@ -212,7 +218,9 @@ def read_byte_span(file: DiskFile, offset: int, length: int) -> memoryview:
         done += got
         if got == 0 or got % PAGE:
             break
-    return buffer[offset - start : max(offset - start, min(offset + length - start, done))]
+    return buffer[
+        byte_offset - start : max(byte_offset - start, min(byte_offset + max_bytes - start, done))
+    ]
 
 
 def corrupt_record_error(path: Path, record: int, why: str) -> CorruptionError:

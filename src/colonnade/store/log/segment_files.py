@@ -126,37 +126,39 @@ class LogFiles:
         """True if `write_next_chunk` would do something now."""
         return bool(self._unfinished) or self.log.pending_bytes > 0
 
-    def _create_segment(self, number: int, first_bytes: int) -> SegmentFile:
+    def _create_segment(self, segment_number: int, initial_bytes: int) -> SegmentFile:
         with self._lock:
             stripe_bytes: dict[int, int] = {}
             for other in self.parts.values():
                 stripe_bytes[other.stripe] = stripe_bytes.get(other.stripe, 0) + other.num_bytes
-            stripe = self.stripes.choose_stripe(stripe_bytes, first_bytes, self.longest_bytes)
-        self._header = segments.encode_header(number, self.shape, secrets.randbits(32))
-        path = self.stripes.directories[stripe] / segments.segment_file_name(number)
+            stripe = self.stripes.choose_stripe_number(
+                stripe_bytes, initial_bytes, self.longest_bytes
+            )
+        self._header = segments.encode_header(segment_number, self.shape, secrets.randbits(32))
+        path = self.stripes.directories[stripe] / segments.segment_file_name(segment_number)
         file = self.disk.create(path, direct=True)
-        part = SegmentFile(number, stripe, file, segments.header_crc(self._header))
-        self.log.attach(number, file.fd)
+        part = SegmentFile(segment_number, stripe, file, segments.header_crc(self._header))
+        self.log.attach(segment_number, file.fd)
         with self._lock:
-            self.parts[number] = part
+            self.parts[segment_number] = part
         self._set_growth(part, self.longest_bytes)
         return part
 
-    def _reserve_space(self, part: SegmentFile, num_bytes: int) -> None:
+    def _reserve_space(self, segment_file: SegmentFile, added_bytes: int) -> None:
         """Reserve space before the file grows, or after it shrank. Raises StorageError if its directory is full."""
-        space = self.stripes.spaces.get(part.stripe)
+        space = self.stripes.spaces.get(segment_file.stripe)
         if space is None:
             return
-        more = num_bytes - part.reserved_bytes
+        more = added_bytes - segment_file.reserved_bytes
         if more < 0:
             space.adjust_used(more)
         elif not space.reserve_bytes(more):
             raise build_no_space_error(
                 [self.stripes.spaces[n] for n in sorted(self.stripes.spaces)], more
             )
-        part.reserved_bytes = num_bytes
-        if part.growth_bytes:
-            self._set_growth(part, max(0, self.longest_bytes - num_bytes))
+        segment_file.reserved_bytes = added_bytes
+        if segment_file.growth_bytes:
+            self._set_growth(segment_file, max(0, self.longest_bytes - added_bytes))
 
     def _set_growth(self, part: SegmentFile, num_bytes: int) -> None:
         if space := self.stripes.spaces.get(part.stripe):
@@ -210,10 +212,10 @@ class LogFiles:
         with self._lock:
             return {n: part for n, part in self.parts.items() if part.is_complete}
 
-    def find_segment(self, number: int) -> tuple[SegmentFile | None, int]:
+    def find_segment(self, segment_number: int) -> tuple[SegmentFile | None, int]:
         """Return a segment's file and its number of whole records, perhaps with padding before it is complete."""
         with self._lock:
-            part = self.parts.get(number)
+            part = self.parts.get(segment_number)
             if part is None:
                 return None, 0
             return part, max(0, part.num_bytes - segments.HEADER.size) // self.shape.stride
@@ -223,14 +225,14 @@ class LogFiles:
             part = self.parts.get(number)
         return part.file.path if part else self.stripes.home / segments.segment_file_name(number)
 
-    def sync_segment(self, part: SegmentFile) -> None:
+    def sync_segment(self, segment_file: SegmentFile) -> None:
         """Make a complete segment and its key list durable; their names only after `sync_directories`."""
-        part.is_suspect = True
-        self.disk.sync(part.file)
-        assert part.keys is not None
-        self.disk.sync(part.keys)
-        part.is_suspect = False
-        part.is_synced = True
+        segment_file.is_suspect = True
+        self.disk.sync(segment_file.file)
+        assert segment_file.keys is not None
+        self.disk.sync(segment_file.keys)
+        segment_file.is_suspect = False
+        segment_file.is_synced = True
 
     def sync_directories(self, stripes: Collection[int]) -> None:
         for number in sorted(set(stripes)):
@@ -270,18 +272,20 @@ class LogFiles:
         self.parts[entry.number] = part
         self._adjust_used(part.stripe, part.reserved_bytes)
 
-    def mark_segment_removable(self, number: int) -> None:
+    def mark_segment_removable(self, segment_number: int) -> None:
         """Forget a segment that the log does not need. Its file stays until `remove`, and until reads of it end."""
         with self._lock:
-            part = self.parts.pop(number)
-            self._removable[number] = part.stripe, part.reserved_bytes
-        self.log.detach(number)
-        self.log.forget(number)
+            part = self.parts.pop(segment_number)
+            self._removable[segment_number] = part.stripe, part.reserved_bytes
+        self.log.detach(segment_number)
+        self.log.forget(segment_number)
 
-    def remove_forgotten_files(self, referenced: Collection[int]) -> None:
+    def remove_forgotten_files(self, referenced_segments: Collection[int]) -> None:
         """Remove the files of forgotten segments that no manifest lists. Raises StorageError (call again)."""
         with self._lock:
-            gone = {n: entry for n, entry in self._removable.items() if n not in referenced}
+            gone = {
+                n: entry for n, entry in self._removable.items() if n not in referenced_segments
+            }
         for number, (stripe, num_bytes) in sorted(gone.items()):
             for name in (segments.segment_file_name(number), key_lists.key_list_file_name(number)):
                 if stripe in self.stripes.directories:

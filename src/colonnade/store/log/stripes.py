@@ -68,12 +68,15 @@ class SpaceAccount:
             return self.limit_bytes - self.used - (self.expected_growth if after_growth else 0)
 
 
-def build_no_space_error(spaces: Sequence[SpaceAccount], num_bytes: int) -> StorageError:
+def build_no_space_error(stripe_spaces: Sequence[SpaceAccount], needed_bytes: int) -> StorageError:
     """Build the error of a write that no directory has room for, like that of a full disk."""
-    usage = ", ".join(f"{s.path} holds {s.used:,} of {s.limit_bytes:,} bytes" for s in spaces)
+    usage = ", ".join(
+        f"{s.path} holds {s.used:,} of {s.limit_bytes:,} bytes" for s in stripe_spaces
+    )
     return StorageError(
         errno.ENOSPC,
-        f"plan.memory.ssd: got {num_bytes:,} bytes more to write, wanted no more than its sizes allow: {usage}. Raise "
+        f"plan.memory.ssd: got {needed_bytes:,} bytes more to write, wanted no more than its sizes allow: "
+        f"{usage}. Raise "
         "the size or add a directory (plan.memory.ssd in the run's config, or --set), then run the same command with "
         "the same --run; steps committed, if there are any, are intact",
     )
@@ -108,19 +111,23 @@ class Stripes:
         self.known: dict[int, str] = {}  # their paths in the manifest
         self.locks = [home_lock] if home_lock is not None else []
 
-    def choose_stripe(self, stripe_bytes: Mapping[int, int], first: int, whole: int) -> int:
-        """Choose the stripe of a new segment that begins with `first` bytes and may grow to `whole`.
+    def choose_stripe_number(
+        self, stripe_bytes: Mapping[int, int], initial_bytes: int, max_bytes: int
+    ) -> int:
+        """Choose the stripe of a new segment that begins with `initial_bytes` bytes and may grow to `max_bytes`.
 
         Raises StorageError if no stripe has room for its beginning.
         """
         shared = {n: space.used + space.expected_growth for n, space in self.spaces.items()}
         used = dict(stripe_bytes) | shared
-        fitting = {n: c for n, c in self.capacities.items() if self._free_bytes(n, True) >= whole}
+        fitting = {
+            n: c for n, c in self.capacities.items() if self._free_bytes(n, True) >= max_bytes
+        }
         if fitting:
             return least_full(fitting, used)
-        beginning = [n for n in self.capacities if self._free_bytes(n, False) >= first]
+        beginning = [n for n in self.capacities if self._free_bytes(n, False) >= initial_bytes]
         if not beginning:
-            raise build_no_space_error([self.spaces[n] for n in self.capacities], first)
+            raise build_no_space_error([self.spaces[n] for n in self.capacities], initial_bytes)
         return max(beginning, key=lambda n: (self._free_bytes(n, True), -n))
 
     def _free_bytes(self, number: int, after_growth: bool) -> float:

@@ -52,12 +52,12 @@ class WriteBudget:
         self.bytes_per_second = bytes_per_second
         self._tokens = bytes_per_second or 0.0
 
-    def compute_delay(self, num_bytes: int, seconds: float) -> float:
-        """Return the seconds to wait after `num_bytes` were written, `seconds` after the previous call."""
+    def compute_delay(self, written_bytes: int, elapsed_seconds: float) -> float:
+        """Return the seconds to wait after `written_bytes` were written, `elapsed_seconds` after the previous call."""
         if self.bytes_per_second is None:
             return 0.0
-        earned = self._tokens + seconds * self.bytes_per_second
-        self._tokens = min(earned, self.bytes_per_second) - num_bytes
+        earned = self._tokens + elapsed_seconds * self.bytes_per_second
+        self._tokens = min(earned, self.bytes_per_second) - written_bytes
         return max(0.0, -self._tokens / self.bytes_per_second)
 
 
