@@ -362,8 +362,9 @@ class RecordEncoder:
         read = {column for field in needed for column in field.columns}
         self.columns = tuple(column for column in self._raw_columns if column in read)
         self.ignored = (frozenset(ignored) | self._raw_columns.keys()) - read
-        self._needed = frozenset(self.columns)
-        self._known = self._needed | self.ignored
+        scalars = (column.name for column in columns if column.name in read and not column.is_list)
+        self._needed = frozenset(scalars) or frozenset(self.columns)
+        self._known = frozenset(self.columns) | self.ignored
         self.text_fields = {
             self._names.get(field.name, field.name): field
             for field in file_schema.categorical
@@ -401,8 +402,8 @@ class RecordEncoder:
     def encode(self, records: Sequence[Record]) -> Batch:
         """Encode records to a batch of N samples, without labels.
 
-        A null is a missing value, as in a file; a list that is null is empty. Raises DataError naming record and
-        column, for an absent column and for one that the training file does not have, too.
+        A null is a missing value, as in a file, and an absent list is empty. Raises DataError naming record and column,
+        for an absent column of single values and for one that the training file does not have, too.
         """
         self._check_records(records, "record", self._needed)
         dense, ids = self._encode_subset(self._everything, records, "record")
