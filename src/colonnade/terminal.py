@@ -41,15 +41,17 @@ def build_grid(
     columns: Iterable[str],
     rows: Iterable[Sequence[Any]],
     *,
-    left: Collection[int] = (0,),
+    text_columns: Collection[int] = (0,),
     **options: Any,
 ) -> Table:
-    """Build a table for the terminal. left: indices of the columns that are text; numbers are on the right."""
+    """Build a table for the terminal. text_columns: their indices, on the left; numbers are on the right."""
     from rich.table import Table
 
     grid = Table(**options)
     for number, name in enumerate(columns):
-        grid.add_column(name, justify="left" if number in left else "right", overflow="fold")
+        grid.add_column(
+            name, justify="left" if number in text_columns else "right", overflow="fold"
+        )
     for row in rows:
         grid.add_row(*row)
     return grid

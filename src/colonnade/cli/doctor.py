@@ -24,7 +24,7 @@ def doctor(
     columns = ("item", "this machine", "what it means")
     lines = describe_machine(collect_machine_facts(folder))
     rows = [(Text(item, style="bold"), *texts) for item, *texts in lines]
-    Terminal().print(build_grid(columns, rows, left=range(3), **PLAIN_GRID))
+    Terminal().print(build_grid(columns, rows, text_columns=range(3), **PLAIN_GRID))
 
 
 def describe_machine(facts: Mapping[str, Any]) -> list[tuple[str, str, str]]:

@@ -78,7 +78,7 @@ def _build_traffic_table(sent_bytes: Mapping[str, Any], num_steps: int) -> Grid:
         "title_justify": "left",
         "box": None,
     }
-    return build_grid(COLUMNS, lines, left=(0, 1), **options)
+    return build_grid(COLUMNS, lines, text_columns=(0, 1), **options)
 
 
 SOURCES = {

@@ -131,7 +131,7 @@ def _print_towers(run: Path, towers: TowerMap, out: Path | None) -> None:
     loads = zip(report.format_load_lines(towers), towers.partition.towers, strict=True)
     columns = (*report.LOAD_COLUMNS, "features")
     rows = [(*line, " ".join(features)) for line, features in loads]
-    console.print(build_grid(columns, rows, left=(0, len(columns) - 1)))
+    console.print(build_grid(columns, rows, text_columns=(0, len(columns) - 1)))
     title = "mean |cosine| of two features"
     lines = report.format_affinity_lines(towers)
     console.print(build_grid(report.AFFINITY_COLUMNS, lines, title=title, title_justify="left"))
