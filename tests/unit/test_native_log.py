@@ -210,7 +210,7 @@ def test_log_is_a_dict(steps, record_bytes, kind, is_open):
                     records_of(saved, version, record_bytes),
                     None,
                     stream,
-                    is_for_commit=True,
+                    for_commit=True,
                 )
                 for i in saved:
                     model[i] = (version, model[i][1] if i in model else 0)
@@ -351,7 +351,7 @@ def test_collection_moves_the_frozen_content_too():
     assert log.frozen_segments() == [1, 3]
     bits = np.unpackbits(log.frozen_live(1).numpy(), bitorder="little")
     assert np.flatnonzero(bits).tolist() == [1, 2]
-    log.write(longs([5, 6, 200]), records_of([5, 6, 200], 2, 12), None, 0, is_for_commit=True)
+    log.write(longs([5, 6, 200]), records_of([5, 6, 200], 2, 12), None, 0, for_commit=True)
     check_commit(log, files, dict.fromkeys(ids, 0) | dict.fromkeys([5, 6, 200], 2), 12)
     log.thaw()
     log.forget(1)

@@ -352,7 +352,7 @@ class BagsExchange(ExchangePart[BagsLookup]):
         return total
 
     def pooled(
-        self, lookup: BagsLookup, output_tensors: Mapping[int, Tensor] = NO_TENSORS
+        self, lookup: BagsLookup, out_tensors: Mapping[int, Tensor] = NO_TENSORS
     ) -> list[Tensor]:
         total = self.receive_pooled_sums(lookup)
         self._divide_by_bag_lengths(lookup, total)
@@ -360,13 +360,11 @@ class BagsExchange(ExchangePart[BagsLookup]):
         tensors = []
         for i, (output, runs) in enumerate(zip(self.outputs, self.layout.runs, strict=True)):
             is_all = len(runs) == 1 and runs[0].width == total.shape[1] and len(self.outputs) == 1
-            if is_all and i not in output_tensors:
+            if is_all and i not in out_tensors:
                 tensors.append(total.to(dtype))
                 continue
             tensor = (
-                output_tensors[i]
-                if i in output_tensors
-                else empty(len(total), output.width, dtype=dtype)
+                out_tensors[i] if i in out_tensors else empty(len(total), output.width, dtype=dtype)
             )
             for run in runs:
                 tensor[:, run.block_columns] = total[:, run.whole_columns]

@@ -83,8 +83,8 @@ class ExchangePart(ABC, Generic[Lookup]):
         """Begin to send values to the samples' ranks. Rows are read before it returns."""
 
     @abstractmethod
-    def pooled(self, lookup: Lookup, output_tensors: Mapping[int, Tensor] = ...) -> list[Tensor]:
-        """Return one tensor per output from the fetched values. output_tensors: tensors to write this part's fields
+    def pooled(self, lookup: Lookup, out_tensors: Mapping[int, Tensor] = ...) -> list[Tensor]:
+        """Return one tensor per output from the fetched values. out_tensors: tensors to write this part's fields
         into, by output that other parts have fields of, too. Collective where a tower sends its values when they are
         used."""
 

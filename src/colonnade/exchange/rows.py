@@ -70,13 +70,13 @@ class FetchedRowsPart(ExchangePart[RowsReader]):
     """Base class of the parts that pool fetched rows on the samples' rank."""
 
     def pooled(
-        self, lookup: RowsReader, output_tensors: Mapping[int, Tensor] = NO_TENSORS
+        self, lookup: RowsReader, out_tensors: Mapping[int, Tensor] = NO_TENSORS
     ) -> list[Tensor]:
         reads = lookup.reads
         assert reads is not None
         if reads.arrival is not None:
             reads.wait()
-        return reads.kernels.pool(lookup.lookups, reads.locations, output_tensors)
+        return reads.kernels.pool(lookup.lookups, reads.locations, out_tensors)
 
     def drop(self, lookup: RowsReader) -> None:
         if lookup.reads is not None:

@@ -296,10 +296,10 @@ class Kernels(Protocol):
         self,
         lookups: Lookups,
         row_locations: Any,
-        output_tensors: Mapping[int, Tensor] = NO_TENSORS,
+        out_tensors: Mapping[int, Tensor] = NO_TENSORS,
     ) -> list[Tensor]:
         """Pool rows into one tensor per output: pooled fields side by side (B, width), or the rows of a sequence
-        (E_f, dim). output_tensors: tensors to write fields into, by output, (B, width) on the CPU; columns of other
+        (E_f, dim). out_tensors: tensors to write fields into, by output, (B, width) on the CPU; columns of other
         parts are not changed."""
         ...
 

@@ -97,10 +97,10 @@ class NativeKernels:
         self,
         lookups: Lookups,
         row_locations: tuple[Any, Any, Tensor, Tensor | None],
-        output_tensors: Mapping[int, Tensor] = NO_TENSORS,
+        out_tensors: Mapping[int, Tensor] = NO_TENSORS,
     ) -> list[Tensor]:
         bases, strides, index, order = row_locations
-        tensors = self._empty_outputs(lookups, output_tensors)
+        tensors = self._empty_outputs(lookups, out_tensors)
         out_bases, out_strides = self._output_addresses(tensors)
         _native.pool(
             lookups.native,
@@ -245,7 +245,7 @@ class NativeKernels:
         return out
 
     def sum_gradients_by_row(
-        self, lookup: PartLookup, table_offsets: Tensor, output_gradients: list[Tensor]
+        self, lookup: PartLookup, table_offsets: Tensor, gradients: list[Tensor]
     ) -> RowSums:
         plan = lookup.plan
         layout = build_row_layout(table_offsets.diff().numpy()[None, :], self.widths)
@@ -256,15 +256,15 @@ class NativeKernels:
             table_offsets,
             plan.segment_offsets,
             plan.entries,
-            *self.output_gradients(lookup, output_gradients),
+            *self.output_gradients(lookup, gradients),
         )
         self.sum_rows_into(row_gradients, sums.values, sums.index)
         return sums
 
     def gradients_from_sums(
-        self, slots: np.ndarray, counts: np.ndarray, gradient_sums: RowSums, is_selected: np.ndarray
+        self, slots: np.ndarray, counts: np.ndarray, sums: RowSums, is_selected: np.ndarray
     ) -> RowGradients:
-        index = gradient_sums.index
+        index = sums.index
         if not is_selected.all():
             rows = np.repeat(is_selected, counts)
             slots = slots[rows]
@@ -276,8 +276,8 @@ class NativeKernels:
             torch.from_numpy(np.concatenate([[0], counts.cumsum()])),
             ramp,
             ramp[:-1].contiguous(),
-            _native.RowGradients(gradient_sums.values.data_ptr(), index, self.compute),
-            (gradient_sums, index),
+            _native.RowGradients(sums.values.data_ptr(), index, self.compute),
+            (sums, index),
         )
 
     def sum_rows_into(self, row_gradients: RowGradients, sums: Tensor, index: Tensor) -> None:
@@ -369,10 +369,10 @@ class NativeKernels:
             into[i] if i in into else empty(*shape, dtype=dtype) for i, shape in enumerate(shapes)
         ]
 
-    def _output_addresses(self, output_tensors: Sequence[Tensor]) -> tuple[np.ndarray, np.ndarray]:
+    def _output_addresses(self, out_tensors: Sequence[Tensor]) -> tuple[np.ndarray, np.ndarray]:
         """Return the address of output row 0 of each read, and the bytes between its rows, (R,) int64 each."""
-        itemsize = output_tensors[0].element_size() if output_tensors else 0
-        starts = np.array([tensor.data_ptr() for tensor in output_tensors], dtype=np.int64)
+        itemsize = out_tensors[0].element_size() if out_tensors else 0
+        starts = np.array([tensor.data_ptr() for tensor in out_tensors], dtype=np.int64)
         return starts[
             self._read_outputs
         ] + self._read_columns * itemsize, self._read_widths * itemsize
@@ -470,15 +470,13 @@ class DeviceKernels:
         self,
         lookups: Lookups,
         row_locations: DeviceLookups,
-        output_tensors: Mapping[int, Tensor] = NO_TENSORS,
+        out_tensors: Mapping[int, Tensor] = NO_TENSORS,
     ) -> list[Tensor]:
         dtype = self.declaration.output_dtype
         device = row_locations.index.device
         shapes = output_shapes(self.outputs, self.lookup_columns, lookups)
         tensors = [
-            output_tensors[i]
-            if i in output_tensors
-            else torch.empty(shape, dtype=dtype, device=device)
+            out_tensors[i] if i in out_tensors else torch.empty(shape, dtype=dtype, device=device)
             for i, shape in enumerate(shapes)
         ]
         bounds = lookups.feature_offsets.tolist()
@@ -524,12 +522,12 @@ class DeviceKernels:
         return RowGradients(lookup.slots, offsets, None, None, sums, gradients)
 
     def sum_gradients_by_row(
-        self, lookup: PartLookup, table_offsets: Tensor, output_gradients: list[Tensor]
+        self, lookup: PartLookup, table_offsets: Tensor, gradients: list[Tensor]
     ) -> list[Tensor]:
         locations: DeviceLookups = lookup.reads.locations  # type: ignore[attr-defined]
         device = locations.index.device
         bags = locations.bags
-        output_gradients = [gradient.to(device) for gradient in output_gradients]
+        gradients = [gradient.to(device) for gradient in gradients]
         lookups = lookup.lookups
         plan = lookup.plan
         segments = torch.as_tensor(plan.segment_offsets)
@@ -563,10 +561,7 @@ class DeviceKernels:
                     squared_rows = lookups.squared_rows.get((c, part.column))
                     terms.append(
                         compute_lookup_gradients(
-                            *add_gradients(read[c], output_gradients),
-                            squared_rows,
-                            bags[c],
-                            num_lookups,
+                            *add_gradients(read[c], gradients), squared_rows, bags[c], num_lookups
                         )
                     )
                 if not terms:
@@ -598,20 +593,16 @@ class DeviceKernels:
         return by_column
 
     def gradients_from_sums(
-        self,
-        slots: np.ndarray,
-        counts: np.ndarray,
-        gradient_sums: list[Tensor],
-        is_selected: np.ndarray,
+        self, slots: np.ndarray, counts: np.ndarray, sums: list[Tensor], is_selected: np.ndarray
     ) -> RowGradients:
         by_table = [
             table_sums if is_included else table_sums[:0]
-            for table_sums, is_included in zip(gradient_sums, is_selected.tolist(), strict=True)
+            for table_sums, is_included in zip(sums, is_selected.tolist(), strict=True)
         ]
         rows = slots[np.repeat(is_selected, counts)].astype(np.int32)
         offsets = torch.from_numpy(np.concatenate([[0], (counts * is_selected).cumsum()]))
         return RowGradients(
-            torch.from_numpy(rows), offsets, None, None, DeviceRowSums(by_table), gradient_sums
+            torch.from_numpy(rows), offsets, None, None, DeviceRowSums(by_table), sums
         )
 
     def merge_batches(

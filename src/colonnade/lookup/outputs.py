@@ -63,13 +63,13 @@ def record_backward(
 def build_outputs(
     declaration: EmbeddingDeclaration,
     outputs: Sequence[Output],
-    output_tensors: Sequence[Tensor],
+    out_tensors: Sequence[Tensor],
     device: torch.device,
     dense_columns: Tensor | None,
 ) -> dict[str, Tensor]:
     """Return the model's outputs by name, from one tensor per output. dense_columns: (B, n) of the batch."""
     by_name = {}
-    for output, pooled in zip(outputs, output_tensors, strict=True):
+    for output, pooled in zip(outputs, out_tensors, strict=True):
         tensor = pooled.to(device)  # once, before the consumers that share it
         for name in output.names:
             consumer = declaration.consumers.get(name)
