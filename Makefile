@@ -28,7 +28,7 @@ PYTEST := env -u PYTHONDONTWRITEBYTECODE OMP_WAIT_POLICY=passive $(BIN)/python -
 
 # Everything in Python that is not marked slow, but the tests of benches, and journeys. A file stays on one worker, which makes its fixtures once.
 test: setup
-	$(PYTEST) -m "not slow" --ignore tests/journeys -n 3 --dist loadfile --durations 40
+	$(PYTEST) -m "not slow" --ignore tests/journeys -n 2 --dist loadfile --durations 40
 
 # The core without Python: plain and under sanitizers.
 test-native: native-test native-sanitize

@@ -74,7 +74,7 @@ def test_model_py_scores_under_tritons_api(triton, monkeypatch):
     requests = [*arrays, columns, wrong, short, kinds, {**arrays[0], "other": np.zeros(13)}]
     responses = model.execute([triton_stub.InferenceRequest(tensors) for tensors in requests])
     for response, batch in zip(responses, [*batches, batches[0]], strict=False):
-        (output,) = response.out_tensors()
+        (output,) = response.output_tensors()
         assert output.name() == "score" and output.as_numpy().dtype == np.float64
         assert np.array_equal(output.as_numpy(), predictor(batch).numpy()[:, 0])
     errors = [response.error() for response in responses[3:]]
