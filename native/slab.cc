@@ -58,7 +58,7 @@ Slab::Slab(std::size_t bytes, const std::string& directory) {
   if (fd < 0) refuse("make");
   unlink(name.c_str());
   int error = 0;
-  // fallocate would take all of the disk's free space, from everybody who writes there, before it finds too little.
+  // fallocate would take all of the disk's free space, from everybody who writes there, before it fails.
   struct statvfs disk;
   if (fstatvfs(fd, &disk) == 0 && bytes / disk.f_frsize >= disk.f_bavail) error = ENOSPC;
 #ifdef __linux__

@@ -489,14 +489,14 @@ class StatefulRows(nn.Module):
             for group, part in self._list_parts_by_group(t).items():
                 ids = states[group]["ids"]
                 values = byte_positions(states[group]["state"])
-                known = 0
+                num_present = 0
                 index = IdIndex(ids)
                 for old_ids, _ in self._scan_records(t):
-                    known += int(index.find(old_ids)[1].sum())
-                if known != len(ids):
+                    num_present += int(index.find(old_ids)[1].sum())
+                if num_present != len(ids):
                     raise CheckpointError(
                         f"RowOptimizer: got state of {len(ids):,} rows of table {table.name!r}, of which the "
-                        f"collection has {known:,}; load the model's state_dict first, and of the same step"
+                        f"collection has {num_present:,}; load the model's state_dict first, and of the same step"
                     )
                 state = state_bytes(table, part)
                 for old_ids, records in self._scan_records(t):

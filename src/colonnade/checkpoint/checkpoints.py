@@ -277,8 +277,8 @@ class Checkpoints:
         self.mesh.barrier("checkpoint")
         for backing in self.backings:
             if isinstance(backing, LogBacking):
-                known = {*backing.commits(), *backing.lost_commits()}
-                backing.prune([step for step in retained if step in known])
+                available_steps = {*backing.commits(), *backing.lost_commits()}
+                backing.prune([step for step in retained if step in available_steps])
         if self.mesh.rank == 0:
             remove_unused_stores(
                 [self.folder / "rows", *self.outside_folders],

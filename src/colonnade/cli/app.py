@@ -41,13 +41,13 @@ class VerbGroup(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args and not args[0].startswith("-") and self.get_command(ctx, args[0]) is None:
-            known = [
+            verb_names = [
                 name
                 for name in self.list_commands(ctx)
                 if not getattr(self.get_command(ctx, name), "hidden", False)
             ]
             raise ConfigError(
-                f"unknown verb {args[0]!r}; {settings.suggest_nearest(args[0], known)}"
+                f"unknown verb {args[0]!r}; {settings.suggest_nearest(args[0], verb_names)}"
             )
         return super().resolve_command(ctx, args)
 

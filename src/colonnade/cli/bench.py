@@ -34,14 +34,14 @@ def bench(
 
     Options that only one bench has (towers-quality: --samples, --seeds) are passed on to it."""
     name = name.replace("-", "_")
-    known = sorted(path.stem for path in SCRIPTS.glob("*.py") if path.stem != "harness")
-    if name not in known:
+    bench_names = sorted(path.stem for path in SCRIPTS.glob("*.py") if path.stem != "harness")
+    if name not in bench_names:
         hint = (
             ""
-            if known
+            if bench_names
             else f"; no benches at {SCRIPTS}: they come with a source checkout, not the wheel"
         )
-        raise ConfigError(f"unknown bench {name!r}; choose from {', '.join(known)}{hint}")
+        raise ConfigError(f"unknown bench {name!r}; choose from {', '.join(bench_names)}{hint}")
     command = [sys.executable, str(SCRIPTS / f"{name}.py")]
     command += ["--json", str(json)] if json else []
     command += ["--quick"] if quick else []

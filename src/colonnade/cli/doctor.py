@@ -106,10 +106,10 @@ def _describe_memory(facts: Mapping[str, Any]) -> str:
 
 
 def _explain_memory(facts: Mapping[str, Any]) -> str:
-    known = [v for v in (facts["available_memory_bytes"], facts["memory_limit_bytes"]) if v]
-    if not known:
+    memory_limits = [v for v in (facts["available_memory_bytes"], facts["memory_limit_bytes"]) if v]
+    if not memory_limits:
         return ""
-    rows = int(min(known) * 0.6 / (16 * 4 + 12 + 16))
+    rows = int(min(memory_limits) * 0.6 / (16 * 4 + 12 + 16))
     return f"room for about {rows / 1e6:,.0f} million rows of 16 floats; beyond it set plan.memory.dram"
 
 

@@ -155,9 +155,9 @@ def _list_data_options(data_kind: str) -> list[tuple[str, str, str, str]]:
 
     is_kind = data_kind in SOURCES
     if data_kind and not is_kind and data_kind not in MEANINGS:
-        known = sorted(SOURCES) + sorted(MEANINGS)
+        names = sorted(SOURCES) + sorted(MEANINGS)
         raise ConfigError(
-            f"unknown kind of data or option {data_kind!r}; {suggest_nearest(data_kind, known)}"
+            f"unknown kind of data or option {data_kind!r}; {suggest_nearest(data_kind, names)}"
         )
     lines = []
     for name in [data_kind] if is_kind else sorted(SOURCES):
@@ -223,7 +223,7 @@ def _describe_allowed_values(type_annotation: Any) -> str:
     )
 
 
-def suggest_nearest(name: str, known: Sequence[str]) -> str:
+def suggest_nearest(name: str, names: Sequence[str]) -> str:
     """Suggest the known name nearest to `name`; all known names if none is near."""
-    matches = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"did you mean {matches[0]}?" if matches else f"choose from {', '.join(known)}"
+    matches = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    return f"did you mean {matches[0]}?" if matches else f"choose from {', '.join(names)}"

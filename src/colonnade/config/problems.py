@@ -53,16 +53,18 @@ def explain_unknown_setting(name: str, known_settings: Mapping[str, Any], sectio
     """
     key = name.split(".")[-1]
     prefix = name[: len(name) - len(key)]
-    near = difflib.get_close_matches(key, known_settings, n=1, cutoff=0.5)
+    closest_names = difflib.get_close_matches(key, known_settings, n=1, cutoff=0.5)
     inner = {
         inside: f"{section}.{inside}"
         for section, value in known_settings.items()
         for inside in (value if isinstance(value, Mapping) else _section_fields(value))
     }
-    if not near and (inside := difflib.get_close_matches(key, inner, n=1, cutoff=0.7)):
-        near = [inner[inside[0]]]
+    if not closest_names and (inside := difflib.get_close_matches(key, inner, n=1, cutoff=0.7)):
+        closest_names = [inner[inside[0]]]
     hint = (
-        f"did you mean {prefix}{near[0]}?" if near else f"known here: {', '.join(known_settings)}"
+        f"did you mean {prefix}{closest_names[0]}?"
+        if closest_names
+        else f"choose from {', '.join(known_settings)}"
     )
     return f"unknown setting {section_path!r}; {hint}"
 

@@ -77,11 +77,11 @@ def describe_wanted_value(pydantic_error: Mapping[str, Any]) -> str:
 
 
 def _suggest_word(value: Any, expected: str) -> str:
-    """Return a hint with the nearest known word, or all known words. expected: pydantic's list, "'a', 'b' or 'c'"."""
-    known = [word.strip(" '") for word in expected.replace(" or ", ", ").split(",")]
-    near = difflib.get_close_matches(str(value), known, n=1, cutoff=0.6)
-    choices = f"choose from {', '.join(known)}"
-    return f"did you mean {near[0]}? Else {choices}" if near else choices
+    """Return a hint with the nearest word, or all words. expected: pydantic's list, "'a', 'b' or 'c'"."""
+    words = [word.strip(" '") for word in expected.replace(" or ", ", ").split(",")]
+    closest_choices = difflib.get_close_matches(str(value), words, n=1, cutoff=0.6)
+    choices = f"choose from {', '.join(words)}"
+    return f"did you mean {closest_choices[0]}? Else {choices}" if closest_choices else choices
 
 
 @cache

@@ -56,14 +56,14 @@ def open_source(name: str, path: str | Path | None = None, **options: Any) -> Sp
         raise ConfigError(f"unknown source {name!r}; choose from {', '.join(sorted(SOURCES))}")
     opener = SOURCES[name]
     parameters = signature(opener).parameters
-    known = set(parameters)
+    option_names = set(parameters)
     if path is not None:
         options = {"path": path, **options}
-    for option in options.keys() - known:
-        nearest = get_close_matches(option, known, n=1)
+    for option in options.keys() - option_names:
+        nearest = get_close_matches(option, option_names, n=1)
         hint = f"did you mean {nearest[0]!r}? Else " if nearest else ""
         raise ConfigError(
-            f"source {name!r} has no option {option!r}; {hint}it takes {', '.join(sorted(known))}"
+            f"source {name!r} has no option {option!r}; {hint}it takes {', '.join(sorted(option_names))}"
         )
     path_parameter = parameters.get("path")
     if (

@@ -339,10 +339,10 @@ class Exchange:
         if len(self.parts) == 1:
             self.parts[0].restore(context.parts[0], rank_prefetched_values)
             return
-        known = prefetched_tables(rank_prefetched_values, len(self.declaration.tables))
+        prefetched = prefetched_tables(rank_prefetched_values, len(self.declaration.tables))
         for i, name in enumerate(self.names):
             tables = {t for j, first, last in self.runs if i == j for t in range(first, last)}
-            if self.reads_ahead[i] <= context.steps_left or not tables <= known:
+            if self.reads_ahead[i] <= context.steps_left or not tables <= prefetched:
                 continue  # fetched later, when its bound is reached
             # Values of this part and of others, because its tables may have had another exchange.
             prefix = f"{name}."

@@ -332,15 +332,16 @@ def _export(module: ExportedModel, inputs: Sequence[ProgramInput]) -> ExportedPr
     dims: dict[str, Any] = {}
     example = {}
     shapes = {}
-    for known in inputs:
-        first, *others = known.shape
+    for program_input in inputs:
+        first, *others = program_input.shape
         assert isinstance(first, str)
         dim = dims.setdefault(
             first, Dim("batch" if first == "batch" else f"ids_{len(dims)}", min=0)
         )
         count = EXAMPLE_SIZE if first == "batch" else EXAMPLE_IDS
-        example[known.name] = torch.zeros(count, *others, dtype=getattr(torch, known.dtype))  # type: ignore[arg-type]
-        shapes[known.name] = {0: dim}
+        dtype = getattr(torch, program_input.dtype)
+        example[program_input.name] = torch.zeros(count, *others, dtype=dtype)  # type: ignore[arg-type]
+        shapes[program_input.name] = {0: dim}
     try:
         with _quiet():
             return torch.export.export(module, (example,), dynamic_shapes=(shapes,))

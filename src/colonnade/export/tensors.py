@@ -74,15 +74,18 @@ def list_features_with_lengths(schema: Schema, declaration: EmbeddingDeclaration
 def to_tensors(batch: Batch, inputs: Iterable[ProgramInput]) -> dict[str, Tensor]:
     """Return a batch as tensors of these inputs. Raises DataError for a feature that it lacks, and for ids that they
     cannot represent."""
-    known_inputs = list(inputs)
-    names = {known.name for known in known_inputs}
+    program_inputs = list(inputs)
+    names = {program_input.name for program_input in program_inputs}
     tensors = {}
-    for known in known_inputs:
-        if known.name == DENSE:
+    for program_input in program_inputs:
+        if program_input.name == DENSE:
             tensors[DENSE] = batch.dense
             continue
-        is_lengths = known.name.endswith(LENGTHS) and known.name.removesuffix(LENGTHS) in names
-        feature = known.name.removesuffix(LENGTHS) if is_lengths else known.name
+        is_lengths = (
+            program_input.name.endswith(LENGTHS)
+            and program_input.name.removesuffix(LENGTHS) in names
+        )
+        feature = program_input.name.removesuffix(LENGTHS) if is_lengths else program_input.name
         ids = batch.ids.get(feature)
         if ids is None:
             raise DataError(
@@ -96,7 +99,7 @@ def to_tensors(batch: Batch, inputs: Iterable[ProgramInput]) -> dict[str, Tensor
             raise DataError(
                 f"feature {feature!r}: got {len(ids.values)} ids for {batch.size} samples, wanted one each"
             )
-        tensors[known.name] = ids.counts if is_lengths else ids.values
+        tensors[program_input.name] = ids.counts if is_lengths else ids.values
     return tensors
 
 
@@ -162,7 +165,7 @@ def _list_dense_columns(schema: Schema) -> list[ProgramInput]:
 
 
 def _check_names(inputs: list[ProgramInput]) -> list[ProgramInput]:
-    names = [known.name for known in inputs]
+    names = [program_input.name for program_input in inputs]
     repeated = sorted({name for name in names if names.count(name) > 1})
     if repeated:
         raise ConfigError(

@@ -76,10 +76,11 @@ def format_model_config(name: str, inputs: Sequence[ProgramInput], labels: Seque
     )
 
 
-def _format_tensor(kind: str, known: ProgramInput) -> str:
-    dims = ", ".join(str(n if isinstance(n, int) else -1) for n in known.shape)
+def _format_tensor(kind: str, program_input: ProgramInput) -> str:
+    dims = ", ".join(str(n if isinstance(n, int) else -1) for n in program_input.shape)
+    name = json.dumps(program_input.name, ensure_ascii=False)
     return (
-        f"{kind} {{\n  name: {json.dumps(known.name, ensure_ascii=False)}\n  data_type: {TYPES[known.dtype]}\n"
+        f"{kind} {{\n  name: {name}\n  data_type: {TYPES[program_input.dtype]}\n"
         f"  dims: [ {dims} ]\n}}"
     )
 

@@ -428,7 +428,7 @@ EVALUATING = tuple(name for name, hops in EXCHANGES.items() if hops[0].evaluates
 def check_hops(hops: Sequence[Hop]) -> None:
     """Check that hops are those of an exchange in EXCHANGES; else raise ConfigError."""
     if tuple(hops) not in EXCHANGES.values():
-        valid = "; ".join(f"{name}: {list(known)}" for name, known in EXCHANGES.items())
+        valid = "; ".join(f"{name}: {list(exchange)}" for name, exchange in EXCHANGES.items())
         raise ConfigError(f"got hops {list(hops)}, wanted those of an exchange: {valid}")
 
 

@@ -84,16 +84,18 @@ class TableLoad:
         """Return the number of distinct rows in the batches of `num_ranks` ranks together.
 
         Interpolates the counts of one rank, one host and all ranks as powers of the number of ranks."""
-        known = {
+        values_by_count = {
             1: self.unique_rank,
             world.trainers_per_host: self.unique_host,
             world.num_trainers: self.unique_world,
         }
-        counts = sorted(known)
-        if not all(known.values()):
-            return known[counts[-1]]
+        counts = sorted(values_by_count)
+        if not all(values_by_count.values()):
+            return values_by_count[counts[-1]]
         logs = np.interp(
-            math.log(num_ranks), [math.log(n) for n in counts], [math.log(known[n]) for n in counts]
+            math.log(num_ranks),
+            [math.log(n) for n in counts],
+            [math.log(values_by_count[n]) for n in counts],
         )
         return math.exp(float(logs))
 

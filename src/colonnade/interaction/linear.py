@@ -198,13 +198,13 @@ class LowRankCross(ConcatenatedFields):
         if n:
             assert dense is not None
             stats = stats + self._project_fields(dense.to(stats), lambda weight: weight[..., :n])
-        known = stats.new_ones(stats.shape[0], 1)  # 1, t_0, t_1, ... concatenated
+        products = stats.new_ones(stats.shape[0], 1)  # 1, t_0, t_1, ... concatenated
         for rows in (*self.down, self.last):
-            level = stats[:, : len(rows) * known.shape[1]]
+            level = stats[:, : len(rows) * products.shape[1]]
             stats = stats[:, level.shape[1] :]
-            inner = level.unflatten(1, (len(rows), known.shape[1])) @ known[:, :, None]
-            known = torch.cat([known, inner[:, :, 0]], dim=1)
-        return known[:, -len(self.last) :]
+            inner = level.unflatten(1, (len(rows), products.shape[1])) @ products[:, :, None]
+            products = torch.cat([products, inner[:, :, 0]], dim=1)
+        return products[:, -len(self.last) :]
 
     def forward(self, fields: Tensor, dense: Tensor | None = None) -> Tensor:
         """Evaluate the layers on pooled fields (B, W) -> (B, O). dense (B, n), if n is not 0."""

@@ -236,12 +236,12 @@ def _check_tables(tables: Sequence[Table], features: Sequence[Feature]) -> None:
             f"got tables of dtypes {words}, wanted one dtype for a collection; "
             "use one EmbeddingCollection per dtype"
         )
-    known = {table.name: table for table in tables}
+    tables_by_name = {table.name: table for table in tables}
     for feature in features:
-        if feature.table not in known:
+        if feature.table not in tables_by_name:
             raise ConfigError(
                 f"feature {feature.name!r} looks up table {feature.table!r}; declared tables: "
-                f"{', '.join(sorted(known))}"
+                f"{', '.join(sorted(tables_by_name))}"
             )
 
 

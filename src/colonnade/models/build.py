@@ -166,13 +166,13 @@ def resolve_tower_settings(schema: Schema, config: RunConfig) -> RunConfig:
 
 def collect_model_settings(config: RunConfig) -> dict[str, Any]:
     """Return the settings made for the configured model, by name. Raises ConfigError for one that it does not have."""
-    known = MODEL_SPECS[config.model.name].settings
+    setting_names = MODEL_SPECS[config.model.name].settings
     all_settings = config.model.model_dump(exclude={"name", "compile"})
     settings = {name: value for name, value in all_settings.items() if value is not None}
-    if unknown := sorted(set(settings) - known):
+    if unknown := sorted(set(settings) - setting_names):
         raise ConfigError(
             f"model.{unknown[0]}: {config.model.name} has no such setting; it takes "
-            f"{', '.join(sorted(known)) or 'none'}; set it to none"
+            f"{', '.join(sorted(setting_names)) or 'none'}; set it to none"
         )
     return settings
 
@@ -216,11 +216,11 @@ def _build_optimizer(
 ) -> SparseOptimizer:
     optimizer = SPARSE_OPTIMIZERS[optimizer_name]
     arguments = {setting: value for setting, value in settings.items() if value is not None}
-    known = {setting.name for setting in fields(optimizer)}
-    if unknown := sorted(set(arguments) - known):
+    setting_names = {setting.name for setting in fields(optimizer)}
+    if unknown := sorted(set(arguments) - setting_names):
         raise ConfigError(
             f"{config_section}.{unknown[0]}: {optimizer.name} has no such setting; it takes "
-            f"{', '.join(sorted(known))}; set it to none"
+            f"{', '.join(sorted(setting_names))}; set it to none"
         )
     return optimizer(lr=lr, **arguments)
 

@@ -26,14 +26,14 @@ def find_field_dims(
 
     Raises ConfigError for a table without that part.
     """
-    known = {
+    dim_by_part = {
         (table.name, table_part.name): table_part.dim
         for table in tables
         for table_part in table.parts
     }
     dims = {}
     for feature in features:
-        if (feature.table, part) not in known:
+        if (feature.table, part) not in dim_by_part:
             wanted = f"a part {part!r}" if part else "no parts"
             example = '{"deep": 16, "wide": 1}' if part else "16"
             raise ConfigError(
@@ -41,7 +41,7 @@ def find_field_dims(
                 f"declare it as Table({feature.table!r}, {example})"
             )
         name = f"{feature.name}.{part}" if part else feature.name
-        dims[name] = known[feature.table, part]
+        dims[name] = dim_by_part[feature.table, part]
     return dims
 
 

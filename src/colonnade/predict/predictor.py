@@ -479,7 +479,7 @@ def _read_export(
         files,
         seed=seed,
         full=row_reading.verifies_all,
-        known=previous_rows,
+        previous_rows=previous_rows,
         row_memory=row_reading.memory_bytes,
     )
     rows.start_scrub()

@@ -63,9 +63,9 @@ UNITS = ((30, "GiB"), (20, "MiB"), (10, "KiB"))
 def draw_loss_chart(run: RunRecord) -> Figure | None:
     """Draw the training loss, recorded and smoothed."""
     lines = run.lines_of_kind("train")
-    known = [(line["step"], line.get("loss")) for line in lines]
-    points = [(step, value) for step, value in known if value is not None]
-    if not known:
+    losses_by_step = [(line["step"], line.get("loss")) for line in lines]
+    points = [(step, value) for step, value in losses_by_step if value is not None]
+    if not losses_by_step:
         return None
     thinned = thin_points(points)
     smooth = smooth_curve(thinned)
@@ -75,13 +75,11 @@ def draw_loss_chart(run: RunRecord) -> Figure | None:
             build_line_trace(thinned, "recorded", FAINT, width=1.2),
             build_line_trace(smooth, "smoothed", COLORS[0], width=2.4),
         ]
-    bad = len(known) - len(points)
+    bad = len(losses_by_step) - len(points)
     note = f"Mean over a batch, in nats. {_describe_interval(lines)}"
     if bad:
-        first = next(step for step, value in known if value is None)
-        note += (
-            f" {bad} of {len(known)} recorded losses are not finite, the first at step {first:,}."
-        )
+        first = next(step for step, value in losses_by_step if value is None)
+        note += f" {bad} of {len(losses_by_step)} recorded losses are not finite, the first at step {first:,}."
     return build_chart("Training loss", note, data, y="loss")
 
 
@@ -298,8 +296,10 @@ def draw_overlay_charts(runs: Mapping[str, RunRecord]) -> list[Figure]:
     curves: dict[str, dict[str, list[tuple[int, float]]]] = {}
     for name, run in runs.items():
         lines = run.lines_of_kind("train")
-        known = [(line["step"], line.get("loss")) for line in lines]
-        curves.setdefault("training loss", {})[name] = [(s, v) for s, v in known if v is not None]
+        losses_by_step = [(line["step"], line.get("loss")) for line in lines]
+        curves.setdefault("training loss", {})[name] = [
+            (s, v) for s, v in losses_by_step if v is not None
+        ]
         for metric, parts in collect_metrics(run).items():
             for part, points in parts.items():
                 if not is_constant(metric):

@@ -102,8 +102,10 @@ def _build_metric_lines(runs: Sequence[RunRecord]) -> list[ComparisonLine]:
 
 def _build_speed_lines(runs: Sequence[RunRecord]) -> list[ComparisonLine]:
     rates = [_median_rate(run) for run in runs]
-    known = [rate for rate in rates if rate is not None]
-    fastest = tuple(i for i, r in enumerate(rates) if len(known) > 1 and r == max(known))
+    finite_rates = [rate for rate in rates if rate is not None]
+    fastest = tuple(
+        i for i, r in enumerate(rates) if len(finite_rates) > 1 and r == max(finite_rates)
+    )
     rows = [sum(t.rows_known for t in collect_table_figures(run)) or None for run in runs]
     sizes = [run.summary.get("resident_bytes") for run in runs]
     sent = [sum(traffic.sum_run_traffic(run).values()) for run in runs]
@@ -283,8 +285,8 @@ def build_headline(run: RunRecord) -> list[tuple[str, str, str]]:
         skipped = run.summary.get("skipped", 0)
         tiles.append(("loss scale", f"{scales[-1]:,g}", f"{skipped:,} steps skipped"))
     tables = collect_table_figures(run)
-    if known := sum(t.rows_known for t in tables):
-        tiles.append(("rows known", format_count(known), f"in {len(tables)} tables"))
+    if num_rows := sum(t.rows_known for t in tables):
+        tiles.append(("rows known", format_count(num_rows), f"in {len(tables)} tables"))
     if "resident_bytes" in run.summary:
         tiles.append(
             ("memory for rows", format_bytes(run.summary["resident_bytes"]), "a rank, with index")

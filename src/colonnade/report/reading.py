@@ -362,8 +362,8 @@ def collect_table_figures(run: RunRecord) -> list[TableFigures]:
 
 def _median(values: list[Any]) -> float | None:
     """Return the median of the numbers; unlike a mean, it ignores the smaller last batch of an epoch."""
-    known = [value for value in values if is_number(value)]
-    return statistics.median(known) if known else None
+    numbers = [value for value in values if is_number(value)]
+    return statistics.median(numbers) if numbers else None
 
 
 def _load_run_file(path: Path, format_name: str) -> dict[str, Any]:

@@ -367,11 +367,12 @@ def check_data_for_settings(data: Splits, config: RunConfig, objective: Objectiv
         except ConfigError as error:
             raise ConfigError(f"the {part} part: {error}") from None
     monitor = config.train.monitor or objective.monitor
-    known = getattr(objective, "metrics", None)
-    if known is not None and monitor != objective.monitor:
+    metric_names = getattr(objective, "metrics", None)
+    if metric_names is not None and monitor != objective.monitor:
         tasks = data.train.schema.labels[1:]
         check_monitor_metric(
-            monitor, [*known, *(f"{metric}_{task}" for task in tasks for metric in known)]
+            monitor,
+            [*metric_names, *(f"{metric}_{task}" for task in tasks for metric in metric_names)],
         )
     if config.train.patience and data.validation is None:
         raise ConfigError(

@@ -250,7 +250,7 @@ def _expand_setting_names(settings: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises ConfigError that names the closest setting.
     """
-    known = {
+    setting_paths = {
         **{name: f"train.{name}" for name in TrainConfig.model_fields},
         **{name: f"plan.{name}" for name in PlanConfig.model_fields},
         "dram": "plan.memory.dram",
@@ -263,13 +263,15 @@ def _expand_setting_names(settings: Mapping[str, Any]) -> dict[str, Any]:
         **{f"embedding_{name}": f"embedding.{name}" for name in ROW_SETTINGS},
     }
     for name in settings:
-        if name in known:
+        if name in setting_paths:
             continue
         if name.removeprefix("embedding_") in EmbeddingConfig.model_fields:
             raise ConfigError(
                 f"fit: got {name}, which the model's tables hold; write Table(..., optimizer=Adagrad(lr=0.05))"
             )
-        closest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-        hint = f"did you mean {closest[0]}?" if closest else f"known here: {', '.join(known)}"
+        closest = difflib.get_close_matches(name, setting_paths, n=1, cutoff=0.5)
+        hint = (
+            f"did you mean {closest[0]}?" if closest else f"choose from {', '.join(setting_paths)}"
+        )
         raise ConfigError(f"fit: unknown setting {name!r}; {hint}")
-    return {known[name]: value for name, value in settings.items()}
+    return {setting_paths[name]: value for name, value in settings.items()}

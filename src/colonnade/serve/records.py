@@ -364,7 +364,7 @@ class RecordEncoder:
         self.ignored = (frozenset(ignored) | self._raw_columns.keys()) - read
         scalars = (column.name for column in columns if column.name in read and not column.is_list)
         self._needed = frozenset(scalars) or frozenset(self.columns)
-        self._known = frozenset(self.columns) | self.ignored
+        self._column_names = frozenset(self.columns) | self.ignored
         self.text_fields = {
             self._names.get(field.name, field.name): field
             for field in file_schema.categorical
@@ -508,7 +508,7 @@ class RecordEncoder:
             )
         if not records:
             raise DataError(f"got no {message_subject}, wanted at least one. Send one or more")
-        known = self._known
+        column_names = self._column_names
         for row, record in enumerate(records):
             place = message_subject if message_subject == "user" else f"{message_subject} {row}"
             if not isinstance(record, Mapping):
@@ -518,8 +518,8 @@ class RecordEncoder:
                     + ", ".join(f'"{name}": ...' for name in self.columns[:3])
                     + "}"
                 )
-            if not record.keys() <= known:
-                column = next(name for name in record if name not in known)
+            if not record.keys() <= column_names:
+                column = next(name for name in record if name not in column_names)
                 raise DataError(f"{place}: {self._describe_unknown(column)}")
             if not required_columns <= record.keys():
                 column = next(

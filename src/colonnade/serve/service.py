@@ -372,12 +372,12 @@ def describe_error(error: BaseException) -> tuple[int, str, int | None]:
     if isinstance(error, NotReady):
         return 503, str(error), 1
     if isinstance(error, OSError) and error.errno in FULL:
-        known = error.strerror if isinstance(error, StorageError) else None
+        disk_error = error.strerror if isinstance(error, StorageError) else None
         text = (
             f"got {error.strerror} while {error.filename or 'a file of the server'} was written; free some space on "
             "its disk"
         )
-        return 507, known or text, None
+        return 507, disk_error or text, None
     if isinstance(error, StorageError):
         return 503, str(error.strerror or error), 1
     if isinstance(error, CheckpointError):

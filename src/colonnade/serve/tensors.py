@@ -251,8 +251,8 @@ class _Reader:
         """Raise RequestError for an input that the model does not have."""
         if self.num_used == len(self.tensors):
             return
-        known = {spec.name for spec in self.signature.inputs}
-        unknown = next(name for name in self.tensors if name not in known)
+        input_names = {spec.name for spec in self.signature.inputs}
+        unknown = next(name for name in self.tensors if name not in input_names)
         raise RequestError(
             400,
             f"input {quote_value(unknown)}: got an input that the model does not have; its metadata lists all",

@@ -250,9 +250,9 @@ class MappedTable:
         if self._newer is not None and len(ids):
             newer_slots = np.empty(len(ids), np.int64)
             self._newer.get(np.ascontiguousarray(ids), newer_slots)
-            known = np.flatnonzero(newer_slots != -1)
-            slots[known] = (
-                np.where(newer_slots[known] == GONE, -1, newer_slots[known])
+            newer_rows = np.flatnonzero(newer_slots != -1)
+            slots[newer_rows] = (
+                np.where(newer_slots[newer_rows] == GONE, -1, newer_slots[newer_rows])
                 .astype(np.uint32)
                 .view(np.int32)
             )
@@ -425,20 +425,20 @@ def open_mapped(
     *,
     seed: int,
     full: bool = False,
-    known: MappedRows | None = None,
+    previous_rows: MappedRows | None = None,
     row_memory: int | None = None,
 ) -> MappedRows:
     """Map one file of `folder` per table. Raises StorageError, CorruptionError naming the file that is damaged.
 
     seed: the collection's; it decides first values. Headers and ids are checked now; rows when they are first read, or
-    now if `full`. known: other rows; files that are open there are not checked again. row_memory: bytes of a cache of
-    rows, ConfigError if they are too few; None: rows are read in place.
+    now if `full`. previous_rows: other rows; files that are open there are not checked again. row_memory: bytes of a
+    cache of rows, ConfigError if they are too few; None: rows are read in place.
     """
     opened = [
         open_row_file(folder, name, checksums, table)
         for table, (name, checksums) in zip(tables, files, strict=True)
     ]
-    for previous, file in zip(known.tables if known else (), opened, strict=False):
+    for previous, file in zip(previous_rows.tables if previous_rows else (), opened, strict=False):
         file.file.take_over(previous.file.file)
     if full:
         for file in opened:

@@ -167,14 +167,16 @@ class Evaluation:
             )
         if len(self._groups) != (len(self._parts) if group is not None else 0):
             raise DataError("got groups with some batches only, wanted them with all or with none")
-        known = ~torch.isnan(label)
-        if not known.all():
-            probability = probability[known]
-            label = label[known]
-            weight = weight[known]
+        is_labelled = ~torch.isnan(label)
+        if not is_labelled.all():
+            probability = probability[is_labelled]
+            label = label[is_labelled]
+            weight = weight[is_labelled]
         self._parts.append((probability, label, weight))
         if group is not None:
-            self._groups.append(group.detach().flatten().to("cpu", torch.int64, copy=True)[known])
+            self._groups.append(
+                group.detach().flatten().to("cpu", torch.int64, copy=True)[is_labelled]
+            )
 
     def concatenate_columns(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Return all added values: probability, label, weight and, if there are any, group, (S,) each."""

@@ -98,13 +98,13 @@ def weighted_loss(logits: Tensor, batch: Batch) -> Tensor:
         )
     label = batch.label.to(logits)
     weight = None if batch.sample_weight is None else batch.sample_weight[:, None].to(logits)
-    unknown = label.isnan()
-    if bool(unknown.any()):
-        known = ~unknown
-        weight = None if weight is None else weight.expand_as(label)[known]
-        logits_known = logits[known]
-        label = label[known]
+    is_unlabelled = label.isnan()
+    if bool(is_unlabelled.any()):
+        is_labelled = ~is_unlabelled
+        weight = None if weight is None else weight.expand_as(label)[is_labelled]
+        labelled_logits = logits[is_labelled]
+        label = label[is_labelled]
     else:
-        logits_known = logits
-    total = binary_cross_entropy_with_logits(logits_known, label, weight=weight, reduction="sum")
+        labelled_logits = logits
+    total = binary_cross_entropy_with_logits(labelled_logits, label, weight=weight, reduction="sum")
     return total / max(batch.world_weight * logits.shape[1], 1e-12)

@@ -72,8 +72,8 @@ def pack_id_requests(
         parts = [flag, packed[borders[rank] : borders[rank + 1]]]
         if next_use_codes is not None:
             bounds = zip(first_ids[rank].tolist(), end_ids[rank].tolist(), strict=True)
-            known = torch.cat([next_use_codes[first:last] for first, last in bounds])
-            parts.append(np.asarray(_native.pack_numbers(known.long())))
+            codes = torch.cat([next_use_codes[first:last] for first, last in bounds])
+            parts.append(np.asarray(_native.pack_numbers(codes.long())))
         messages.append(np.concatenate(parts))
     return messages
 

@@ -413,8 +413,12 @@ def open_synthetic(
     if not 1 <= tasks <= 64:
         raise ConfigError(f"got tasks={tasks}, wanted 1 .. 64 labels")
     if label_model not in LABEL_MODELS:
-        near = get_close_matches(str(label_model), LABEL_MODELS, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"choose from {', '.join(LABEL_MODELS)}"
+        closest_names = get_close_matches(str(label_model), LABEL_MODELS, n=1)
+        hint = (
+            f"did you mean {closest_names[0]!r}?"
+            if closest_names
+            else f"choose from {', '.join(LABEL_MODELS)}"
+        )
         raise ConfigError(f"got label_model={label_model!r}; {hint}")
     shares = LABEL_MODELS[label_model]
     if groups is not None and "interaction" not in shares:

@@ -379,8 +379,8 @@ def _get_null_values(field: Category | Bag | Sequence, version: int) -> tuple[st
 
 
 def _mark_texts(array: pa.Array, texts: Collection[str]) -> NDArray[np.bool_]:
-    known = pa.array([text.encode() for text in texts], pa.large_binary())
-    return pc.is_in(array.cast(pa.large_binary()), known).to_numpy(zero_copy_only=False)
+    vocabulary = pa.array([text.encode() for text in texts], pa.large_binary())
+    return pc.is_in(array.cast(pa.large_binary()), vocabulary).to_numpy(zero_copy_only=False)
 
 
 def _mark_missing_values(
@@ -422,12 +422,12 @@ def _look_up_vocabulary(
     assert field.vocabulary is not None
     if is_text_type(arrow_column.type):
         arrow_column = arrow_column.cast(pa.large_string())
-        known = pa.array(field.vocabulary, pa.large_string())
+        vocabulary = pa.array(field.vocabulary, pa.large_string())
     else:
         # Both sides are compared as signed 64-bit numbers, like all ids.
         arrow_column = pa.array(_to_int64(arrow_column))
-        known = pa.array([wrap_unsigned(int(value)) for value in field.vocabulary])
-    indices = pc.index_in(arrow_column, value_set=known)
+        vocabulary = pa.array([wrap_unsigned(int(value)) for value in field.vocabulary])
+    indices = pc.index_in(arrow_column, value_set=vocabulary)
     ids = np.array(pc.fill_null(indices, -1).to_numpy(zero_copy_only=False)).astype(np.int64)
     unknown = ids < 0
     if is_missing is not None:
@@ -437,11 +437,11 @@ def _look_up_vocabulary(
             unknown,
             field.column,
             lambda row: repr(arrow_column[row].as_py())[:60],
-            f"one of the {len(known)} values of the vocabulary",
+            f"one of the {len(vocabulary)} values of the vocabulary",
             "Add it, or give unknown values rows with unknown_rows: 1",
         )
     if unknown.any():
-        ids[unknown] = len(known)
+        ids[unknown] = len(vocabulary)
         if field.unknown_rows > 1:
             unknown_values = arrow_column.filter(pa.array(unknown))
             ids[unknown] += hash_to_rows(to_open_ids(unknown_values), field.unknown_rows)

@@ -162,8 +162,10 @@ class _IdField(DeclaredField):
         """Dtype of the settings: `dtype`, or what cardinality or vocabulary imply; None: the file's type decides."""
         if self.dtype is not None or self.cardinality is not None:
             return self.dtype or "integer"
-        known = (*(self.vocabulary or ()), getattr(self, "padding", None))[0]
-        return None if known is None else "text" if isinstance(known, str) else "integer"
+        first_value = (*(self.vocabulary or ()), getattr(self, "padding", None))[0]
+        return (
+            None if first_value is None else "text" if isinstance(first_value, str) else "integer"
+        )
 
     @property
     def num_rows(self) -> int | None:
@@ -398,11 +400,11 @@ def field_from_dict(name: object, values: object) -> DeclaredField:
             f"field {name!r}: got type {type_name!r}; {suggest_name(str(type_name), FIELDS)}"
         )
     kind = FIELDS[type_name]
-    known = {f.name for f in dataclasses.fields(kind)} - {"name"}
+    setting_names = {f.name for f in dataclasses.fields(kind)} - {"name"}
     for key in values:
-        if key not in known | {"type"}:
+        if key not in setting_names | {"type"}:
             raise ConfigError(
-                f"field {name!r}: a {type_name} has no setting {key!r}; {suggest_name(str(key), known)}"
+                f"field {name!r}: a {type_name} has no setting {key!r}; {suggest_name(str(key), setting_names)}"
             )
     for f in dataclasses.fields(kind):
         is_needed = f.default is dataclasses.MISSING and f.name != "name"

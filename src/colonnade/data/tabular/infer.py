@@ -148,16 +148,16 @@ def _infer_label_field(path: Path, name: str, array: pa.Array) -> Label:
         )
     plain = Label(_field_name(name), column=name)
     x = convert_to_numbers(plain, array)
-    known = x[~np.isnan(x)]
-    if len(known) < len(x):
+    labels = x[~np.isnan(x)]
+    if len(labels) < len(x):
         plain = replace(plain, missing="unknown")
-    if np.isin(known, (0, 1)).all():
+    if np.isin(labels, (0, 1)).all():
         return plain
-    if np.isin(known, (-1, 1)).all():
+    if np.isin(labels, (-1, 1)).all():
         return replace(plain, at_least=1.0)
     raise ConfigError(
-        f"{path}, column {name}: got labels from {known.min():g} to {known.max():g}, wanted 0 and 1. Declare a "
-        f"schema with `{name}: {{type: label, at_least: {np.median(known):g}}}`, which says from where on it is 1"
+        f"{path}, column {name}: got labels from {labels.min():g} to {labels.max():g}, wanted 0 and 1. Declare a "
+        f"schema with `{name}: {{type: label, at_least: {np.median(labels):g}}}`, which says from where on it is 1"
     )
 
 

@@ -83,8 +83,8 @@ def count_missing_words(array: pa.Array) -> dict[str, int]:
 def _narrow_floats(array: pa.Array) -> pa.Array:
     x = array.to_numpy(zero_copy_only=False)
     missing = np.isnan(x)
-    known = x[~missing]
-    is_whole = bool(((known == np.round(known)) & (np.abs(known) < EXACT)).all())
+    values = x[~missing]
+    is_whole = bool(((values == np.round(values)) & (np.abs(values) < EXACT)).all())
     if not is_whole:
         return pa.array(x, mask=missing)
     return pa.array(np.where(missing, 0, x).astype(np.int64), mask=missing)

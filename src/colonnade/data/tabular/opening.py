@@ -126,8 +126,8 @@ def _find_newest_time(files: TableFiles, time_field: Number, num_samples: int) -
         if num_samples <= 0:
             break
         times, missing = files.read_time_column(block, time_field)
-        known = times[:num_samples][~missing[:num_samples]]
-        newest += [int(known.max())] if len(known) else []
+        present_times = times[:num_samples][~missing[:num_samples]]
+        newest += [int(present_times.max())] if len(present_times) else []
         num_samples -= length
     if not newest:
         raise ConfigError(

@@ -87,23 +87,26 @@ def mean_lookup_seconds(row_rates: Sequence[RowRate]) -> tuple[float, float]:
     """Return the seconds of planning one lookup, and of packing and joining one: means of the measured rates.
 
     Returns zeros if nothing was measured."""
-    known = [rate for rate in row_rates if rate.planned and rate.packed]
-    if not known:
+    complete_rates = [rate for rate in row_rates if rate.planned and rate.packed]
+    if not complete_rates:
         return 0.0, 0.0
-    return fmean(1 / rate.planned for rate in known), fmean(1 / rate.packed for rate in known)
+    return fmean(1 / rate.planned for rate in complete_rates), fmean(
+        1 / rate.packed for rate in complete_rates
+    )
 
 
 def interpolate_row_seconds(row_rates: Sequence[RowRate], row_floats: int) -> tuple[float, float]:
     """Return the seconds of gathering one row of `row_floats` floats, and of updating one.
 
     Interpolates between the measured widths; proportional to the width above them."""
-    known = sorted(row_rates, key=lambda rate: rate.width)
-    widths = [rate.width for rate in known]
+    rates_by_width = sorted(row_rates, key=lambda rate: rate.width)
+    widths = [rate.width for rate in rates_by_width]
     scale = row_floats / min(max(row_floats, widths[0]), widths[-1])
     scale = max(scale, 1.0)
     return (
-        scale * float(np.interp(row_floats, widths, [1 / rate.gathered for rate in known])),
-        scale * float(np.interp(row_floats, widths, [1 / rate.updated for rate in known])),
+        scale
+        * float(np.interp(row_floats, widths, [1 / rate.gathered for rate in rates_by_width])),
+        scale * float(np.interp(row_floats, widths, [1 / rate.updated for rate in rates_by_width])),
     )
 
 

@@ -75,10 +75,10 @@ class Affinity:
         """
         affinity = self.sums / np.maximum(self.counts, 1)
         off_diagonal = ~np.eye(len(affinity), dtype=bool)
-        known = (self.counts > 0) & off_diagonal
+        is_measured = (self.counts > 0) & off_diagonal
         present = np.diag(self.counts) > 0
-        unknown = (self.counts == 0) & off_diagonal & present[:, None] & present[None]
-        affinity[unknown] = affinity[known].mean() if known.any() else 0.0
+        is_unmeasured = (self.counts == 0) & off_diagonal & present[:, None] & present[None]
+        affinity[is_unmeasured] = affinity[is_measured].mean() if is_measured.any() else 0.0
         np.fill_diagonal(affinity, 1.0)
         symmetric: Floats = np.minimum((affinity + affinity.T) / 2, 1.0)
         return symmetric

@@ -86,7 +86,7 @@ def _verify_segment(entry: SegmentEntry, commit: StoredCommit) -> Iterator[Verif
     stripes = commit.stripes
     rows_name = segment.segment_file_name(entry.number)
     # The last known directory, in case it is out of reach.
-    last = Path(stripes.known.get(entry.stripe, stripes.home))
+    last = Path(stripes.recorded_paths.get(entry.stripe, stripes.home))
     stripe = stripes.find_stripe(rows_name, entry.stripe)
     directory = last if stripe is None else stripes.directories[stripe]
     path = directory / key_list.key_list_file_name(entry.number)

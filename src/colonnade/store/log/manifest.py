@@ -188,9 +188,9 @@ def read_manifest(directory: Path, step: int, table: LogTable | None = None) -> 
     """
     path = directory / manifest_file_name(step)
     if table is not None and not path.exists():
-        known = ", ".join(map(str, committed_steps(directory))) or "none"
+        steps = ", ".join(map(str, committed_steps(directory))) or "none"
         raise CheckpointError(
-            f"{directory}: step {step} was not committed here; committed steps: {known}. Open one of "
+            f"{directory}: step {step} was not committed here; committed steps: {steps}. Open one of "
             "these, or step=None for an empty store"
         )
     fields = read_manifest_fields(directory, step)
@@ -236,7 +236,7 @@ def read_manifest(directory: Path, step: int, table: LogTable | None = None) -> 
 def find_lost_commits(commits: Iterable[Manifest], stripes: Stripes) -> dict[int, str]:
     """Map the step of each commit with a segment in a missing stripe to the last known directory of that stripe."""
     return {
-        m.step: stripes.known.get(entry.stripe, f"stripe {entry.stripe}")
+        m.step: stripes.recorded_paths.get(entry.stripe, f"stripe {entry.stripe}")
         for m in commits
         for entry in m.segments
         if stripes.find_stripe(segment.segment_file_name(entry.number), entry.stripe) is None

@@ -108,7 +108,7 @@ class Stripes:
         self.directories: dict[int, Path] = {0: home}
         self.capacities: dict[int, int] = {0: 1}
         self.spaces: dict[int, SpaceAccount] = {}  # of stripes with a limit
-        self.known: dict[int, str] = {}  # their paths in the manifest
+        self.recorded_paths: dict[int, str] = {}  # their paths in the manifest
         self.locks = [home_lock] if home_lock is not None else []
 
     def choose_stripe_number(
@@ -149,7 +149,7 @@ class Stripes:
         if stripe_number not in self.directories:
             raise CheckpointError(
                 f"{self.home}: its stripe {stripe_number} was not given, and {name} is stored in it: last in "
-                f"{self.known.get(stripe_number, 'an unknown directory')}, which does not exist now. Mount it "
+                f"{self.recorded_paths.get(stripe_number, 'an unknown directory')}, which does not exist now. Mount it "
                 "again at that "
                 "path; or, if it was moved, go on training with its new path among plan.memory.ssd in the run's config "
                 "(or --set plan.memory.ssd=DIRECTORY), where DIRECTORY holds the folder colonnade-..."
@@ -187,9 +187,9 @@ def open_stripes(
     stripes = Stripes(home, home_lock)
     if manifest is not None:
         stripes.store_id = manifest.store_id
-        stripes.known = dict(manifest.stripe_paths)
+        stripes.recorded_paths = dict(manifest.stripe_paths)
     try:
-        for number, path in sorted(stripes.known.items()):
+        for number, path in sorted(stripes.recorded_paths.items()):
             if _read_mark_file(Path(path)) == (stripes.store_id, number):
                 stripes.directories[number] = Path(path)
                 if disk is not None:
@@ -222,7 +222,7 @@ def _add_stripe(stripes: Stripes, stripe: Stripe, disk: Disk | None) -> int | No
         if disk is None:
             return None
         stripes.store_id = stripes.store_id or secrets.token_hex(16)
-        number = 1 + max([*stripes.directories, *stripes.known])
+        number = 1 + max([*stripes.directories, *stripes.recorded_paths])
         fields = {**make_format_stamp(FORMAT), "store": stripes.store_id, "number": number}
         fields["home"] = str(stripes.home.absolute())  # for people
         write_durably(disk, directory / MARK_NAME, json.dumps(fields, indent=1).encode())
