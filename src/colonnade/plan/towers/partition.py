@@ -7,8 +7,9 @@ stay together. Pure functions, deterministic for a seed. Legend: F features, U t
 Embedding in the plane: stress minimisation by majorisation (SMACOF, de Leeuw 1977), started from classical scaling
 (Torgerson 1952). Deterministic.
 
-Bounded assignment in k-means (Bradley, Bennett and Demiriz 2000) is bin packing, which has no fast exact algorithm: a
-local search by moves and swaps solves it. Deterministic. Legend: U items, T bins, M measures (weights of an item).
+Bounded assignment in k-means: Bradley, Bennett and Demiriz 2000. If all items have equal weights it is a minimum-cost
+flow, and solved as such. Otherwise it is bin packing, which has no fast exact algorithm, and a local search by moves
+and swaps solves it. Deterministic. Legend: U items, T bins, M measures (weights of an item).
 """
 
 from __future__ import annotations
@@ -100,10 +101,80 @@ def assign_to_bins(
 ) -> Labels:
     """Assign items to bins at low cost, at least one item in each bin (U >= T). Returns the bin of each item, (U,).
 
-    Heaviest first to the cheapest bin with room, then by moves and swaps while they help: these reduce the overflow
-    first, then the costs. assignment_costs: (U, T). item_weights: (U, M), not negative. bin_capacities: (M,), of every
-    bin, above 0; inf: no bound. The result may exceed capacities (`max_bin_fill`).
+    assignment_costs: (U, T). item_weights: (U, M), not negative. bin_capacities: (M,), of every bin, above 0; inf: no
+    bound. The result may exceed capacities (`max_bin_fill`).
     """
+    is_bounded = np.isfinite(bin_capacities)
+    item_weights = item_weights[:, is_bounded]
+    bin_capacities = bin_capacities[is_bounded]
+    if not bin_capacities.size or (item_weights == item_weights[0]).all():
+        # The capacity in items is the smallest over measures.
+        max_items_by_measure = np.divide(
+            bin_capacities,
+            item_weights[0],
+            out=np.full(len(bin_capacities), np.inf),
+            where=item_weights[0] > 0,
+        )
+        max_items = int(
+            min(max_items_by_measure.min(initial=np.inf) * (1 + SLACK), len(assignment_costs))
+        )
+        if max_items * assignment_costs.shape[1] >= len(assignment_costs):
+            return assign_by_min_cost_flow(assignment_costs, max_items)
+    return assign_by_local_search(assignment_costs, item_weights, bin_capacities)
+
+
+def assign_by_min_cost_flow(assignment_costs: Floats, max_items: int) -> Labels:
+    """Assign items to bins at minimum total cost, 1 .. `max_items` to each bin. max_items * T >= U >= T.
+
+    Returns the bin of each item, (U,). Successive shortest paths: items enter one after another along the cheapest path
+    of items that move on to other bins. The first item of a bin has so low a cost that no bin stays empty.
+    """
+    num_items, num_bins = assignment_costs.shape
+    first_cost = -(np.abs(assignment_costs).sum() + 1.0)  # of the first item of an empty bin
+    label = np.full(num_items, -1, dtype=np.int64)
+    num_in_bin = np.zeros(num_bins, dtype=np.int64)
+    # Cheapest move of an item from one bin to another, and this item.
+    move_cost = np.full((num_bins, num_bins), np.inf)
+    mover = np.zeros((num_bins, num_bins), dtype=np.int64)
+    for item in range(num_items):
+        path_cost = assignment_costs[item].copy()
+        previous = np.full(num_bins, -1, dtype=np.int64)
+        for _ in range(num_bins):
+            through = path_cost[:, None] + move_cost
+            best = through.argmin(0)
+            value = through[best, np.arange(num_bins)]
+            better = value < path_cost - 1e-12 * (1 + np.abs(path_cost))
+            if not better.any():
+                break
+            path_cost[better] = value[better]
+            previous[better] = best[better]
+        end_cost = np.where(
+            num_in_bin == 0, first_cost, np.where(num_in_bin < max_items, 0.0, np.inf)
+        )
+        target = int((path_cost + end_cost).argmin())
+        num_in_bin[target] += 1
+        changed = {target}
+        while previous[target] >= 0:
+            source = int(previous[target])
+            label[mover[source, target]] = target
+            target = source
+            changed.add(target)
+        label[item] = target
+        for t in changed:
+            members = np.flatnonzero(label == t)
+            more = assignment_costs[members] - assignment_costs[members, t][:, None]
+            mover[t] = members[more.argmin(0)]
+            move_cost[t] = more.min(0)
+            move_cost[t, t] = np.inf
+    return label
+
+
+def assign_by_local_search(
+    assignment_costs: Floats, item_weights: Floats, bin_capacities: Floats
+) -> Labels:
+    """Assign items to bins: heaviest first to the cheapest bin with room, then by moves and swaps while they help.
+
+    Reduces the overflow first, then the costs. Returns the bin of each item, (U,)."""
     num_items, num_bins = assignment_costs.shape
     shares = item_weights / bin_capacities  # (U, M): the sum in a bin should not exceed 1
     order = np.lexsort((np.arange(num_items), -shares.max(1, initial=0.0)))
