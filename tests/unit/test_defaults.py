@@ -19,7 +19,7 @@ from rich.console import Console
 from colonnade import Mesh
 from colonnade.checkpoint.header import list_checkpoints, resolve_step
 from colonnade.config.run import RunConfig, override_settings
-from colonnade.data import Splits, TensorSource, open_source
+from colonnade.data import Splits, TensorSource, open_source, open_tensors
 from colonnade.data.tensors import TensorColumns
 from colonnade.run.defaults import (
     FILES,
@@ -65,6 +65,15 @@ def test_chosen_settings_are_written_as_people_write_them(num_samples):
     chosen = choose_training_settings(num_samples)
     for value in (chosen.dense_lr, chosen.dense_weight_decay):
         assert len(f"{value}".replace("0.", "").lstrip("0").partition("e")[0]) <= 4, value
+
+
+def test_a_part_without_samples_validates_nothing():
+    columns = {"ids": {"user": torch.arange(10)}, "label": torch.ones(10)}
+    empty = {"ids": {"user": torch.arange(0)}, "label": torch.ones(0)}
+    data = Splits(open_tensors(**columns), validation=open_tensors(**empty))
+    config = RunConfig.model_validate({"data": {"name": "csv"}, "model": {"name": "deepfm"}})
+    chosen = choose_open_settings(config, choose_training_settings(10_000), data)
+    assert chosen["train.epochs"] <= 3 and "train.patience" not in chosen
 
 
 def write_csv(path: Path, num_samples: int, seed: int = 0) -> Path:

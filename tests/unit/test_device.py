@@ -20,12 +20,40 @@ def test_rates_are_measured_printed_and_kept(tmp_path):
     (rates,) = result.directories
     assert rates.path == str(place) and rates.written > 1e6
     assert rates.processor_seconds > 0 and rates.pages > 100
-    assert 0 < rates.latency < 1  # of one row: jobs of many take longer
+    assert 0 < rates.latency < 1
     (rows,) = result.memory
     assert rows.width == 16 and rows.gathered > rows.updated > 1e4
     assert min(rows.planned, rows.packed) > 1e4
     assert Device.from_json(result.to_json()) == result
     assert "random pages/s" in str(result) and str(place) in str(result)
+
+
+class StubLog:
+    """Log whose reads end at once; records the rows of each, and how many reads were in flight."""
+
+    def __init__(self):
+        self.num_rows = set()
+        self.num_jobs = 0
+        self.max_jobs = 0
+
+    def read(self, reader, ids, records_out, is_demand):
+        self.num_rows.add(len(ids))
+        self.num_jobs += 1
+        self.max_jobs = max(self.max_jobs, self.num_jobs)
+        return self
+
+    def wait(self):
+        self.num_jobs -= 1
+        return True, None
+
+
+@pytest.mark.parametrize(("rows_per_job", "num_jobs"), [(1, 1), (256, 4)])
+def test_reads_are_timed_in_jobs_of_this_size(rows_per_job, num_jobs):
+    log = StubLog()
+    speed = measure._time_reads(log, None, 1000, rows_per_job, num_jobs, 0.01)
+    assert log.num_rows == {rows_per_job}
+    assert (log.num_jobs, log.max_jobs) == (0, num_jobs)
+    assert speed.rows_per_second > 0 and 0 < speed.job_seconds < 1
 
 
 def test_a_directory_that_is_there_stays(tmp_path):

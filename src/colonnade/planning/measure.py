@@ -184,50 +184,72 @@ def measure_directory_speed(
 def _measure_row_reads(fd: int, size: int, seconds: float) -> tuple[str, float, float, float]:
     """Measure reads of rows from a log of small rows in an empty file, far apart so that each is on a page of its own.
 
-    First with several jobs in flight as in training, then one row at a time. Returns the kind of reader, rows per
-    second, seconds of a single row, and processor seconds of a row."""
+    With several jobs in flight as in training, and one row at a time; each the best of three runs, because other
+    programs may interfere. Returns the kind of reader, rows per second, seconds of a single row, and processor seconds
+    of a row."""
     count = max(size // ROW_STRIDE, 1)
     log = _write_log(fd, size, count)
     reader = _native.PageReader("auto", READ_DEPTH)
-    random = np.random.default_rng(0)
-    jobs: list[tuple] = []  # (job, its output), oldest first
-    num_rows = 0
+    jobs = [_time_reads(log, reader, count, ROWS_OF_A_JOB, JOBS, seconds / 3) for _ in range(3)]
+    single_rows = [_time_reads(log, reader, count, 1, 1, seconds / 3) for _ in range(3)]
+    return (
+        reader.kind,
+        max(speed.rows_per_second for speed in jobs),
+        min(speed.job_seconds for speed in single_rows),
+        min(speed.processor_seconds for speed in jobs),
+    )
 
-    def begin_job(num_ids: int) -> None:
-        ids = torch.from_numpy(random.integers(0, count, num_ids))
-        out = torch.empty(num_ids, ROW_STRIDE - 16, dtype=torch.uint8)
-        jobs.append((log.read(reader, ids, out, True), out))
+
+class _ReadSpeed(NamedTuple):
+    rows_per_second: float
+    job_seconds: float
+    """99th percentile, from the start of a job to its end."""
+    processor_seconds: float
+    """Processor time of a row."""
+
+
+def _time_reads(
+    log: _native.RowLog,
+    reader: _native.PageReader,
+    num_log_rows: int,
+    rows_per_job: int,
+    num_jobs: int,
+    seconds: float,
+) -> _ReadSpeed:
+    """Time jobs that read random rows of a log, `num_jobs` in flight. Raises OSError for a read that fails."""
+    random = np.random.default_rng(0)
+    jobs: list[tuple] = []  # (job, its start, its output), oldest first
+    job_seconds: list[float] = []
 
     def finish_job() -> None:
-        nonlocal num_rows
-        job, out = jobs.pop(0)
+        job, job_start, _ = jobs.pop(0)
         _, fault = job.wait()
         if fault is not None:
             raise OSError(fault[2] or errno.EIO, f"reading rows failed: {fault[0]}")
-        num_rows += len(out)
+        job_seconds.append(time.perf_counter() - job_start)
 
+    processor_start = time.process_time()
+    start = time.perf_counter()
     try:
-        processor_start = time.process_time()
-        start = time.perf_counter()
-        while time.perf_counter() - start < seconds or not num_rows:
-            if len(jobs) == JOBS:
+        while time.perf_counter() - start < seconds or not job_seconds:
+            ids = torch.from_numpy(random.integers(0, num_log_rows, rows_per_job))
+            out = torch.empty(rows_per_job, ROW_STRIDE - 16, dtype=torch.uint8)
+            job_start = time.perf_counter()
+            jobs.append((log.read(reader, ids, out, True), job_start, out))
+            if len(jobs) == num_jobs:
                 finish_job()
-            begin_job(ROWS_OF_A_JOB)
         while jobs:
             finish_job()
-        elapsed = time.perf_counter() - start
-        processor = (time.process_time() - processor_start) / num_rows
-        pages = num_rows / elapsed
-        latencies: list[float] = []
-        while sum(latencies) < seconds or not latencies:
-            start = time.perf_counter()
-            begin_job(1)
-            finish_job()
-            latencies.append(time.perf_counter() - start)
     finally:
-        for job, _ in jobs:  # After an error, too, the file must stay open until all reads ended.
+        for job, *_ in jobs:  # After an error, too, the file must stay open until all reads ended.
             job.wait()
-    return reader.kind, pages, float(np.quantile(latencies, 0.99)), processor
+    elapsed = time.perf_counter() - start
+    num_rows = len(job_seconds) * rows_per_job
+    return _ReadSpeed(
+        num_rows / elapsed,
+        float(np.quantile(job_seconds, 0.99)),
+        (time.process_time() - processor_start) / num_rows,
+    )
 
 
 def _write_log(fd: int, size: int, count: int) -> _native.RowLog:

@@ -21,6 +21,7 @@ from rich.console import Console
 from colonnade.checkpoint.header import list_checkpoints
 from colonnade.config.run import RunConfig, build_config, load_config, override_settings
 from colonnade.data import SOURCES, Source, Splits, load_file_schema, open_source
+from colonnade.data.contract import has_samples
 from colonnade.data.tabular.formats import FORMATS
 from colonnade.errors import ConfigError
 from colonnade.models.build import MODEL_SPECS
@@ -222,7 +223,7 @@ def choose_open_settings(
     """Choose the settings that `config` leaves open; return them by name."""
     train = config.train
     num_micro_batches = config.train.accumulate
-    is_watched = data.validation is not None and not _is_by_day(config)
+    is_watched = has_samples(data.validation) and not _is_by_day(config)
     chosen: dict[str, Any] = {}
     if train.batch_size is None:
         chosen["train.batch_size"] = (
