@@ -2,7 +2,6 @@
 
 #include <fcntl.h>
 #include <sys/mman.h>
-#include <sys/statvfs.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -58,14 +57,11 @@ Slab::Slab(std::size_t bytes, const std::string& directory) {
   if (fd < 0) refuse("make");
   unlink(name.c_str());
   int error = 0;
-  // fallocate would take all of the disk's free space, from everybody who writes there, before it fails.
-  struct statvfs disk;
-  if (fstatvfs(fd, &disk) == 0 && bytes / disk.f_frsize >= disk.f_bavail) error = ENOSPC;
 #ifdef __linux__
-  if (error == 0 && fallocate(fd, 0, 0, static_cast<off_t>(bytes)) != 0) error = errno;
+  if (fallocate(fd, 0, 0, static_cast<off_t>(bytes)) != 0) error = errno;
   if (error == EOPNOTSUPP) error = ftruncate(fd, static_cast<off_t>(bytes)) == 0 ? 0 : errno;
 #else
-  if (error == 0) error = ftruncate(fd, static_cast<off_t>(bytes)) == 0 ? 0 : errno;
+  error = ftruncate(fd, static_cast<off_t>(bytes)) == 0 ? 0 : errno;
 #endif
   void* mapping = MAP_FAILED;
   if (error == 0) {

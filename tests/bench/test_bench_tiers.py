@@ -265,7 +265,7 @@ def test_moves_are_delayed_by_their_lines(
     tables = [Table("C", 16, rows=400, optimizer=RowWiseAdagrad(lr=0.02))]
     logs = tiers_store.open_backings(tmp_path, tables, None)
     store = open_dram_store(
-        tables, [60], seed=1, backings=logs, mapped=MappedTier((), tmp_path, [200])
+        tables, [60], seed=1, backings=logs, mapped=MappedTier(tmp_path, cache_rows=[200])
     )
     delays: list[int] = []
 

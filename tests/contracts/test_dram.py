@@ -72,11 +72,8 @@ def add_one(store, slots, offsets):
 
 
 class TestDramOverFiles(ResidentContract):
-    def directories(self, place):
-        return []
-
-    def cache(self, place):
-        return {}
+    def mapped(self, place):
+        return None
 
     def train(self, store, slots, offsets):
         add_one(store, slots, offsets)
@@ -87,7 +84,7 @@ class TestDramOverFiles(ResidentContract):
             capacity_rows or [97, 97],
             seed=1,
             backings=open_logs(place),
-            mapped=MappedTier(self.directories(place), **self.cache(place)),
+            mapped=self.mapped(place),
         )
 
 
@@ -96,21 +93,21 @@ class TestDramOverCache(TestDramOverFiles):
 
     rows = 11
 
-    def cache(self, place):
-        return {"cache_directory": place / "mapped", "cache_rows": [self.rows] * len(TABLES)}
+    def mapped(self, place):
+        return MappedTier(place / "mapped", cache_rows=[self.rows] * len(TABLES))
 
     def test_a_directory_that_cannot_hold_them_is_refused(self, tmp_path):
         (tmp_path / "mapped").write_text("a file")
         with pytest.raises(StorageError, match=r"mapped files: .*mapped.*name another directory"):
             self.open(tmp_path, [9, 9])
-        with pytest.raises(StorageError, match=r"could not map a file of .* bytes for rows"):
-            with files_of_at_most(2**20):
+        with files_of_at_most(2**20):
+            with pytest.raises(StorageError, match=r"could not map a file of .* bytes for rows"):
                 open_dram_store(
                     TABLES,
                     [9, 9],
                     seed=1,
                     backings=open_logs(tmp_path / "logs"),
-                    mapped=MappedTier(cache_directory=tmp_path, cache_rows=[2**32 - 2, 0]),
+                    mapped=MappedTier(tmp_path, cache_rows=[2**20, 0]),
                 )
 
 
@@ -121,8 +118,8 @@ class TestDramOverCacheOfOneRow(TestDramOverCache):
 class TestMappedOverFiles(TestDramOverFiles):
     """Rows in files mapped from a directory, in place."""
 
-    def directories(self, place):
-        return [place / "mapped"] * len(TABLES)
+    def mapped(self, place):
+        return MappedTier(place / "mapped", range(len(TABLES)))
 
     def test_files_have_no_names_and_go_with_the_store(self, tmp_path):
         store = self.open(tmp_path, None)
@@ -137,21 +134,20 @@ class TestMappedOverFiles(TestDramOverFiles):
         (tmp_path / "mapped").write_text("a file")
         with pytest.raises(StorageError, match=r"mapped files: .*mapped.*name another directory"):
             self.open(tmp_path, None)
-        full = [Path("/dev/full/no"), None]
+        full = MappedTier(Path("/dev/full/no"), [0])
         with pytest.raises(StorageError, match="mapped files"):
-            open_dram_store(TABLES, [97, 97], seed=1, mapped=MappedTier(full))
-        with pytest.raises(StorageError, match=r"could not map a file of .* bytes for rows"):
-            huge = [Table("huge", 2**16)]  # a petabyte
-            open_dram_store(huge, [2**32 - 2], seed=1, mapped=MappedTier([tmp_path]))
+            open_dram_store(TABLES, [97, 97], seed=1, mapped=full)
+        huge = [Table("huge", 2**16)]  # a petabyte
+        with files_of_at_most(2**20), pytest.raises(StorageError, match="No space left"):
+            open_dram_store(huge, [2**32 - 2], seed=1, mapped=MappedTier(tmp_path, [0]))
 
     def test_more_than_the_disk_has_is_refused_before_any_of_it_is_taken(self, tmp_path):
-        """A larger file than this process may write would be refused as such, were any written."""
-        table = Table("large", 2**16)
-        num_rows = 2 * shutil.disk_usage(tmp_path).free // (table.dim * 4)
+        """Each table's rows fit, together they do not. A file that is written would be refused for its size."""
+        tables = [Table("first", 2**16), Table("second", 2**16)]
+        num_rows = int(0.6 * shutil.disk_usage(tmp_path).free) // (tables[0].dim * 4)
+        mapped = MappedTier(tmp_path, [0, 1])
         with files_of_at_most(2**20), pytest.raises(StorageError, match="No space left"):
-            open_dram_store(
-                [table], [min(num_rows, 2**32 - 2)], seed=1, mapped=MappedTier([tmp_path])
-            )
+            open_dram_store(tables, [num_rows, num_rows], seed=1, mapped=mapped)
 
 
 class TestDramOnItsOwn(ResidentContract):

@@ -19,8 +19,8 @@ class HbmContract(ResidentContract):
     device = "cpu"
     dram_rows: list[int] | None = None  # None: without logs, every row has room
 
-    def cache(self, place):
-        return {}
+    def mapped(self, place):
+        return None
 
     def open(self, place, capacity_rows, step=None):
         backings = open_logs(place, step) if self.dram_rows else []
@@ -29,7 +29,7 @@ class HbmContract(ResidentContract):
             self.dram_rows or [97, 97],
             seed=1,
             backings=backings,
-            mapped=MappedTier(**self.cache(place)),
+            mapped=self.mapped(place),
         )
         return open_hbm_store(below, capacity_rows or [97, 97], self.device, seed=1)
 
@@ -264,8 +264,8 @@ def close(store):
 class TestHbmOverCache(TestHbmOverFiles):
     """Four tiers: a device, memory, evicted rows in mapped files, logs."""
 
-    def cache(self, place):
-        return {"cache_directory": place / "mapped", "cache_rows": [13] * len(TABLES)}
+    def mapped(self, place):
+        return MappedTier(place / "mapped", cache_rows=[13] * len(TABLES))
 
 
 @CUDA

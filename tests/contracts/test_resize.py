@@ -150,7 +150,9 @@ def test_other_errors_of_memory_stay_as_they_are(store, monkeypatch, has_traffic
 def test_evicted_rows_have_a_cache_beside_a_stacked_table(tmp_path):
     tables = [Table("open", 4), Table("stacked", 4, rows=30, hashes=2), TABLES[2]]
     sizes = [20, 30, 10]
-    with opened(tmp_path, tables, sizes, mapped=MappedTier((), tmp_path, [40, 0, 0])) as store:
+    with opened(
+        tmp_path, tables, sizes, mapped=MappedTier(tmp_path, cache_rows=[40, 0, 0])
+    ) as store:
         uses = [train(store, [20, 3, 0], first) for first in (0, 20, 0)]
         assert uses == [[0] * 23, [0] * 23, [1] * 23]
         assert store.tiers.cache_counts()["hits"] == 20

@@ -41,7 +41,9 @@ def open_store(place, step=None, capacity=CAPACITY, cache_rows=0, **settings):
         )
         for table in TABLES
     ]
-    cache = MappedTier((), place / "mapped", [cache_rows] * len(TABLES)) if cache_rows else None
+    cache = (
+        MappedTier(place / "mapped", cache_rows=[cache_rows] * len(TABLES)) if cache_rows else None
+    )
     return open_dram_store(TABLES, capacity, seed=1, backings=logs, mapped=cache)
 
 
@@ -398,12 +400,11 @@ def test_rows_take_no_more_than_the_budget_says(tmp_path, dtype, dim, rows):
 def test_a_table_wholly_in_mapped_memory_is_counted_there(is_backed, tmp_path):
     """Also without files below."""
     logs = open_store(tmp_path / "logs") if is_backed else None
-    directories = [None, None, tmp_path / "mapped"]
     store = open_dram_store(
         TABLES,
         CAPACITY,
         seed=1,
-        mapped=MappedTier(directories),
+        mapped=MappedTier(tmp_path / "mapped", [2]),
         backings=logs.backings if logs else (),
     )
     ids, offsets = torch.cat([torch.arange(20)] * 3), torch.tensor([0, 20, 40, 60])

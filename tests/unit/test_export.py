@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
+import shutil
 
 import pytest
 import torch
@@ -94,6 +96,16 @@ def test_nothing_is_left_of_an_export_that_fails(tmp_path):
     data[len(data) // 2] ^= 1
     victim.write_bytes(bytes(data))
     with pytest.raises(OSError, match=victim.name):
+        export_run(folder, tmp_path / "out")
+    assert {path.name for path in tmp_path.iterdir()} == {"run"}
+
+
+def test_no_space_is_reserved_for_an_export_that_does_not_fit(tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+    train(Mesh(), folder, {})
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(2**30, 2**30, 9))
+    monkeypatch.delattr(os, "posix_fallocate")
+    with pytest.raises(StorageError, match="No space left"):
         export_run(folder, tmp_path / "out")
     assert {path.name for path in tmp_path.iterdir()} == {"run"}
 

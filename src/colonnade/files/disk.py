@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import shutil
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,6 +26,15 @@ T = TypeVar("T")
 
 
 _NOTHING = memoryview(b"")
+
+
+def check_free_space(folder: Path, num_bytes: int) -> None:
+    """Raise OSError if the file system of a folder has less free space.
+
+    Reserving more would take all of it, from everybody who writes there, before it fails."""
+    usage = shutil.disk_usage(folder)
+    if usage.total and num_bytes > usage.free:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
 
 
 class DiskFile:

@@ -167,11 +167,10 @@ def _open_row_store(
 
 
 def _open_mapped_tier(views: Slices, plan: Plan, location: StorageLocation) -> MappedTier:
-    directory = Path(location.path)
     shards = [(shard.is_hot, plan.tables[shard.number]) for shard in views.table_shards]
     return MappedTier(
-        [directory if not is_hot and table.tier == "mapped" else None for is_hot, table in shards],
-        directory,
+        Path(location.path),
+        [t for t, (is_hot, table) in enumerate(shards) if not is_hot and table.tier == "mapped"],
         [0 if is_hot else table.mapped_rows for is_hot, table in shards],
     )
 

@@ -36,7 +36,7 @@ from colonnade.checkpoint.stores import open_recorded_stores
 from colonnade.config.run import load_config
 from colonnade.errors import CheckpointError, ConfigError, NonFiniteError, StorageError
 from colonnade.files.checksums import compute_checksums
-from colonnade.files.disk import Disk, storage_error
+from colonnade.files.disk import Disk, check_free_space, storage_error
 from colonnade.formats import VERSIONS
 from colonnade.publish.model_files import DENSE, FORMAT, MODEL, serialize_model_json
 from colonnade.store.contract import RowBatch
@@ -244,6 +244,7 @@ def _write_header(
         file.flush()
         data_offset = file.tell()
         if data_bytes:
+            check_free_space(path.parent, data_bytes)
             # Reserve the space now: a full disk raises here, but would crash in the memory map.
             os.posix_fallocate(file.fileno(), data_offset, data_bytes)
     return data_offset

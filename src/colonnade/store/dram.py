@@ -18,7 +18,7 @@ import math
 import re
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -29,7 +29,8 @@ from torch import Tensor
 
 from colonnade import _native
 from colonnade.errors import BudgetExceeded, StorageError
-from colonnade.store.budget import slot_bytes
+from colonnade.files.disk import check_free_space
+from colonnade.store.budget import row_bytes_below_dram, slot_bytes
 from colonnade.store.contract import Backing, Manifest, RowSources, RowView, TierCounts
 from colonnade.store.log.backing import LogBacking, count_shared_io
 from colonnade.store.log.rows import raise_read_fault
@@ -577,18 +578,26 @@ def _read_room_error(error: MemoryError) -> _NoRoom | None:
 
 @dataclass(frozen=True, slots=True)
 class MappedTier:
-    """Directories of scratch files that hold rows instead of this process's memory.
+    """Directory of scratch files that hold rows instead of this process's memory.
 
-    They are byte-addressable memory mounted as files (DAX, CXL, persistent memory), else the page cache. The files have
-    no names and are reserved whole.
+    It is byte-addressable memory mounted as files (DAX, CXL, persistent memory), else the page cache. The files have no
+    names and are reserved whole.
     """
 
-    directories: Sequence[Path | None] = ()
-    """Directory of all rows of a table, by table. Compute works on them in place."""
-    cache_directory: Path | None = None
-    """Directory of evicted rows, above the backings; their index is in this process's memory."""
+    directory: Path
+    whole_tables: Collection[int] = ()
+    """Tables with all rows here. Compute works on them in place."""
     cache_rows: Sequence[int] = ()
-    """Number of evicted rows, by table."""
+    """Number of evicted rows, by table, above the backings; their index is in this process's memory."""
+
+    def count_file_bytes(self, tables: Sequence[Table], rows: Sequence[int]) -> int:
+        """Count the bytes of the files. rows: rows of each table that this rank may have at once."""
+        num_bytes = 0
+        for t, table in enumerate(tables):
+            num_rows = rows[t] if t in self.whole_tables else 0
+            num_rows += self.cache_rows[t] if self.cache_rows else 0
+            num_bytes += num_rows * row_bytes_below_dram(table)
+        return num_bytes
 
 
 def open_dram_store(
@@ -604,39 +613,43 @@ def open_dram_store(
     """Reserve address space for `capacity_rows` of each table; memory is used as rows appear.
 
     most_rows: by table, largest capacity that `DramStore.resize` may set; 0, or (): as at first, always.
-
     shards: by table, this rank's shard; (): all rows of all tables.
 
     mapped: rows that are in mapped memory instead. Raises StorageError if its files cannot be reserved.
     """
     shards = shards or [Shard()] * len(tables)
-    mapped = mapped or MappedTier()
-    cache_directory = mapped.cache_directory
-    directories = [
-        None if shard.owner_index is None else directory
-        for shard, directory in zip(shards, mapped.directories or [None] * len(tables), strict=True)
-    ]
+    directories: list[Path | None] = [None] * len(tables)
+    cache = None
     try:
-        for directory in {*directories, cache_directory}:
-            if directory is not None:
-                directory.mkdir(parents=True, exist_ok=True)
+        if mapped is not None:
+            mapped.directory.mkdir(parents=True, exist_ok=True)
+            num_rows = list(map(_limit_to_shard, tables, capacity_rows, shards))
+            check_free_space(mapped.directory, mapped.count_file_bytes(tables, num_rows))
+            for t in mapped.whole_tables:
+                directories[t] = None if shards[t].owner_index is None else mapped.directory
         native = _reserve_address_space(
             tables, capacity_rows, seed, shards, directories, bool(backings), most_rows
         )
-        cache = None
-        if cache_directory is not None and backings and any(mapped.cache_rows):
+        if mapped is not None and backings and any(mapped.cache_rows):
             cached = [replace(table, rows=None, hashes=None) for table in tables]
+            directories = [mapped.directory] * len(tables)
             cache = _reserve_address_space(
-                cached, mapped.cache_rows, seed, shards, [cache_directory] * len(tables), True, ()
+                cached, mapped.cache_rows, seed, shards, directories, True, ()
             )
     except (OSError, MemoryError) as error:
-        if not any(directories) and cache_directory is None:
+        if mapped is None:
             raise
         raise StorageError(
-            f"rows cannot lie in mapped files: {error}. Free space there, name another directory, or lower the "
+            f"could not store rows in mapped files: {error}. Free space there, name another directory, or lower the "
             "budget of mapped memory"
         ) from None
     return DramStore(tables, native, backings, cache, most_rows)
+
+
+def _limit_to_shard(table: Table, capacity: int, shard: Shard) -> int:
+    if shard.owner_index is None:
+        return 0
+    return capacity if table.rows is None else min(capacity, -(-table.rows // shard.num_owners))
 
 
 def _reserve_address_space(
