@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from colonnade.batch import Batch
-from colonnade.comm.collectives import any_trainer_has_batch
+from colonnade.comm.collectives import notify_servers
 from colonnade.comm.mesh import Mesh
 from colonnade.errors import ConfigError, DataError
 from colonnade.exchange.cached import check_tables_uncached
@@ -263,7 +263,7 @@ class EmbeddingCollection(StatefulRows):
         if not (self.training and torch.is_grad_enabled()):
             if context is not None:
                 self.pipeline.drop_batch(context)
-            any_trainer_has_batch(self.mesh, True)
+            notify_servers(self.mesh, True)
             return self.read(batch)
         if context is None:
             context = self.pipeline.prepare_and_fetch(batch)

@@ -44,7 +44,7 @@ def build_grid(
     text_columns: Collection[int] = (0,),
     **options: Any,
 ) -> Table:
-    """Build a table for the terminal. text_columns: their indices, on the left; numbers are on the right."""
+    """Build a table for the terminal. text_columns: indices of left-aligned columns; the others are right-aligned."""
     from rich.table import Table
 
     grid = Table(**options)

@@ -29,7 +29,7 @@ from colonnade import (
     embedding,
     fit,
 )
-from colonnade.comm.collectives import any_trainer_has_batch
+from colonnade.comm.collectives import notify_servers
 from colonnade.comm.mesh import TRAINING
 from colonnade.comm.process_groups import assign_server_ranks
 from colonnade.comm.traffic import Traffic
@@ -285,12 +285,12 @@ def begun(mesh):
 
     def notify(mesh, own):
         at.append(updates.num_pending)
-        return any_trainer_has_batch(mesh, own)
+        return notify_servers(mesh, own)
 
     run.trainer.evaluate = watched
     with pytest.MonkeyPatch.context() as patch:
         for module in (trainer, embedding):
-            patch.setattr(module, "any_trainer_has_batch", notify)
+            patch.setattr(module, "notify_servers", notify)
         run.train()
     return before, at
 

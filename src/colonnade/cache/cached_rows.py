@@ -80,14 +80,14 @@ class CachedRows(ABC):
         row_slots: np.ndarray,
         row_ids: np.ndarray,
         message: Tensor,
-        row_widths: np.ndarray,
+        sent_record_bytes: np.ndarray,
     ) -> np.ndarray:
         """Store rows received in messages, and return which of them have pending gradients, (n,) bool.
 
-        received_row_counts (N, T), slots and ids (n,); message: the first `row_widths` (T,) bytes of their records,
-        one after another (uint8, on the CPU). Missing bytes of a record are 0.
+        received_row_counts (N, T), row_slots and row_ids (n,); message: the first `sent_record_bytes` (T,) bytes of
+        their records, one after another (uint8, on the CPU). Missing bytes of a record are 0.
         """
-        self._store_records(received_row_counts, row_slots, message, row_widths)
+        self._store_records(received_row_counts, row_slots, message, sent_record_bytes)
         has_pending = _native.name_slots(
             self.ids, self.num_pending, received_row_counts.ravel(), row_slots, row_ids
         )
@@ -99,7 +99,7 @@ class CachedRows(ABC):
         received_row_counts: np.ndarray,
         row_slots: np.ndarray,
         message: Tensor,
-        row_widths: np.ndarray,
+        sent_record_bytes: np.ndarray,
     ) -> None:
         """Store the records of `store_received_rows`."""
 
@@ -119,7 +119,7 @@ class CachedRows(ABC):
         gradient_sums: GradientSums,
         is_leaving: np.ndarray,
     ) -> None:
-        """Add one batch's gradients to the pending gradient_sums: table_row_counts (T,), row_slots (U,), their sums.
+        """Add one batch's gradients to the pending sums: table_row_counts (T,), row_slots (U,), gradient_sums of these.
 
         Rows of `is_leaving` (U,) bool are left out: take them with `take_pending_gradients`.
         """
@@ -246,10 +246,10 @@ class NativeCachedRows(CachedRows):
         received_row_counts: np.ndarray,
         row_slots: np.ndarray,
         message: Tensor,
-        row_widths: np.ndarray,
+        sent_record_bytes: np.ndarray,
     ) -> None:
         self.native.unpack_blocks(
-            _int32(row_slots), received_row_counts.ravel(), row_widths, message
+            _int32(row_slots), received_row_counts.ravel(), sent_record_bytes, message
         )
 
     def read_records(self, table_index: int, slots: np.ndarray) -> Tensor:
@@ -390,14 +390,14 @@ class DeviceCachedRows(CachedRows):
         received_row_counts: np.ndarray,
         row_slots: np.ndarray,
         message: Tensor,
-        row_widths: np.ndarray,
+        sent_record_bytes: np.ndarray,
     ) -> None:
-        sizes = (received_row_counts * row_widths[None, :]).ravel().tolist()
+        sizes = (received_row_counts * sent_record_bytes[None, :]).ravel().tolist()
         blocks = torch.split(message.to(self.device), sizes)
         listed = self._copy_to_device(_group_rows_by_table(received_row_counts, row_slots))
         for table_index, (rows, table_slots) in enumerate(zip(self.rows, listed, strict=True)):
             if len(table_slots):
-                records = torch.cat(blocks[table_index :: len(row_widths)]).view(
+                records = torch.cat(blocks[table_index :: len(sent_record_bytes)]).view(
                     len(table_slots), -1
                 )
                 absent = rows.table.record_bytes - records.shape[1]

@@ -131,7 +131,7 @@ class PreviewedBatch:
 def sort_plan_rows_by_id(
     lookup_plan: _native.Plan, table_row_ends: Sequence[int]
 ) -> list[TableRows]:
-    """Sort a plan's unique rows by id within each table. ends (T + 1,): of the tables' rows in the plan."""
+    """Sort a plan's unique rows by id within each table. table_row_ends (T + 1,): of the tables' rows in the plan."""
     unique = np.asarray(lookup_plan.unique_ids)
     by_table = []
     for first, last in pairwise(table_row_ends):

@@ -370,10 +370,10 @@ def open_checkpoints(
             f"{folder} was saved with {len(saved_shardings)} tables, this model has {len(tables)}; build the same model"
         )
     saved_shards = shard_tables(tables, saved_shardings)
+    saved = None if step is None else SavedShards(files, step, tables, saved_shards)
     shards = shard_tables(tables, wanted_shardings)
     new_shards = find_new_shard_indices(saved_shards, shards, mesh.rank)
-    if read_only and new_shards and step is not None:
-        saved = SavedShards(files, step, tables, saved_shards)
+    if read_only and new_shards and saved is not None:
         readers = open_saved_shards(saved, shards, mesh.rank)
         return Checkpoints(folder, mesh, readers, keep=keep, disk=disk, run=run_name), step
     stripe_folders = [
@@ -382,10 +382,11 @@ def open_checkpoints(
     ]
     if step is not None and not read_only:
         _delete_overwritten_checkpoints(folder, mesh, disk, steps[:-1], shards, new_shards)
-    files = replace(files, directories=stripe_folders)
-    backings = open_stores(files, tables, wanted_shardings, mesh.rank, step, read_only, new_shards)
-    if step is not None:
-        saved = SavedShards(files, step, tables, saved_shards)
+    run_files = replace(files, directories=stripe_folders)
+    backings = open_stores(
+        run_files, tables, wanted_shardings, mesh.rank, step, read_only, new_shards
+    )
+    if saved is not None:
         copy_rows_to_new_shards(saved, shards, mesh.rank, backings, new_shards)
     checkpoints = Checkpoints(folder, mesh, backings, keep=keep, disk=disk, run=run_name)
     checkpoints.outside_folders = [Path(directory.path) for directory in stripe_folders]

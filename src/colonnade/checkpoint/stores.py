@@ -412,28 +412,28 @@ def find_new_shard_indices(
     ]
 
 
-def choose_segment_size(directory_limits: Sequence[int | None]) -> int:
+def choose_segment_size(directory_sizes: Sequence[int | None]) -> int:
     """Return the size at which a new segment starts, smaller for small directories. Pure.
 
     A segment is stored in one directory.
     """
     smallest_limit = min(
-        (limit for limit in directory_limits if limit is not None),
+        (limit for limit in directory_sizes if limit is not None),
         default=DEFAULT_SEGMENT_BYTES * 8,
     )
     return min(DEFAULT_SEGMENT_BYTES, max(DEFAULT_CHUNK_BYTES, smallest_limit // 8))
 
 
-def order_stripe_directories(directory_limits: Sequence[int], store_index: int) -> list[int]:
+def order_stripe_directories(directory_sizes: Sequence[int], store_index: int) -> list[int]:
     """Return the order in which a store fills directories. Pure.
 
     First choices of many small stores are in proportion to the sizes.
     """
-    if not directory_limits:
+    if not directory_sizes:
         return []
-    ends = list(accumulate(directory_limits))
+    ends = list(accumulate(directory_sizes))
     first = bisect_right(ends, store_index * GOLDEN_RATIO % 1 * ends[-1])
-    return [first, *(i for i in range(len(directory_limits)) if i != first)]
+    return [first, *(i for i in range(len(directory_sizes)) if i != first)]
 
 
 def _disk_bytes(path: Path) -> int:

@@ -61,14 +61,12 @@ def measure_affinity(
 
 
 def sum_rows_by_sample(
-    collection: EmbeddingCollection, looked_up_table: Table, feature: Feature, batch: Batch
+    collection: EmbeddingCollection, table: Table, feature: Feature, batch: Batch
 ) -> NDArray[np.float32]:
     """Sum the rows of each sample's ids, times their weights: (B, dim). A cosine is the same for sums and means."""
     ids = batch.ids[feature.name]
-    part = max(looked_up_table.parts, key=lambda candidate: candidate.dim)
-    rows = collection.rows(looked_up_table.name, ids.values)[
-        :, part.column : part.column + part.dim
-    ].float()
+    part = max(table.parts, key=lambda candidate: candidate.dim)
+    rows = collection.rows(table.name, ids.values)[:, part.column : part.column + part.dim].float()
     if ids.weights is not None:
         rows = rows * ids.weights[:, None].to(rows.dtype)
     if ids.offsets is None:

@@ -79,15 +79,15 @@ def recommend(
 
 
 def take_keys(
-    records: list[dict[str, Any]], key_column: str, file_path: Path, kept_columns: Collection[str]
+    records: list[dict[str, Any]], key_column: str, file_path: Path, model_columns: Collection[str]
 ) -> list[Any]:
     """Return the values of the column `key_column`, and remove it from the records unless it is one of
-    `kept_columns`."""
+    `model_columns`."""
     if any(key_column not in record for record in records):
         raise ConfigError(
             f"{file_path}: got no column {key_column!r}, which --key names; its columns are {', '.join(records[0])}"
         )
     return [
-        record[key_column] if key_column in kept_columns else record.pop(key_column)
+        record[key_column] if key_column in model_columns else record.pop(key_column)
         for record in records
     ]

@@ -103,9 +103,9 @@ def _read_json_lines(file_path: Path, rows_per_batch: int) -> Iterator[list[dict
         yield rows
 
 
-def _decode_lines(binary_file: Any, file_path: Path) -> Iterator[str]:
+def _decode_lines(text_file: Any, file_path: Path) -> Iterator[str]:
     try:
-        yield from binary_file
+        yield from text_file
     except UnicodeDecodeError as error:
         raise DataError(
             f"{file_path}: got bytes that are not UTF-8 ({error.reason}), wanted UTF-8. Convert the file with iconv"

@@ -289,7 +289,7 @@ def check_packages(needs_grpc: bool) -> None:
     from importlib.util import find_spec
 
     names = ["starlette", "uvicorn", "uvloop", "httptools", "prometheus_client"]
-    names += ["grpc", "google.protobuf"] if needs_grpc else []
+    names += ["grpc"] if needs_grpc else []
     missing = [name for name in names if not _is_installed(find_spec, name)]
     if missing:
         raise ConfigError(

@@ -147,22 +147,22 @@ def _select_setting_lines(pattern: str) -> list[tuple[str, str, str, str]]:
     return chosen
 
 
-def _list_data_options(data_kind: str) -> list[tuple[str, str, str, str]]:
-    """Return the options of one kind of data, one option of every kind that has it, or all of all."""
+def _list_data_options(kind_or_option: str) -> list[tuple[str, str, str, str]]:
+    """Return the options of one kind of data, one option of every kind that has it, or all options of all kinds."""
     from inspect import signature
 
     from colonnade.data import SOURCES
 
-    is_kind = data_kind in SOURCES
-    if data_kind and not is_kind and data_kind not in MEANINGS:
+    is_kind = kind_or_option in SOURCES
+    if kind_or_option and not is_kind and kind_or_option not in MEANINGS:
         names = sorted(SOURCES) + sorted(MEANINGS)
         raise ConfigError(
-            f"unknown kind of data or option {data_kind!r}; {suggest_nearest(data_kind, names)}"
+            f"unknown kind of data or option {kind_or_option!r}; {suggest_nearest(kind_or_option, names)}"
         )
     lines = []
-    for name in [data_kind] if is_kind else sorted(SOURCES):
+    for name in [kind_or_option] if is_kind else sorted(SOURCES):
         for option in signature(SOURCES[name]).parameters.values():
-            if option.name != "path" and data_kind in ("", name, option.name):
+            if option.name != "path" and kind_or_option in ("", name, option.name):
                 default = "none" if option.default is None else str(option.default).lower()
                 default = default if len(default) < 40 else f"{default[:37]}..."
                 setting = f"{OPTIONS}.{option.name}"

@@ -23,7 +23,7 @@ from colonnade.comm.mesh import ALL, Mesh, Scope
 from colonnade.topology.world import World
 
 
-def any_trainer_has_batch(mesh: Mesh, has_batch: bool) -> bool:
+def notify_servers(mesh: Mesh, has_batch: bool) -> bool:
     """Return whether any trainer has another batch to evaluate. Collective if there are servers (channel "evaluate").
 
     Tells the servers whether to serve another read. A server passes False."""
@@ -188,7 +188,7 @@ def sum_over_ranks(mesh: Mesh, own_values: Tensor, algorithm: SumAlgorithm) -> N
 
 
 def sum_blocks_in_order(rank_blocks: Tensor) -> Tensor:
-    """Sum the rank_blocks (H, L, n) of all ranks to (n,), in the order of additions that all algorithms share."""
+    """Sum the blocks (H, L, n) of all ranks to (n,), in the order of additions that all algorithms share."""
     for _ in range(2):  # over the ranks of a host, then over hosts
         rank_blocks = rank_blocks.transpose(0, 1)
         while len(rank_blocks) > 1:

@@ -42,14 +42,14 @@ TRAINER_THREADS = ("dense", TRAINING)
 
 
 def create_process_groups(
-    known_groups: dict[tuple[str, Scope], dist.ProcessGroup],
+    process_groups: dict[tuple[str, Scope], dist.ProcessGroup],
     threads: Sequence[str],
     scopes: Sequence[Scope],
     ranks: Sequence[int],
     rank: int,
     timeout: timedelta,
 ) -> None:
-    """Create the missing groups of these threads and scopes, and store this rank's groups in `known_groups`.
+    """Create the missing groups of these threads and scopes, and store this rank's groups in `process_groups`.
 
     Collective over the joined world: every rank creates every group, in the same order. `ranks`: the mesh's ranks,
     numbered as in the joined world; `rank` is numbered likewise and need not be in the mesh. Scopes of one rank, or
@@ -58,7 +58,7 @@ def create_process_groups(
     """
     for thread in threads:
         for scope in scopes:
-            if (thread, scope) in known_groups:
+            if (thread, scope) in process_groups:
                 continue
             for members in scope.all_members(len(ranks)):
                 if scope != ALL and len(members) in (1, len(ranks)):
@@ -66,7 +66,7 @@ def create_process_groups(
                 group_ranks = [ranks[member] for member in members]
                 group = dist.new_group(group_ranks, timeout=timeout, backend="gloo")
                 if rank in group_ranks:
-                    known_groups[thread, scope] = group
+                    process_groups[thread, scope] = group
 
 
 def _host_scopes(world: World, within: int = 0) -> tuple[Scope, ...]:

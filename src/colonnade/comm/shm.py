@@ -147,7 +147,7 @@ def uses_shared_memory(
 ) -> list[bool]:
     """Return, for each member of a call, whether its messages go through shared memory. Pure; the same at both ends.
 
-    sent, received_bytes: bytes to and from each member. A pair uses shared memory in both directions or in none,
+    sent_bytes, received_bytes: bytes to and from each member. A pair uses shared memory in both directions or in none,
     because descriptors also acknowledge reads."""
     pairs = zip(sent_bytes, received_bytes, strict=True)
     return [i != own_member_index and max(pair) >= MIN_SHARED_BYTES for i, pair in enumerate(pairs)]

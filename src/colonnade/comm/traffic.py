@@ -81,10 +81,9 @@ def count_ring_sum_traffic(
 ) -> tuple[int, int]:
     """Count the (bytes, messages) that one member of gloo's ring all-reduce sends to the previous member.
 
-    buffer_bytes: size of the buffer to sum. position, num_members: the member's position in the ring, and the ring's
-    size. Gloo
-    passes one chunk per member round the ring twice, to sum it and to broadcast it, in two segments or more. The last
-    chunks may be short or empty.
+    buffer_bytes: size of the buffer to sum. member_index, num_members: the member's position in the ring, and the
+    ring's size. Gloo passes one chunk per member round the ring twice, to sum it and to broadcast it, in two segments
+    or more. The last chunks may be short or empty.
     """
     chunk = 2 * itemsize * -(-buffer_bytes // (2 * num_members * itemsize))
     own_chunk, next_chunk = (

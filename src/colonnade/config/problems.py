@@ -46,10 +46,10 @@ def _explain_validation_error(pydantic_error: Any, config_section: Any) -> str:
     )
 
 
-def explain_unknown_setting(name: str, known_settings: Mapping[str, Any], section_path: str) -> str:
+def explain_unknown_setting(name: str, known_settings: Mapping[str, Any], typed_name: str) -> str:
     """Return the message for an unknown setting, with the nearest known name of its section, or all names.
 
-    known_settings: fields or values of the section, by name. section_path: name as the user typed it.
+    known_settings: fields or values of the section, by name. typed_name: name as the user typed it.
     """
     key = name.split(".")[-1]
     prefix = name[: len(name) - len(key)]
@@ -66,7 +66,7 @@ def explain_unknown_setting(name: str, known_settings: Mapping[str, Any], sectio
         if closest_names
         else f"choose from {', '.join(known_settings)}"
     )
-    return f"unknown setting {section_path!r}; {hint}"
+    return f"unknown setting {typed_name!r}; {hint}"
 
 
 def _short_repr(value: Any) -> str:

@@ -44,20 +44,20 @@ value. Settings without any mark may change. Those that decide scores or the for
 
 
 def iterate_fixed_settings(
-    config_value: Any, setting_path: str = "", fixed_mark: str = CHANGEABLE
+    config_value: Any, setting_path: str = "", inherited_mark: str = CHANGEABLE
 ) -> Iterator[tuple[str, Any]]:
-    """Yield dotted name and value of each fixed setting in `config_value`. fixed_mark: of the setting at
+    """Yield dotted name and value of each fixed setting in `config_value`. inherited_mark: of the setting at
     `setting_path`."""
     if isinstance(config_value, Section):
         for name, field in type(config_value).model_fields.items():
             own_mark = next(
-                (part for part in field.metadata if part in (FIXED, CHANGEABLE)), fixed_mark
+                (part for part in field.metadata if part in (FIXED, CHANGEABLE)), inherited_mark
             )
             yield from iterate_fixed_settings(
                 getattr(config_value, name), f"{setting_path}.{name}", own_mark
             )
     elif isinstance(config_value, Mapping):
         for key, part in config_value.items():
-            yield from iterate_fixed_settings(part, f"{setting_path}.{key}", fixed_mark)
-    elif fixed_mark == FIXED:
+            yield from iterate_fixed_settings(part, f"{setting_path}.{key}", inherited_mark)
+    elif inherited_mark == FIXED:
         yield setting_path.removeprefix("."), config_value

@@ -186,7 +186,7 @@ def _skip_batches(
     yield from batches
 
 
-def _copy_storable_state(iterator_state: dict[str, Any], state_label: str) -> dict[str, Any]:
+def _copy_storable_state(iterator_state: dict[str, Any], state_name: str) -> dict[str, Any]:
     """Copy a state to values that a checkpoint can store and a resumed run can load without executing code."""
     buffer = io.BytesIO()
     try:
@@ -195,7 +195,7 @@ def _copy_storable_state(iterator_state: dict[str, Any], state_label: str) -> di
         return torch.load(buffer, weights_only=True)
     except Exception as error:
         raise DataError(
-            f"{state_label}: got a state_dict() that cannot be saved ({str(error).splitlines()[0]}), wanted plain "
+            f"{state_name}: got a state_dict() that cannot be saved ({str(error).splitlines()[0]}), wanted plain "
             "values and tensors in it"
         ) from None
 
@@ -250,24 +250,24 @@ def check_batch(batch: Batch, schema: Schema, *, where: str, max_samples: int) -
 def _check_batch_ids(
     batch: Batch,
     column: Column,
-    batch_label: str,
+    batch_name: str,
     check_tensor: Callable[[str, Any, tuple[int, ...], torch.dtype], None],
 ) -> None:
     if column.name not in batch.ids:
         raise DataError(
-            f"{batch_label}: got ids of {', '.join(batch.ids) or 'no column'}, wanted {column.name!r} too: the schema "
+            f"{batch_name}: got ids of {', '.join(batch.ids) or 'no column'}, wanted {column.name!r} too: the schema "
             "has it"
         )
     ids = batch.ids[column.name]
     name = f"column {column.name}"
     if not isinstance(ids, Ids):
         raise DataError(
-            f"{batch_label}, {name}: got {type(ids).__name__}, wanted colonnade.Ids(values)"
+            f"{batch_name}, {name}: got {type(ids).__name__}, wanted colonnade.Ids(values)"
         )
     if (ids.offsets is None) != (column.kind == "one"):
         wanted = "without offsets: one id per sample" if column.kind == "one" else "with offsets"
         raise DataError(
-            f"{batch_label}, {name}: got ids {'without' if ids.offsets is None else 'with'} offsets, wanted them "
+            f"{batch_name}, {name}: got ids {'without' if ids.offsets is None else 'with'} offsets, wanted them "
             f"{wanted}, as the schema's kind {column.kind!r} says"
         )
     if ids.offsets is None:
@@ -280,7 +280,7 @@ def _check_batch_ids(
         last = int(ids.offsets[-1])
         if first != 0 or last != count or bool((ids.offsets.diff() < 0).any()):
             raise DataError(
-                f"{batch_label}, {name}: got offsets that start at {first} and end at {last}, wanted 0 .. {count} (the "
+                f"{batch_name}, {name}: got offsets that start at {first} and end at {last}, wanted 0 .. {count} (the "
                 "number of ids), never decreasing"
             )
     if ids.weights is not None:

@@ -15,7 +15,7 @@ Words = NDArray[np.uint64]
 
 
 def mix_words(words: Words) -> Words:
-    """Apply the splitmix64 finaliser, a bijection of 64-bit words, to `words` in place, and return `words`."""
+    """Apply mix64, the finaliser of splitmix64, a bijection of 64-bit words, to `words` in place, and return them."""
     scratch = np.empty_like(words)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, None)):
         np.right_shift(words, np.uint64(shift), out=scratch)

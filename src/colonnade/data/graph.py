@@ -88,8 +88,8 @@ def sample_hops(
     first_sample: int = 0,
     excluded_P: Tensor | None = None,
 ) -> dict[str, Ids]:
-    """Sample the neighbourhood of nodes: column `column_name`, the nodes, and `column_name`_hop1, `column_name`_hop2
-    ...
+    """Sample the neighbourhood of nodes: column `column_name`, the nodes, and one column for each hop, such as
+    `column_name`_hop1.
 
     A hop has `fan_out` neighbours of every node of the previous hop, in its order. Draws depend on `random_key`, the
     hop and the node's index, counted from `first_sample`. `excluded_P`: one node for each; no hop uses the edge

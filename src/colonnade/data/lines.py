@@ -100,7 +100,7 @@ class LineFile:
     offsets: NDArray[np.int64]  # (ceil(num_lines / STRIDE) + 1,): bytes before line 0, STRIDE, ...
 
     def read_lines(self, first_line: int, end_line: int) -> bytes:
-        """Return lines start .. stop-1, counted from 0, newlines included. Reads the file once."""
+        """Return lines first_line .. end_line-1, counted from 0, newlines included. Reads the file once."""
         if not 0 <= first_line <= end_line <= self.num_lines:
             raise IndexError(f"lines {first_line}..{end_line} of a file of {self.num_lines}")
         if first_line == end_line:
@@ -122,7 +122,7 @@ def read_all_lines(path: str | Path) -> list[bytes]:
 
 
 def _skip_lines(text_block: bytes, num_lines: int, begin_position: int) -> int:
-    """Return the position just after the count-th newline from `begin_position` on; the end if there are fewer."""
+    """Return the position just after the num_lines-th newline from `begin_position` on; the end if there are fewer."""
     if num_lines == 0:
         return begin_position
     # A stride is short, so looking at it byte by byte in numpy beats `num_lines` calls of bytes.find.

@@ -22,6 +22,7 @@ from colonnade.exchange.bag_layout import (
 )
 from colonnade.exchange.bags import BagHops, BagsExchange
 from colonnade.exchange.cached import CachedExchange
+from colonnade.exchange.contract import ExchangePart
 from colonnade.exchange.exchange import Exchange
 from colonnade.exchange.operator_cut import (
     choose_remote_consumers,
@@ -31,7 +32,6 @@ from colonnade.exchange.operator_cut import (
     restrict_declaration_to_tables,
 )
 from colonnade.exchange.operators import Operators, RemoteAttention, RemoteEvaluation
-from colonnade.exchange.part import ExchangePart
 from colonnade.exchange.replicated import ReplicatedExchange
 from colonnade.exchange.rows import RowsExchange
 from colonnade.hops.kinds import (

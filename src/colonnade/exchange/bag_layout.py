@@ -14,9 +14,9 @@ from torch import Tensor
 
 from colonnade.batch import Batch
 from colonnade.errors import ConfigError, DataError
+from colonnade.exchange.contract import RowsLookup
 from colonnade.exchange.operator_cut import get_result_width, list_whole_fields
 from colonnade.exchange.operators import Attended, Partials
-from colonnade.exchange.part import RowsLookup
 from colonnade.lookup.contract import PartLookup
 from colonnade.lookup.fields import ColumnKey, ColumnRun, FieldColumns, FieldLayout, find_runs
 from colonnade.lookup.layout import (

@@ -45,8 +45,8 @@ from colonnade.exchange.bag_layout import (
     LastHop,
     collect_weighed_lookups,
 )
+from colonnade.exchange.contract import ExchangePart, LookupRequest
 from colonnade.exchange.operators import RemoteEvaluation
-from colonnade.exchange.part import ExchangePart, LookupRequest
 from colonnade.exchange.prefetched import (
     export_gathered_sums,
     export_operator_inputs,

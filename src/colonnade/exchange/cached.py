@@ -50,7 +50,7 @@ from colonnade.cache.messages import (
 from colonnade.cache.next_use import PreviewedBatch, sort_plan_rows_by_id, yield_batch_previews
 from colonnade.comm.mesh import Mesh
 from colonnade.errors import ConfigError
-from colonnade.exchange.part import (
+from colonnade.exchange.contract import (
     ExchangePart,
     FetchedRows,
     FetchedRowsLookup,
@@ -369,7 +369,7 @@ class CachedExchange(FetchedRowsPart[FetchedRowsLookup]):
         assert isinstance(request, CachedRequest) and plan is not None
         transfer = request.transfer
         headers, id_messages = split_row_flags(received_requests)
-        requests = self.rows.unpack_plan_requests(id_messages)
+        requests = self.rows.unpack_row_requests(id_messages)
         served = parse_row_flags(headers, requests.counts)
         owner_plan, owned = self.owner.plan_owned_rows(requests)
         transfer.served_requests = self.plan_written_rows(served, requests.ids)

@@ -32,7 +32,7 @@ from colonnade.lookup.row_layout import RowLayout, build_row_layout
 from colonnade.table import CLOCK_BYTES
 from colonnade.wire.id_distribution import exchange_messages
 
-GROUP = "evaluate"
+CHANNEL = "evaluate"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ def flush_pending_temporarily(
     before = []
     try:
         row_slots = gather_int32(slots, plan.inverse)
-        pushed = exchange.send_pending_sums(GROUP, send, sent_layout, served_requests, row_slots)
+        pushed = exchange.send_pending_sums(CHANNEL, send, sent_layout, served_requests, row_slots)
         ends = offsets.tolist()
         for t, table in enumerate(exchange.declaration.tables):
             table_rows = slice(ends[t], ends[t + 1])
@@ -117,7 +117,7 @@ def apply_planned_bounds(exchange: CachedExchange) -> None:
         return  # on every rank alike
     slots_by_table = list_pending_slots(exchange, [clock.write_bound for clock in clocks])
     num_rows = sum(map(len, slots_by_table))
-    if any(map(int, exchange.mesh.all_gather_bytes(GROUP, b"%d" % num_rows))):
+    if any(map(int, exchange.mesh.all_gather_bytes(CHANNEL, b"%d" % num_rows))):
         _flush_to_owners(exchange, slots_by_table)
     for directory, clock in zip(directories, clocks, strict=True):
         exchange.counts.ticks += int(directory.flush(clock.write_bound).ticks.sum())
@@ -126,12 +126,12 @@ def apply_planned_bounds(exchange: CachedExchange) -> None:
 
 
 def list_pending_slots(
-    exchange: CachedExchange, min_pending_batches: Sequence[int] | None = None
+    exchange: CachedExchange, write_bounds: Sequence[int] | None = None
 ) -> list[np.ndarray]:
-    """Return, by table, slots of this rank's copies with pending gradients of more than `min_pending_batches` batches
+    """Return, by table, slots of this rank's copies with pending gradients of more than `write_bounds` batches
     (by table, default 0), ascending by id."""
     cached_rows = exchange.cached_rows
-    bounds = min_pending_batches or [0] * len(exchange.widths)
+    bounds = write_bounds or [0] * len(exchange.widths)
     slots_by_table = [cached_rows.dirty_slots(t) for t in range(len(exchange.widths))]
     return [
         slots[cached_rows.num_pending[t][slots] > bound]
@@ -154,7 +154,7 @@ def _flush_to_owners(exchange: CachedExchange, slots_by_table: Sequence[np.ndarr
     (slots,) = _acquire_rows(exchange, torch.as_tensor(plan.unique_ids), offsets)
     try:
         pushed = exchange.send_pending_sums(
-            GROUP, send, sent_layout, served_requests, gather_int32(slots, plan.inverse)
+            CHANNEL, send, sent_layout, served_requests, gather_int32(slots, plan.inverse)
         )
         store.before_update(slots, offsets)
         exchange.owner.update(store, pushed, *exchange.last_optimizers)
@@ -180,8 +180,8 @@ def _request_row_updates(
         exchange.owner_map.num_owners,
     )
     requests = exchange.rows.pack_row_requests(plan, next_use_codes=None)
-    (received,), _ = exchange_messages([requests], mesh, 0.0, GROUP)
-    received_requests = exchange.rows.unpack_plan_requests(received)
+    (received,), _ = exchange_messages([requests], mesh, 0.0, CHANNEL)
+    received_requests = exchange.rows.unpack_row_requests(received)
     all_rows = np.ones(len(received_requests.ids), bool)
     none = np.zeros(len(received_requests.ids), np.int64)
     served_requests = exchange.plan_written_rows(

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from colonnade.batch import Batch
 from colonnade.comm.mesh import Mesh
-from colonnade.exchange.part import ExchangePart
+from colonnade.exchange.contract import ExchangePart
 from colonnade.exchange.prefetched import TABLES, prefetched_tables
 from colonnade.lookup.contract import (
     ID_CHANNELS,
@@ -298,7 +298,7 @@ class Exchange:
         optimizer_kinds: Tensor,
         settings_by_part: Tensor,
     ) -> None:
-        """Apply gradients to pinned rows of this rank's row_store: see `_native.update`. Local."""
+        """Apply gradients to pinned rows of this rank's store: see `_native.update`. Local."""
         for part, own in zip(self.parts, self._split_gradients(row_gradients), strict=True):
             part.owner.update(row_store, own, optimizer_kinds, settings_by_part)
             part.after_update(optimizer_kinds, settings_by_part)

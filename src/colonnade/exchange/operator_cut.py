@@ -279,7 +279,7 @@ def count_tower_floats(declaration: EmbeddingDeclaration, consumers: Collection[
 def restrict_declaration_to_tables(
     declaration: EmbeddingDeclaration, table_names: set[str], exchange_name: str
 ) -> EmbeddingDeclaration:
-    """Return the part of a declaration for one exchange_name: the features of these tables, what consumers take of
+    """Return the part of a declaration for one exchange: the features of these tables, what consumers take of
     them, and the whole's outputs of them. Consumers are declared as they are only if the exchange may send their
     partials. All tables are included, so that table indices do not change."""
     features = tuple(feature for feature in declaration.features if feature.table in table_names)

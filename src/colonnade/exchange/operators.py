@@ -131,7 +131,7 @@ class Operators:
     def evaluate_partials(
         self, pooled_values: Tensor, pooled_columns: FieldColumns, is_trained: bool
     ) -> Partials:
-        """Return partials of the consumers that take some of these pooled_columns: pooled (R, all of
+        """Return partials of the consumers that take some of `pooled_columns`. pooled_values: (R, all of
         `pooled_columns`)."""
         partials = {}
         for name, fields in self.taken_by.items():

@@ -55,7 +55,7 @@ def gather_prefetched_rows(
     table_index: int,
     wanted_ids: Tensor,
 ) -> Tensor:
-    """Gather prefetched rows of a table by id, (len(wanted), D). Raises CheckpointError for missing ones."""
+    """Gather prefetched rows of a table by id, (len(wanted_ids), D). Raises CheckpointError for missing ones."""
     ids = []
     rows = []
     dim = int(table_widths[table_index])

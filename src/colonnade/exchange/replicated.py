@@ -17,7 +17,7 @@ from torch import Tensor
 
 from colonnade.batch import Batch
 from colonnade.comm.mesh import Mesh
-from colonnade.exchange.part import FetchedRows, LookupRequest, RowsLookup
+from colonnade.exchange.contract import FetchedRows, LookupRequest, RowsLookup
 from colonnade.exchange.row_owner import (
     build_request_lookups,
     gather_int32,

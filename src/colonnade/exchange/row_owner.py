@@ -120,7 +120,7 @@ def owned_rows(plan: _native.Plan, next_use: Tensor | None = None) -> OwnedRows:
 
 def build_request_lookups(ids: Tensor, request_counts: np.ndarray) -> _native.Lookups:
     """Return requests as lookups of one one-hot feature per (source, table): ids listed source by source, table by
-    table; counts (sources, T)."""
+    table; request_counts (sources, T)."""
     tables, poolings = _request_features(*request_counts.shape)
     offsets = np.zeros(request_counts.size + 1, np.int64)
     np.cumsum(request_counts.ravel(), out=offsets[1:])

@@ -21,7 +21,7 @@ from torch import Tensor
 from colonnade import _native
 from colonnade.batch import Batch
 from colonnade.comm.mesh import Mesh, PendingCall
-from colonnade.exchange.part import (
+from colonnade.exchange.contract import (
     ExchangePart,
     FetchedRows,
     FetchedRowsLookup,
@@ -138,7 +138,7 @@ class RowsExchange(FetchedRowsPart[RowsLookup]):
             next_use_codes=next_use_codes,
         )
 
-    def unpack_plan_requests(self, received: Sequence[np.ndarray]) -> ReceivedRequests:
+    def unpack_row_requests(self, received: Sequence[np.ndarray]) -> ReceivedRequests:
         """Return what all ranks' `pack_row_requests` request from this one. Raises WorldError."""
         owner_indices = torch.from_numpy(self.owner_map.owner_indices[self.mesh.rank].copy())
         return unpack_id_requests(
@@ -155,7 +155,7 @@ class RowsExchange(FetchedRowsPart[RowsLookup]):
         counts = (
             np.diff(self.owner_map.block_offsets(plan)).reshape(len(self.owner.widths), -1).T
         )  # (N, T)
-        requests = self.unpack_plan_requests(received_requests)
+        requests = self.unpack_row_requests(received_requests)
         owner_plan, owned = self.owner.plan_owned_rows(requests)
         messages = self.build_message_layouts(counts, requests.counts, requests.ids)
         return RowsLookup(batch, request.lookups, plan, owned, owner_plan, messages=messages)

@@ -99,20 +99,20 @@ class Disk:
 
         return DiskFile(path, self._perform_checked(Change("create", path), create))
 
-    def append(self, file: DiskFile, end_offset: int, data: memoryview | bytes) -> None:
-        """Write all of `data`, plain bytes, at `end_offset`, the end of the valid bytes.
+    def append(self, file: DiskFile, offset: int, data: memoryview | bytes) -> None:
+        """Write all of `data`, plain bytes, at `offset`, the end of the valid bytes.
 
-        On failure the bytes from `end_offset` on are undefined; the bytes before are untouched.
+        On failure the bytes from `offset` on are undefined; the bytes before are untouched.
         """
         view = memoryview(data)
 
         def write() -> None:
             done = 0
             while done < len(view):
-                done += os.pwrite(file.fd, view[done:], end_offset + done)
+                done += os.pwrite(file.fd, view[done:], offset + done)
 
         self._perform_checked(
-            Change("append", file.path, file=file, offset=end_offset, data=view), write
+            Change("append", file.path, file=file, offset=offset, data=view), write
         )
 
     def truncate(self, file: DiskFile, length: int) -> None:

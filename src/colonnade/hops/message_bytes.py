@@ -39,7 +39,7 @@ def count_bag_length_bits(
 ) -> int:
     """Return the bits of a bag's length in a message to one owner; 0: all lengths are equal.
 
-    max_bag_length: lookups of the feature's longest bag. lookups, num_samples: of a rank's batch."""
+    max_bag_length: lookups of the feature's longest bag. num_lookups, num_samples: of a rank's batch."""
     is_equal = abs(num_lookups - max_bag_length * num_samples) < 0.5
     if num_owners == 1:
         return 0 if is_equal else _fitting_bits(max_bag_length)
@@ -120,7 +120,7 @@ def expected_id_list_bytes(num_ids: float, num_table_rows: int, num_owners: int)
 
 
 def _expected_distance_block_bytes(block_length: int, num_keys: float, upper_bound: float) -> float:
-    """Return the expected bytes of a block of `block_length` distances between `num_keys` random keys of
+    """Return the expected bytes of a block of `block_length` distances between `num_keys` random keys below
     `upper_bound`. The largest distance determines the width of all."""
     size = chance_before = 0.0
     for width in range(65):

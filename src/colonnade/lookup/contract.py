@@ -325,14 +325,14 @@ class Kernels(Protocol):
         ...
 
     def sum_gradients_by_row(
-        self, lookup: PartLookup, table_offsets: Tensor, output_gradients: list[Tensor]
+        self, lookup: PartLookup, table_offsets: Tensor, gradients: list[Tensor]
     ) -> Any:
         """Sum gradients of a lookup's outputs by row of its plan, in the form that `cache.cached_rows.CachedRows` of
         the pooled rows takes. table_offsets: (T + 1,) of these rows by table."""
         ...
 
     def gradients_from_sums(
-        self, slots: np.ndarray, counts: np.ndarray, gradient_sums: Any, is_selected: np.ndarray
+        self, slots: np.ndarray, counts: np.ndarray, sums: Any, is_selected: np.ndarray
     ) -> RowGradients:
         """Return sums of `sum_gradients_by_row` as gradients of the rows in `slots` (n,), table by table. counts: (T,)
         rows. is_selected: (T,) bool, tables to include. The result refers to the sums."""
@@ -345,7 +345,7 @@ class Kernels(Protocol):
         row_slots: Tensor,
         lookup_plan: _native.Plan,
     ) -> RowGradients:
-        """Merge gradients of several part_lookups: sum each batch by row, and add the sums in the order of the
+        """Merge gradients of several batches: sum each batch by row, and add the sums in the order of the
         batches. lookup_plan: of the owned rows of all batches, listed batch by batch; row_slots: by its unique
         rows."""
         ...

@@ -110,19 +110,19 @@ def evaluate_consumer(
 
 
 def _check_dense_input(
-    consumer_name: str, consumer: Consumer, dense_columns: Tensor | None, output_like: Tensor
+    consumer_name: str, consumer: Consumer, dense_columns: Tensor | None, input_like: Tensor
 ) -> tuple[Tensor, ...]:
-    """Return the batch's dense columns, of dtype and device of `output_like`, for an operator that takes them; else
+    """Return the batch's dense columns, of dtype and device of `input_like`, for an operator that takes them; else
     ()."""
     if not (wanted := consumer.interaction.num_dense):
         return ()
     shape = None if dense_columns is None else tuple(dense_columns.shape)
-    if dense_columns is None or shape != (output_like.shape[0], wanted):
+    if dense_columns is None or shape != (input_like.shape[0], wanted):
         raise DataError(
             f"consumer {consumer_name!r} takes {wanted} dense columns of a batch; got dense {shape}, wanted "
-            f"{(output_like.shape[0], wanted)}. The reader's schema and the model's operators must agree"
+            f"{(input_like.shape[0], wanted)}. The reader's schema and the model's operators must agree"
         )
-    return (dense_columns.to(output_like),)
+    return (dense_columns.to(input_like),)
 
 
 def all_finite(values: Tensor) -> bool:

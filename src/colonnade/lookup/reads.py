@@ -94,14 +94,14 @@ def pool_squares(row_vectors: Tensor, bag: Bag) -> Tensor:
 
 
 def add_gradients(
-    reads: Sequence[Read], read_gradients: Sequence[Tensor]
+    reads: Sequence[Read], output_gradients: Sequence[Tensor]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Add up the read_gradients (B, D) that a part receives from these reads: those of its pooled vectors, and of its
-    pooled squares; None without such a read. read_gradients: by output."""
+    """Add up the gradients (B, D) that a part receives from these reads: those of its pooled vectors, and of its
+    pooled squares; None without such a read. output_gradients: by output."""
     sums: list[Tensor | None] = [None, None]
     for read in reads:
         before = sums[read.is_squared]
-        own = read_gradients[read.output][:, read.columns]
+        own = output_gradients[read.output][:, read.columns]
         sums[read.is_squared] = own if before is None else before + own
     return sums[0], sums[1]
 

@@ -247,8 +247,9 @@ class Slices:
         dense_columns: Tensor | None = None,
         evaluated_consumers: Collection[str] = (),
     ) -> dict[str, Tensor]:
-        """Merge the outputs of an exchange of `declaration` into the model's declared outputs. sequence_offsets: of
-        `sequence_offsets`; dense_columns: of the batch; evaluated_consumers: consumers whose partials were sent."""
+        """Merge the outputs of an exchange of `declaration` into the model's declared outputs. sequence_offsets:
+        as the method of that name returns them; dense_columns: of the batch; evaluated_consumers: consumers whose
+        partials were sent."""
         outputs = (
             self._join_outputs(exchange_outputs, split_batch, dense_columns, evaluated_consumers)
             if self.is_cut

@@ -300,11 +300,11 @@ def compute_link_loss(
 def binary_triple_loss(
     true_scores: Tensor, negative_scores: Tensor, is_excluded: Tensor, temperature: float
 ) -> Tensor:
-    """Compute the loss of classifying triples as true or negative_scores (Sun et al. 2019, equations 5 and 6).
+    """Compute the loss of classifying triples as true or false (Sun et al. 2019, equations 5 and 6).
 
-    true_scores (P,) and negative_scores (P, M) are scores; wrong ones marked in `out` do not count. Returns (P,): the
-    mean of
-    -log sigmoid(right) and of -log sigmoid(-wrong), the latter weighted by the softmax of the wrong scores.
+    true_scores (P,), negative_scores (P, M); those marked in is_excluded (P, M) do not count. Returns (P,): the mean of
+    -log sigmoid(true_scores) and of -log sigmoid(-negative_scores), the latter weighted by the softmax of the negative
+    scores.
     """
     weights = (
         (negative_scores.detach() * temperature).masked_fill(is_excluded, float("-inf")).softmax(1)
@@ -322,9 +322,9 @@ def sampled_softmax_loss(
 ) -> Tensor:
     """Compute the loss of finding the answer among all entities by sampled softmax (Bengio and Senecal 2003).
 
-    true_scores (P,) and negative_scores (P, M) are scores; wrong ones marked in `out` do not count. Returns (P,): -log
-    of the answer's share in the softmax over it and all wrong entities, `all_wrong` (P,) in number. The wrong scores
-    are a sample, and each counts for equally many of them (for links: Ruffinelli et al. 2020).
+    true_scores (P,), negative_scores (P, M); those marked in is_excluded (P, M) do not count. Returns (P,): -log of the
+    answer's share in the softmax over it and all num_negatives (P,) wrong entities. The negative scores are a sample of
+    these, and each counts for equally many of them (for links: Ruffinelli et al. 2020).
     """
     num_sampled = (is_excluded.shape[1] - is_excluded.count_nonzero(1)).clamp(min=1)
     log_weight = (num_negatives / num_sampled).log()

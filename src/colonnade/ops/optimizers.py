@@ -227,7 +227,7 @@ def sum_squares(rows: Tensor) -> Tensor:
     return sums[:, 0]
 
 
-def raise_to_powers(decay_base: float, exponents: Tensor) -> Tensor:
+def raise_to_powers(base: float, exponents: Tensor) -> Tensor:
     """Return base^t, (U,) float64, for t (U,) in 0 .. 2^32 - 1 (clamped), correct to about t roundings.
 
     The result is the product of base^(i * 256^k) over the four digits i of t to the base 256; each of the 256 numbers
@@ -236,9 +236,9 @@ def raise_to_powers(decay_base: float, exponents: Tensor) -> Tensor:
     exponents = exponents.clamp(max=2**32 - 1)
     product = torch.ones(len(exponents), dtype=torch.float64, device=exponents.device)
     for k in range(4):
-        powers = _powers(decay_base, exponents.device)
+        powers = _powers(base, exponents.device)
         product = product * powers[_shift(exponents, 8 * k) & 0xFF]
-        decay_base = _powers(decay_base, torch.device("cpu"))[256].item()
+        base = _powers(base, torch.device("cpu"))[256].item()
     return product
 
 

@@ -204,7 +204,7 @@ class MemoryBalancer:
     ) -> dict[int, int]:
         """Choose the slots of each table, by index; {}: as they are. Clears the traffic if it was enough to judge.
 
-        capacities, resident_rows: slots and rows in memory, by index. step: steps that were trained.
+        slot_capacities, resident_rows: slots and rows in memory, by index. step: steps that were trained.
         """
         tables = {t: table for t, table in self.tables.items() if t in slot_capacities}
         if traffic_sample.num_sampled < MIN_BATCHES or len(tables) < 2:

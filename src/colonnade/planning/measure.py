@@ -478,8 +478,8 @@ def build_planned_world(
 ) -> World:
     """Build a world that does not run here from its description.
 
-    world_shape: "HOSTSxRANKS", or a number of ranks on one host. uplink, local_rate: rates such as "1Gbit" or "5GB/s".
-    Raises ConfigError."""
+    world_shape: "HOSTSxRANKS", or a number of ranks on one host. uplink_rate, local_rate: rates such as "1Gbit" or
+    "5GB/s". Raises ConfigError."""
     match = re.fullmatch(r"\s*(?:(\d+)\s*x\s*)?(\d+)\s*", world_shape)
     if not match or int(match[1] or 1) < 1 or int(match[2]) < 1:
         raise ConfigError(

@@ -126,7 +126,7 @@ def lengthen(vectors: Tensor) -> Tensor:
 
 
 def search_graph(graph: Any, queries: Tensor, num_neighbours: int) -> Tensor:
-    """Return `num_neighbours` items near each query, (B, count) int64; -1 where the graph returns fewer."""
+    """Return `num_neighbours` items near each query, (B, num_neighbours) int64; -1 where the graph returns fewer."""
     longer = torch.cat([queries, queries.new_zeros(len(queries), 1)], dim=1)
     result = graph.search(longer.numpy(), num_neighbours, threads=1)
     keys = torch.from_numpy(np.atleast_2d(result.keys).astype(np.int64))

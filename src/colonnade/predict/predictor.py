@@ -425,12 +425,12 @@ def _read_ahead(items: Iterable[T]) -> Any:
         thread.join()
 
 
-def _parse_published_step(publication_path: Path, step_text: int | str) -> int:
-    """Return the step that `step_text` names. Raises ConfigError for names of a run's checkpoints."""
-    if isinstance(step_text, int) or step_text.isdecimal():
-        return int(step_text)
+def _parse_published_step(publication_path: Path, at: int | str) -> int:
+    """Return the step that `at` names. Raises ConfigError for names of a run's checkpoints."""
+    if isinstance(at, int) or at.isdecimal():
+        return int(at)
     raise ConfigError(
-        f"{publication_path} is a publication: got at={step_text!r}, wanted a published step, or nothing for the newest"
+        f"{publication_path} is a publication: got at={at!r}, wanted a published step, or nothing for the newest"
     )
 
 

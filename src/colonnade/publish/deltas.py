@@ -141,18 +141,19 @@ class DeltaPublisher:
     ) -> None:
         """Publish the saved checkpoint of `newest_step`. The delta needs the previously published checkpoint to exist,
         too."""
+        step = newest_step
         try:
-            header = read_header(self.run_folder, newest_step)
+            header = read_header(self.run_folder, step)
             best = header.get("best_step")
-            if self.only_best and best is not None and best != newest_step:
-                newest_step = best
-                header = read_header(self.run_folder, best)
-            self._publish_delta_or_base(newest_step, header)
+            if self.only_best and best is not None and best != step:
+                step = best
+                header = read_header(self.run_folder, step)
+            self._publish_delta_or_base(step, header)
             self.problem = None
         except (ColonnadeError, OSError) as error:
             self.problem = error
             print_line(
-                f"{self.folder}: could not publish step {newest_step}: {error}. Training continues; the next "
+                f"{self.folder}: could not publish step {step}: {error}. Training continues; the next "
                 "checkpoint publishes it"
             )
 

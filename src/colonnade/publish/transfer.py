@@ -153,8 +153,7 @@ def load_export(model: nn.Module, collection: EmbeddingCollection, folder: Path 
 def store_records(
     collection: EmbeddingCollection, table_index: int, row_ids: Tensor, row_records: Tensor
 ) -> None:
-    """Store those of these row_records (N, record_bytes) that this rank owns, or its slices of them, as rows of table
-    t.
+    """Store rows of one table that this rank owns, or its slices of them. row_ids (N,), row_records (N, record_bytes).
 
     The rows count as just trained, and are admitted if the table has an admission policy.
     """

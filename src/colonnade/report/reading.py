@@ -302,10 +302,10 @@ def find_block_values(
     return lines[-1]["digest"], lines[-1]["metrics"][metric]
 
 
-def sum_metrics_lines(run: RunRecord, kind_of_line: str) -> dict[str, float]:
+def sum_metrics_lines(run: RunRecord, line_kind: str) -> dict[str, float]:
     """Return the sums of the values of one kind of line over the run, by name."""
     total: dict[str, float] = defaultdict(float)
-    for line in run.lines_of_kind(kind_of_line):
+    for line in run.lines_of_kind(line_kind):
         for name, value in line.items():
             if name not in ("step", "time") and is_number(value):
                 total[name] += value

@@ -134,7 +134,7 @@ def _drop_zero_curve(points: list[Point]) -> list[Point]:
 
 
 def _compute_rates(points: Sequence[TierPoint], field: str, unit: float = 1.0) -> list[Point]:
-    """Compute a count's increments per second; () if all are zero."""
+    """Compute a count's increments per second; no points if all are zero."""
     return _drop_zero_curve(
         [(step, getattr(counts, field) / unit / s) for step, s, counts in points if s > 0]
     )

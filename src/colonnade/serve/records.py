@@ -441,19 +441,21 @@ class RecordEncoder:
         return Batch(len(candidates), dense, {name: ids[name] for name in names if name in ids})
 
     def _split_fields(
-        self, user_columns: frozenset[str]
+        self, candidate_columns: frozenset[str]
     ) -> tuple[EncodedFields, EncodedFields, tuple[str, ...]]:
         """Return the fields shared by all candidates, those of each candidate, and the user's columns that these read.
 
-        `user_columns`: of the candidates.
+        candidate_columns: columns that the candidates have.
         """
         fields = [field for field in self._file_schema.fields if field.name in self._selected]
-        own = {field.name for field in fields if user_columns.intersection(field.columns)}
-        parts = {f.name for f in self._file_schema.fields if user_columns.intersection(f.columns)}
+        own = {field.name for field in fields if candidate_columns.intersection(field.columns)}
+        parts = {
+            f.name for f in self._file_schema.fields if candidate_columns.intersection(f.columns)
+        }
         own |= {field.name for field in fields if isinstance(field, Cross) and parts & {*field.of}}
         shared = self._build_subset({field.name for field in fields} - own)
         subset = self._build_subset(own)
-        repeated = tuple(c.name for c in subset.columns if c.name not in user_columns)
+        repeated = tuple(c.name for c in subset.columns if c.name not in candidate_columns)
         return shared, subset, repeated
 
     def _build_subset(self, names: Collection[str]) -> EncodedFields:

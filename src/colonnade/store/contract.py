@@ -364,7 +364,7 @@ class Backing(Protocol):
         ...
 
     def freeze(self) -> None:
-        """Fix the content of the next `commit`: the rows of now, and later writes with `for_commit`. Fast."""
+        """Fix the content of the next `commit`: the rows of now, and later writes with `is_for_commit`. Fast."""
         ...
 
     def commit(self, step: int) -> Manifest:

@@ -103,12 +103,12 @@ class DramStore:
             self._writers = tuple(dict.fromkeys(writers))  # one, where the logs share it
 
     def mark_all_clean(self) -> None:
-        """Mark every row in memory as no newer than in the backings that `attach` will set."""
+        """Mark every row in memory as no newer than in the backings that `attach_backings` will set."""
         for t in range(len(self.tables)):
             self.native.clean(t, torch.as_tensor(self.native.resident(t)[1]))
 
     def mark_all_dirty(self) -> None:
-        """Mark every row in memory as newer than in the backings that `attach` will set."""
+        """Mark every row in memory as newer than in the backings that `attach_backings` will set."""
         for t in range(len(self.tables)):
             for ids in torch.split(torch.as_tensor(self.native.resident(t)[0]), 1 << 16):
                 offsets = torch.tensor([0] * (t + 1) + [len(ids)] * (len(self.tables) - t))

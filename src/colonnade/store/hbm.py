@@ -234,7 +234,7 @@ class HbmStore:
     ) -> None:
         """Update pinned rows (U,) by their summed gradients, by table (N, D) on the device.
 
-        kinds and settings: by part.
+        optimizer_kinds and settings: by part of all tables.
         """
         table_slots = _split_by_table(row_slots, table_offsets)
         device_slots = self._arrays_to_device(table_slots)
@@ -479,24 +479,24 @@ class HbmStore:
             for part, n, table in zip(torch.split(moved, sizes), counts, self.tables, strict=True)
         ]
 
-    def _load_missing_records(self, missing_slots: list[np.ndarray]) -> list[Tensor]:
+    def _load_missing_records(self, ids_by_table: list[np.ndarray]) -> list[Tensor]:
         """Load records by table to the device and wait; in pieces if the store below has no room for all at once."""
-        ids, offsets = _group_ids(missing_slots)
+        ids, offsets = _group_ids(ids_by_table)
         try:
             below, job = self.below.acquire(ids, offsets)
         except BudgetExceeded:
             if self._loads:
                 self._install_all()  # frees the slots that loads have pinned below
-                return self._load_missing_records(missing_slots)
+                return self._load_missing_records(ids_by_table)
             if len(ids) <= 1:
                 raise
-            halves = [np.array_split(table_ids, 2) for table_ids in missing_slots]
-            if max(map(len, missing_slots)) == 1:  # a row of several tables each
-                t = next(t for t, table_ids in enumerate(missing_slots) if len(table_ids))
+            halves = [np.array_split(table_ids, 2) for table_ids in ids_by_table]
+            if max(map(len, ids_by_table)) == 1:  # a row of several tables each
+                t = next(t for t, table_ids in enumerate(ids_by_table) if len(table_ids))
                 none = ids.numpy()[:0]
                 halves = [
                     [table_ids, none] if i == t else [none, table_ids]
-                    for i, table_ids in enumerate(missing_slots)
+                    for i, table_ids in enumerate(ids_by_table)
                 ]
             first, second = (
                 self._load_missing_records([pair[i] for pair in halves]) for i in (0, 1)

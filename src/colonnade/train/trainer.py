@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from colonnade.batch import Batch
 from colonnade.checkpoint.checkpoints import Checkpoints
-from colonnade.comm.collectives import any_trainer_has_batch
+from colonnade.comm.collectives import notify_servers
 from colonnade.comm.mesh import Mesh
 from colonnade.comm.peer_status import report_errors_to_peers
 from colonnade.data.batches import build_empty_batch, read_rank_batches
@@ -419,7 +419,7 @@ class Trainer:
             # On all ranks, before servers wait for requests: pending updates may need a reply from servers.
             self.collection.pipeline.updates.apply_pending()
             if self.mesh.is_server:
-                while any_trainer_has_batch(self.mesh, False):
+                while notify_servers(self.mesh, False):
                     with torch.no_grad():
                         self.collection.read(build_empty_batch(source.schema))
             else:
@@ -427,7 +427,7 @@ class Trainer:
                 trainers = self.mesh.trainers
                 with self.rows.synchronized_view():
                     metrics = self.objective.evaluate(self.model, source, size, trainers)
-                any_trainer_has_batch(self.mesh, False)
+                notify_servers(self.mesh, False)
             return self._share_metrics(metrics)
 
     def test(self) -> dict[str, float]:

@@ -96,15 +96,15 @@ class RowCodec:
         return num_bytes
 
     def build_rounding_keys(
-        self, lookup_plan: _native.Plan, row_counts: np.ndarray, step: int, batch_number: int
+        self, lookup_plan: _native.Plan, block_offsets: np.ndarray, step: int, batch_index: int
     ) -> list[RoundingKey]:
-        """Return the rounding keys of a plan's unique rows, rank by rank, table by table. row_counts:
-        `OwnerMap.block_offsets` of it; step, batch_number: see `ExchangePart.begin_push`."""
-        borders = row_counts.tolist()
+        """Return the rounding keys of a plan's unique rows, rank by rank, table by table. block_offsets:
+        `OwnerMap.block_offsets` of it; step, batch_index: see `ExchangePart.begin_push`."""
+        borders = block_offsets.tolist()
         unique = torch.as_tensor(lookup_plan.unique_ids)
         num_tables = len(self.names)
         num_ranks = (len(borders) - 1) // num_tables
-        seeds = [self.coding.gradient_seed(name, self.rank, batch_number) for name in self.names]
+        seeds = [self.coding.gradient_seed(name, self.rank, batch_index) for name in self.names]
         block_order = [(t, t * num_ranks + r) for r in range(num_ranks) for t in range(num_tables)]
         return [
             RoundingKey(unique[borders[b] : borders[b + 1]], seeds[t], step) for t, b in block_order

@@ -44,21 +44,21 @@ class ReceivedRequests:
 
 def pack_id_requests(
     ids: Tensor,
-    first_ids: np.ndarray,
-    end_ids: np.ndarray,
+    block_starts: np.ndarray,
+    block_ends: np.ndarray,
     table_rows: Tensor,
     num_owners: Tensor,
     owner_indices: np.ndarray,
     *,
     next_use_codes: Tensor | None,
 ) -> list[np.ndarray]:
-    """Pack the request to each rank, uint8. ids (U,) and their codes; firsts, end_ids (N, T): range of the ids of
-    table t that rank n owns; owner_indices (N, T): see `OwnerMap`; rows, num_owners (T,) int64."""
-    num_ranks, num_tables = first_ids.shape
+    """Pack the request to each rank, uint8. ids (U,), and next_use_codes of them; block_starts, block_ends (N, T):
+    range of the ids of table t that rank n owns; table_rows, num_owners (T,) int64."""
+    num_ranks, num_tables = block_starts.shape
     lists, ends = _native.pack_ids(
         ids,
-        _flatten(first_ids),
-        _flatten(end_ids),
+        _flatten(block_starts),
+        _flatten(block_ends),
         table_rows.repeat(num_ranks),
         num_owners.repeat(num_ranks),
         _flatten(owner_indices.clip(0)),
@@ -71,7 +71,7 @@ def pack_id_requests(
     for rank in range(num_ranks):
         parts = [flag, packed[borders[rank] : borders[rank + 1]]]
         if next_use_codes is not None:
-            bounds = zip(first_ids[rank].tolist(), end_ids[rank].tolist(), strict=True)
+            bounds = zip(block_starts[rank].tolist(), block_ends[rank].tolist(), strict=True)
             codes = torch.cat([next_use_codes[first:last] for first, last in bounds])
             parts.append(np.asarray(_native.pack_numbers(codes.long())))
         messages.append(np.concatenate(parts))
@@ -135,8 +135,8 @@ def _unpack_id_request(
 
 
 def measure_packed_bytes(ids: Tensor, num_table_rows: int) -> tuple[float, float]:
-    """Return the packed bytes of the ids of one batch, if one rank owns all num_table_rows: of the unique ids, and of
-    all ids in their order. rows 0: an open table."""
+    """Return the packed bytes of the ids of one batch, if one rank owns all rows: of the unique ids, and of all ids in
+    their order. num_table_rows 0: an open table."""
     one = torch.ones(1, dtype=torch.int64)
     all_rows = torch.tensor([num_table_rows])
     offsets = torch.tensor([0, len(ids)])

@@ -280,7 +280,7 @@ class PeerTransport:
                 add_columns(block.view(size, self.widths[tower]), sums_out, self.runs[tower])
 
     def send_gradients(
-        self, gradients: Tensor, batch_sizes: Sequence[int], step: int, batch_number: int
+        self, gradients: Tensor, batch_sizes: Sequence[int], step: int, batch_index: int
     ) -> PendingTransfer:
         """Send gradients: total (B, all columns)."""
         codec = CODECS[self.coding.codecs.gradients]
@@ -296,7 +296,7 @@ class PeerTransport:
                 extract_columns(gradients, part.view(size, self.widths[tower]), self.runs[tower])
             rounding_keys = [
                 RoundingKey(
-                    samples, self.coding.gradient_seed(f"tower {tower}", rank, batch_number), step
+                    samples, self.coding.gradient_seed(f"tower {tower}", rank, batch_index), step
                 )
                 for tower in chunk.towers
             ]

@@ -89,9 +89,9 @@ class LastTransport(Protocol):
         ...
 
     def send_gradients(
-        self, gradients: Tensor, batch_sizes: Sequence[int], step: int, batch_number: int
+        self, gradients: Tensor, batch_sizes: Sequence[int], step: int, batch_index: int
     ) -> PendingTransfer:
-        """Send `gradients` (B, W) of the sums. step, batch_number: see `ExchangePart.begin_push`."""
+        """Send `gradients` (B, W) of the sums. step, batch_index: see `ExchangePart.begin_push`."""
         ...
 
     def receive_gradients(
@@ -144,7 +144,7 @@ class LocalTransport:
         add_columns(pending_transfer.received, sums_out, self.runs)
 
     def send_gradients(
-        self, gradients: Tensor, batch_sizes: Sequence[int], step: int, batch_number: int
+        self, gradients: Tensor, batch_sizes: Sequence[int], step: int, batch_index: int
     ) -> PendingTransfer:
         if self.is_whole:
             return PendingTransfer(gradients)
@@ -199,11 +199,11 @@ class WorldTransport:
             route.add_received(part, sums_out)
 
     def send_gradients(
-        self, gradients: Tensor, batch_sizes: Sequence[int], step: int, batch_number: int
+        self, gradients: Tensor, batch_sizes: Sequence[int], step: int, batch_index: int
     ) -> PendingTransfer:
         return combine_transfers(
             [
-                route.send_gradients(gradients, batch_sizes, step, batch_number)
+                route.send_gradients(gradients, batch_sizes, step, batch_index)
                 for route in self.routes
             ]
         )
@@ -301,7 +301,7 @@ class DirectRoute:
             add_columns(part.view(len(total), width), total, runs)
 
     def send_gradients(
-        self, gradients: Tensor, batch_sizes: Sequence[int], step: int, batch_number: int
+        self, gradients: Tensor, batch_sizes: Sequence[int], step: int, batch_index: int
     ) -> PendingTransfer:
         codec = CODECS[self.coding.codecs.gradients]
         size = len(gradients)
@@ -316,7 +316,7 @@ class DirectRoute:
         rank = self.mesh.rank
         rounding_keys = [
             RoundingKey(
-                samples, self.coding.gradient_seed(f"pooled by {owner}", rank, batch_number), step
+                samples, self.coding.gradient_seed(f"pooled by {owner}", rank, batch_index), step
             )
             for owner in range(self.mesh.num_ranks)
         ]
@@ -427,7 +427,7 @@ class HostRoute:
             add_columns(part, total, runs)
 
     def send_gradients(
-        self, gradients: Tensor, batch_sizes: Sequence[int], step: int, batch_number: int
+        self, gradients: Tensor, batch_sizes: Sequence[int], step: int, batch_index: int
     ) -> PendingTransfer:
         """Send gradients between hosts, then inside; they have arrived when it returns."""
         codec = CODECS[self.coding.codecs.gradients]
@@ -436,7 +436,7 @@ class HostRoute:
         block = empty(len(gradients), self.columns.width, dtype=self.dtype)
         extract_columns(gradients, block, self.blocks[0])
         blocks_by_rank = [RowBlock(size, self.dims) for size in batch_sizes]
-        seed = self.coding.gradient_seed("pooled by hosts", rank, batch_number)
+        seed = self.coding.gradient_seed("pooled by hosts", rank, batch_index)
         rounding_keys = [RoundingKey(torch.arange(len(gradients)), seed, step)]
         data = encode_elements(codec, block.view(-1), [blocks_by_rank[rank]], rounding_keys)
         lengths = self._lengths(codec, blocks_by_rank)
@@ -509,7 +509,7 @@ def _plan_column_assembly(
 def assemble_columns(
     column_blocks: Sequence[tuple[Tensor, ColumnStarts]], column_dims: Mapping[ColumnKey, int]
 ) -> Tensor:
-    """Return columns of these dims from column_blocks (R, any) of one dtype: (R, W), contiguous. Columns in several
+    """Return columns of `column_dims` from blocks (R, any) of one dtype: (R, W), contiguous. Columns in several
     blocks are summed, in order of the blocks; columns in none are 0. Read only: it is a block itself where that is the
     whole."""
     runs_by_block, num_filled = _plan_column_assembly(

@@ -79,7 +79,7 @@ def open_criteo(
     """Open a Criteo file: the first lines train, then `validation_fraction` validates and `test_fraction` tests.
 
     path       the file, or the folder with train.txt; default `$COLONNADE_DATA/criteo10k`
-    hash_rows  None: open tables. N: a category's id is mix_words(id) % N, for vocabulary tables of N rows
+    hash_rows  None: open tables. N: a category's id is mix64(id) % N, for vocabulary tables of N rows
     shuffle    False: streamed in time order. True: loaded into memory, a new order each epoch from `seed`
 
     Both fractions are of all lines. Raises DataError naming file, line and column: here for the file and its first and

@@ -45,7 +45,7 @@ class Chunk:
         return len(self.dense)
 
     def slice_rows(self, first_row: int, end_row: int) -> Chunk:
-        """Return samples begin .. end-1, as views."""
+        """Return rows first_row .. end_row-1, as views."""
         if first_row == 0 and end_row == self.size:
             return self
         return Chunk(
@@ -121,7 +121,7 @@ def _gather_ids(ids: Longs | Bags, rows: Longs) -> Longs | Bags:
 def gather_bags(
     values: Longs, bag_begins: Longs, bag_lengths: Longs, weights: Floats | None = None
 ) -> Bags:
-    """Copy the bags `values[begins[i] : begins[i] + lengths[i]]`."""
+    """Copy the bags `values[bag_begins[i] : bag_begins[i] + bag_lengths[i]]`."""
     offsets = np.zeros(len(bag_begins) + 1, dtype=np.int64)
     np.cumsum(bag_lengths, out=offsets[1:])
     # Id j of bag b is at begins[b] + (j - offsets[b]): repeat the shift, add j.

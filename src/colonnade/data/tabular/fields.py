@@ -64,9 +64,9 @@ class DeclaredField:
                 f"field {self.name!r}: got this name, wanted one without a dot; "
                 "give the file's column with column="
             )
-        for default_to_name in ("column", "table"):
-            if getattr(self, default_to_name, None) == "":
-                object.__setattr__(self, default_to_name, self.name)
+        for attribute in ("column", "table"):
+            if getattr(self, attribute, None) == "":
+                object.__setattr__(self, attribute, self.name)
         self._check_settings()
 
     def _check_settings(self) -> None:

@@ -67,7 +67,7 @@ class TableFile(Protocol):
         ...
 
     def read_block(self, block_index: int, column_names: Sequence[str]) -> Mapping[str, pa.Array]:
-        """Return arrays of lengths[block] values. Called from any thread. Raises DataError, InvalidValue."""
+        """Return arrays of lengths[block_index] values. Called from any thread. Raises DataError, InvalidValue."""
         ...
 
     def describe_row(self, block: int, row: int) -> str:

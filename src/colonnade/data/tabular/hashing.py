@@ -2,7 +2,7 @@
 
 Version 1. The UTF-8 bytes of a text are split into little-endian 64-bit words, the last one padded with zeros:
 
-    h = mix_words(length * GAMMA);  for each word:  h = mix_words((h + GAMMA) ^ word)
+    h = mix64(length * GAMMA);  for each word:  h = mix64((h + GAMMA) ^ word)
 
 `HASH_VERSION` is part of every file schema, so that the ids on which a run trained never change.
 """
@@ -105,14 +105,14 @@ def _hash_text_slice(text_offsets: NDArray[np.int64], words_at_bytes: NDArray) -
 
 
 def hash_to_rows(ids: NDArray[np.int64], rows: int) -> NDArray[np.int64]:
-    """Hash 64-bit ids to rows 0 .. rows-1: mix_words(id) mod rows."""
+    """Hash 64-bit ids to rows 0 .. rows-1: mix64(id) mod rows."""
     words = mix_words(ids.astype(np.uint64))
     words %= np.uint64(rows)
     return words.view(np.int64)
 
 
 def add_namespace_to_ids(ids: NDArray[np.int64], field_name: str) -> NDArray[np.int64]:
-    """Map a field's ids (S,) to mix_words(id ^ hash_text(name)), so that fields with one table share no ids.
+    """Map a field's ids (S,) to mix64(id ^ hash_text(field_name)), so that fields with one table share no ids.
 
     Distinct ids of a field stay distinct. Ids of two fields collide with a probability of 2^-64 per pair, for any
     number of fields.

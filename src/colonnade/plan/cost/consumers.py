@@ -360,8 +360,8 @@ def find_tower_compression(
 ) -> TowerCompression:
     """Find the consumers to evaluate inside towers so that the fewest floats leave them.
 
-    By table: towers, the tower with all its rows, if any; num_owners, ranks that hold parts of its bags before they are
-    pooled; is_cut, whether its rows are cut by columns; exchanges."""
+    By table: tower_by_table, the tower with all its rows, if any; num_owners, ranks that hold parts of its bags before
+    they are pooled; is_cut, whether its rows are cut by columns; exchanges."""
     fields = model_load.fields
     candidates: dict[int, int | None] = {}
     for c, consumer in enumerate(model_load.consumers):

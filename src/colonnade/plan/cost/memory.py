@@ -243,8 +243,8 @@ def _divide_main_memory(
     mapped_demands: Collection[int],
     budgets: Budgets,
 ) -> dict[int, int]:
-    """Divide one rank's main memory among its demands that are not mapped_demands: windows first, then what saves most
-    reads per byte. Returns rows by demand; all rows of mapped ones."""
+    """Divide one rank's main memory among its demands that are not in mapped memory: windows first, then what saves
+    most reads per byte. Returns rows by demand; all rows of mapped ones."""
     own_demands = {t: demands[t] for t in demand_indices if t not in mapped_demands}
     if budgets.main is None:
         rows = {t: demand.main_rows for t, demand in own_demands.items()}

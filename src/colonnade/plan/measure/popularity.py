@@ -221,17 +221,19 @@ def _solve_falling_function(
     highest_argument: float,
 ) -> float:
     """Find the argument at which a falling function takes a value, by bisection; the nearer end if there is none."""
-    if function(lowest_argument) <= target_value:
-        return lowest_argument
-    if function(highest_argument) >= target_value:
-        return highest_argument
+    low = lowest_argument
+    high = highest_argument
+    if function(low) <= target_value:
+        return low
+    if function(high) >= target_value:
+        return high
     for _ in range(30):
-        middle = (lowest_argument + highest_argument) / 2
+        middle = (low + high) / 2
         if function(middle) > target_value:
-            lowest_argument = middle
+            low = middle
         else:
-            highest_argument = middle
-    return (lowest_argument + highest_argument) / 2
+            high = middle
+    return (low + high) / 2
 
 
 def _merge_popularity_bins(popularity: Popularity) -> Popularity:

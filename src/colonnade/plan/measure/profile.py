@@ -289,10 +289,10 @@ def _halved_sizes(size: int) -> list[int]:
 def count_unique_by_size(
     ids: Ids, sample_indices: Ids, sample_counts: Sequence[int], batch_size: int
 ) -> Ids:
-    """Count the distinct ids of each run of `size` samples, summed over the complete runs, for each of
+    """Count the distinct ids of each run of that many samples, summed over the complete runs, for each of
     `sample_counts`.
 
-    sample_indices: sample index of each id. Returns (len(sizes),)."""
+    sample_indices: sample index of each id. Returns (len(sample_counts),)."""
     order = np.lexsort((sample_indices, ids))
     ids = ids[order]
     sample_indices = sample_indices[order]

@@ -316,7 +316,7 @@ class LogBacking:
             unknown = sorted(set(retained_steps) - set(self._manifests) - self._damaged)
             if unknown:
                 raise CheckpointError(
-                    f"{self.directory}: got keep_steps with {unknown}, wanted some of {self.commits()}. "
+                    f"{self.directory}: got retained_steps with {unknown}, wanted some of {self.commits()}. "
                     "Keep only steps that `commits()` lists"
                 )
             self._damaged &= set(retained_steps)
@@ -593,14 +593,14 @@ def open_log(
 
 
 def _find_last_segment_number(
-    manifests_by_step: Mapping[int, Manifest], damaged_steps: Sequence[int], open_stripes: Stripes
+    manifests_by_step: Mapping[int, Manifest], damaged_steps: Sequence[int], stripes: Stripes
 ) -> int:
     """Return the largest number of a segment; those of damaged commits are known by their files only."""
     numbers = [
         entry.number for manifest in manifests_by_step.values() for entry in manifest.segments
     ]
     if damaged_steps:
-        numbers += [number for number, _ in list_segment_files(open_stripes)]
+        numbers += [number for number, _ in list_segment_files(stripes)]
     return max(numbers, default=0)
 
 

@@ -1,4 +1,4 @@
-"""Rows read from and written to a log: argument checks, pending reads, finished writes, scans."""
+"""Rows read from and written to a log: argument checks, pending reads, scans."""
 
 from __future__ import annotations
 
@@ -61,13 +61,13 @@ def _is_plain(array: Tensor) -> bool:
 
 
 def raise_read_fault(
-    native_fault: tuple[str, int, int] | None, find_place_path: Callable[[int], Path]
+    native_fault: tuple[str, int, int] | None, find_segment_path: Callable[[int], Path]
 ) -> None:
     """Raise a native read's fault (kind, place, errno) as StorageError or CorruptionError; None: return."""
     if native_fault is None:
         return
     kind, place, error = native_fault
-    path = find_place_path(place >> 32)
+    path = find_segment_path(place >> 32)
     record = place & 0xFFFFFFFF
     if kind == "system":
         raise StorageError(

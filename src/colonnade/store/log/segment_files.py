@@ -144,21 +144,21 @@ class LogFiles:
         self._set_growth(part, self.longest_bytes)
         return part
 
-    def _reserve_space(self, segment_file: SegmentFile, added_bytes: int) -> None:
+    def _reserve_space(self, segment_file: SegmentFile, total_bytes: int) -> None:
         """Reserve space before the file grows, or after it shrank. Raises StorageError if its directory is full."""
         space = self.stripes.spaces.get(segment_file.stripe)
         if space is None:
             return
-        more = added_bytes - segment_file.reserved_bytes
+        more = total_bytes - segment_file.reserved_bytes
         if more < 0:
             space.adjust_used(more)
         elif not space.reserve_bytes(more):
             raise build_no_space_error(
                 [self.stripes.spaces[n] for n in sorted(self.stripes.spaces)], more
             )
-        segment_file.reserved_bytes = added_bytes
+        segment_file.reserved_bytes = total_bytes
         if segment_file.growth_bytes:
-            self._set_growth(segment_file, max(0, self.longest_bytes - added_bytes))
+            self._set_growth(segment_file, max(0, self.longest_bytes - total_bytes))
 
     def _set_growth(self, part: SegmentFile, num_bytes: int) -> None:
         if space := self.stripes.spaces.get(part.stripe):
@@ -273,7 +273,9 @@ class LogFiles:
         self._adjust_used(part.stripe, part.reserved_bytes)
 
     def mark_segment_removable(self, segment_number: int) -> None:
-        """Forget a segment that the log does not need. Its file stays until `remove`, and until reads of it end."""
+        """Forget a segment that the log does not need.
+
+        Its file stays until `remove_forgotten_files`, and until reads of it end."""
         with self._lock:
             part = self.parts.pop(segment_number)
             self._removable[segment_number] = part.stripe, part.reserved_bytes
@@ -295,7 +297,7 @@ class LogFiles:
             self._adjust_used(stripe, -num_bytes)
 
     def track_removable(self, entry: SegmentEntry) -> None:
-        """Remember a segment that older commits list and this one does not, for `remove`."""
+        """Remember a segment that older commits list and this one does not, for `remove_forgotten_files`."""
         if entry.number in self.parts or entry.number in self._removable:
             return
         stripe = self.stripes.find_stripe(segments.segment_file_name(entry.number), entry.stripe)
