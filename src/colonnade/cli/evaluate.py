@@ -33,7 +33,6 @@ def evaluate(
     from colonnade.checkpoint.completeness import print_missing_seal
     from colonnade.checkpoint.header import explain_chosen_step, resolve_step
     from colonnade.comm.mesh import Mesh
-    from colonnade.data.contract import has_samples
     from colonnade.run.run import load_run_config, open_run
     from colonnade.terminal import Terminal
 
@@ -44,7 +43,7 @@ def evaluate(
     opened = open_run(config, Mesh(), run, read_only=True, at=step)
     try:
         splits = opened.trainer.data
-        present = [name for name in PARTS if has_samples(getattr(splits, name))]
+        present = [name for name in PARTS if getattr(splits, name) is not None]
         part = part or next((name for name in ("test", "validation") if name in present), None)
         if part is None:
             if check_source := getattr(opened.trainer.objective, "check_source", None):
