@@ -26,7 +26,7 @@ constexpr std::int64_t kMostReserved = 1 << 30;         // address space; memory
 // Entries in 100 buckets of the index. Copies are added and removed, and an overflowed entry stays where it is: at 942
 // two thirds of the searches begin at a bucket with overflow, at 860 less than half, for 0.6 bytes a row.
 constexpr std::uint64_t kFill = 860;
-constexpr std::uint32_t kMostTicks = (1u << 24) - 1;
+constexpr std::uint32_t kMostTicks = (1u << 20) - 1;
 constexpr std::int64_t kLeastShare = 16, kLateShare = 64;  // one in this many copies is kept in order
 constexpr std::int64_t kSmall = 1024;              // this many copies, or fewer, are all kept in order
 constexpr std::size_t kAhead = 16;                 // entries with rows fetched early
@@ -48,6 +48,26 @@ const std::array<std::uint16_t, 12 * kDoubling / kGainStep + 1> kGain = [] {  //
 }();
 
 constexpr std::uint32_t kKnownUse = 1u << 31;  // lookahead
+
+// Number of uses in one byte: exact below 32, then with five significant bits, up to 31 * 2^14.
+constexpr std::uint32_t kExactUses = 32, kMostUsesCode = 255;
+const std::array<std::uint32_t, kMostUsesCode + 1> kUses = [] {
+  std::array<std::uint32_t, kMostUsesCode + 1> uses{};
+  for (std::uint32_t code = 0; code <= kMostUsesCode; ++code)
+    uses[code] = code < kExactUses ? code : (16 + code % 16) << ((code - 16) / 16);
+  return uses;
+}();
+
+// Encode the number of uses of a row. What lies between two codes is rounded up as often as it is nearer to the upper
+// one, by a hash of id and number, so that sums of many small additions are right.
+std::uint32_t encode_uses(std::int64_t id, std::uint32_t uses) {
+  if (uses < kExactUses) return uses;
+  if (uses >= kUses[kMostUsesCode]) return kMostUsesCode;
+  const auto shift = static_cast<std::uint32_t>(std::bit_width(uses)) - 5;
+  const std::uint32_t remainder = uses & ((1u << shift) - 1);
+  const auto random = static_cast<std::uint32_t>(mix64(static_cast<std::uint64_t>(id) + uses) >> (64 - shift));
+  return 16 * shift + (uses >> shift) + (random < remainder);
+}
 
 std::uint8_t stamp_of(std::int64_t number) { return static_cast<std::uint8_t>(number); }
 
@@ -205,8 +225,7 @@ std::uint32_t Directory::score_after_use(std::uint32_t score, std::uint32_t now)
 // Update all rows of the batch that have a copy.
 void Directory::find(std::span<const std::int64_t> wanted, std::span<const std::int32_t> next_uses, DirectoryStep& done) {
   const auto number = static_cast<std::uint32_t>(number_);
-  const auto read_bound = static_cast<std::uint64_t>(settings_.read_bound);
-  const std::int64_t write_bound = settings_.write_bound;
+  const auto read_bound = static_cast<std::uint64_t>(settings_.clock.read_bound);
   Buffer<std::uint32_t> low_slots(wanted.size());
   std::atomic<std::size_t> num_low{0};
   // Local copies: byte stores below may alias anything reached through `this` or `done`.
@@ -232,13 +251,15 @@ void Directory::find(std::span<const std::int64_t> wanted, std::span<const std::
       const std::uint32_t i = resident[k], slot = slots[i];
       Row row = rows[slot];
       const std::uint32_t score = scores[slot];
-      before[i] = {row.copied, row.ticks, score};
-      const std::uint32_t age = number - row.copied;
+      before[i] = {static_cast<std::uint32_t>(row.copied), static_cast<std::uint32_t>(row.ticks),
+                   static_cast<std::uint32_t>(row.uses), score};
+      const std::uint32_t age = number - before[i].copied;
       const bool is_expired = age > read_bound;
-      const std::uint32_t ticks = std::min(row.ticks + 1u, kMostTicks);
-      const bool is_pushed = ticks > write_bound;
-      row.copied = is_expired ? number : row.copied;
-      row.ticks = is_pushed ? 0 : ticks;
+      const std::uint32_t ticks = before[i].ticks + 1;
+      const bool is_pushed = is_due(ticks, kUses[before[i].uses] + ticks);
+      if (is_expired) row.copied = number;
+      if (is_pushed) row.uses = encode_uses(row.id, kUses[before[i].uses] + ticks) & kMostUsesCode;
+      row.ticks = is_pushed ? 0 : ticks & kMostTicks;
       row.stamp = stamp_of(number);
       rows[slot] = row;
       const std::uint32_t new_score = score_after_use(score, next_uses.empty() ? score_of_first_use : initial_score(next_uses[i]));
@@ -253,9 +274,19 @@ void Directory::find(std::span<const std::int64_t> wanted, std::span<const std::
   for (std::size_t i = 0; i < num_low; ++i) note_score_changed(low[i]);
 }
 
+// Return whether pending gradients of `ticks` batches are sent, for a row that `uses` batches have used.
+bool Directory::is_due(std::uint32_t ticks, std::uint32_t uses) const noexcept {
+  const DirectoryClock& clock = settings_.clock;
+  if (ticks > clock.write_bound || ticks == kMostTicks) return true;
+  if (ticks > clock.write_share * uses) return true;
+  // A row that the share `uses / number` of all batches uses gathers as many batches as one that all use, times its inverse.
+  const std::int64_t number = std::min<std::int64_t>(number_, kUses[kMostUsesCode]);
+  return clock.write_step && std::int64_t{ticks} * uses > clock.write_step * number;
+}
+
 // Add copies for rows without one.
 void Directory::admit(std::span<const std::int64_t> wanted, std::span<const std::int32_t> next_uses, DirectoryStep& done) {
-  const bool is_pushed = 1 > settings_.write_bound;
+  const bool is_pushed = is_due(1, 1);
   Buffer<std::uint32_t> missing(wanted.size());
   std::uint32_t* const rows = missing.data();
   std::int32_t* const slots = done.slots.data();
@@ -272,7 +303,7 @@ void Directory::admit(std::span<const std::int64_t> wanted, std::span<const std:
   const auto number = static_cast<std::uint32_t>(number_);
   for (std::size_t m = 0; m < num_missing; ++m) {
     const std::uint32_t i = rows[m], slot = static_cast<std::uint32_t>(slots[i]);
-    insert({wanted[i], slot, number, is_pushed ? 0u : 1u, initial_score(next_uses.empty() ? 0 : next_uses[i])});
+    insert({wanted[i], slot, number, is_pushed ? 0u : 1u, is_pushed ? 1u : 0u, initial_score(next_uses.empty() ? 0 : next_uses[i])});
     rows_[slot].stamp = stamp_of(number_);
     done.ages[i] = 0;
     done.outcomes[i] = static_cast<std::uint8_t>(Outcome::miss);
@@ -323,7 +354,7 @@ void Directory::evict(std::span<const std::int64_t> wanted, DirectoryStep& done)
   for (std::int64_t left = surplus; left > 0; --left) {
     const std::uint32_t slot = take_least(left).slot;
     const Row& row = rows_[slot];
-    done.evicted.push_back({row.id, slot, row.copied, row.ticks, scores_[slot]});
+    done.evicted.push_back(row_at(slot));
     const auto at = row.stamp == stamp_of(number_) ? std::lower_bound(wanted.begin(), wanted.end(), row.id) : wanted.end();
     if (at != wanted.end() && *at == row.id) {
       const auto i = static_cast<std::size_t>(at - wanted.begin());
@@ -363,8 +394,9 @@ void Directory::undo(std::span<const std::int64_t> ids, const DirectoryStep& don
       continue;
     }
     const auto& before = done.before[i];
-    rows_[slot].copied = before.copied;
+    rows_[slot].copied = before.copied & kMostNumber;
     rows_[slot].ticks = before.ticks & kMostTicks;
+    rows_[slot].uses = before.uses & kMostUsesCode;
     scores_[slot] = before.score;
     note_score_changed(slot);
   }
@@ -379,13 +411,18 @@ void Directory::undo(std::span<const std::int64_t> ids, const DirectoryStep& don
   --number_;
 }
 
+DirectoryRow Directory::row_at(std::uint32_t slot) const noexcept {
+  const Row& row = rows_[slot];
+  const auto narrow = [](std::uint64_t bits) { return static_cast<std::uint32_t>(bits); };
+  return {row.id, slot, narrow(row.copied), narrow(row.ticks), narrow(row.uses), scores_[slot]};
+}
+
 std::vector<DirectoryRow> Directory::rows() const {
   std::vector<DirectoryRow> result;
   result.reserve(static_cast<std::size_t>(num_rows_));
   for (std::int64_t s = 0; s < num_slots_; ++s) {
     if (scores_[s] == 0) continue;
-    const Row& row = rows_[s];
-    result.push_back({row.id, static_cast<std::uint32_t>(s), row.copied, row.ticks, scores_[s]});
+    result.push_back(row_at(static_cast<std::uint32_t>(s)));
   }
   std::sort(result.begin(), result.end(), [](const auto& a, const auto& b) { return a.id < b.id; });
   return result;
@@ -394,18 +431,22 @@ std::vector<DirectoryRow> Directory::rows() const {
 std::vector<DirectoryRow> Directory::flush(std::int64_t above) {
   std::vector<DirectoryRow> result = rows();
   std::erase_if(result, [above](const DirectoryRow& row) { return row.ticks <= above; });
-  for (const DirectoryRow& row : result) rows_[row.slot].ticks = 0;
+  for (const DirectoryRow& row : result) {
+    rows_[row.slot].ticks = 0;
+    rows_[row.slot].uses = encode_uses(row.id, kUses[row.uses] + row.ticks) & kMostUsesCode;
+  }
   return result;
 }
 
 // Gradients that were pending elsewhere at a copy's read were within the old bound: the copy counts as read that many
 // batches earlier.
-void Directory::set_bounds(std::int64_t read_bound, std::int64_t write_bound) noexcept {
-  const std::int64_t lowered = settings_.write_bound - write_bound;
-  for (std::int64_t s = 0; lowered > 0 && s < num_slots_; ++s)
-    if (scores_[s]) rows_[s].copied -= static_cast<std::uint32_t>(std::min<std::int64_t>(rows_[s].copied, lowered));
-  settings_.read_bound = read_bound;
-  settings_.write_bound = write_bound;
+void Directory::set_clock(const DirectoryClock& clock) noexcept {
+  const std::int64_t lowered = settings_.clock.write_bound - clock.write_bound;
+  for (std::int64_t s = 0; lowered > 0 && s < num_slots_; ++s) {
+    const std::int64_t copied = rows_[s].copied;
+    if (scores_[s]) rows_[s].copied = static_cast<std::uint64_t>(std::max<std::int64_t>(copied - lowered, 0)) & kMostNumber;
+  }
+  settings_.clock = clock;
 }
 
 void Directory::load(std::span<const DirectoryRow> rows, std::int64_t number, std::uint64_t time) {
@@ -462,8 +503,9 @@ void Directory::reinsert(const DirectoryRow& row) {
 void Directory::insert(const DirectoryRow& row) {
   Row& at = rows_[row.slot];
   at.id = row.id;
-  at.copied = row.copied;
+  at.copied = row.copied & kMostNumber;
   at.ticks = row.ticks & kMostTicks;
+  at.uses = row.uses & kMostUsesCode;
   at.stamp = 0;
   scores_[row.slot] = row.score;
   index_.insert(row.id, row.slot);

@@ -19,8 +19,16 @@ namespace colonnade {
 //   lookahead  batches until its next use, from hints; without a hint, the last batch that used it
 enum class CachePolicy : std::uint8_t { lru, lfu, lookahead };
 
+// When pending gradients are sent and copies read again: `RowClock` in `staleness.py`.
+struct DirectoryClock {
+  std::int64_t read_bound, write_bound;
+  double write_share;
+  std::int64_t write_step;  // 0: no limit
+};
+
 struct DirectorySettings {
-  std::int64_t capacity, read_bound, write_bound;
+  std::int64_t capacity;
+  DirectoryClock clock;
   CachePolicy policy;
 };
 
@@ -30,7 +38,7 @@ enum class Outcome : std::uint8_t { hit, miss, expired };
 // Row of the directory in a checkpoint.
 struct DirectoryRow {
   std::int64_t id;
-  std::uint32_t slot, copied, ticks, score;
+  std::uint32_t slot, copied, ticks, uses, score;  // uses: encoded, `decode_uses`
 };
 
 // Decision for one batch, and what it changed, for `undo`.
@@ -44,7 +52,7 @@ struct DirectoryStep {
   Buffer<std::int32_t> evicted_slots, evicted_ticks;
 
   struct Before {
-    std::uint32_t copied, ticks, score;
+    std::uint32_t copied, ticks, uses, score;
   };
   Buffer<Before> before;                     // (U,) state of rows that had a copy
   std::vector<DirectoryRow> evicted;            // all evicted rows, in the batch or not
@@ -74,7 +82,7 @@ class Directory {
   void undo(std::span<const std::int64_t> ids, const DirectoryStep& done);
   // Return the rows with more than `above` pending batches, ascending by id, and clear their pending counts.
   std::vector<DirectoryRow> flush(std::int64_t above);
-  void set_bounds(std::int64_t read_bound, std::int64_t write_bound) noexcept;
+  void set_clock(const DirectoryClock& clock) noexcept;
 
   std::vector<DirectoryRow> rows() const;  // by ascending id
   // Load rows into an empty directory. invalid_argument for a repeated id or slot.
@@ -92,9 +100,10 @@ class Directory {
  private:
   struct Row {
     std::int64_t id;
-    std::uint32_t copied;       // batch that read it
-    std::uint32_t ticks : 24;   // pending batches; saturates
-    std::uint32_t stamp : 8;    // of the last batch that used it
+    std::uint64_t copied : 28;  // batch that read it
+    std::uint64_t ticks : 20;   // pending batches
+    std::uint64_t uses : 8;     // batches that used it before those, encoded
+    std::uint64_t stamp : 8;    // of the last batch that used it
   };
   static_assert(sizeof(Row) == 16);
   struct Ids {
@@ -132,6 +141,8 @@ class Directory {
   void find(std::span<const std::int64_t> wanted, std::span<const std::int32_t> next_uses, DirectoryStep& done);
   void admit(std::span<const std::int64_t> wanted, std::span<const std::int32_t> next_uses, DirectoryStep& done);
   void evict(std::span<const std::int64_t> wanted, DirectoryStep& done);
+  DirectoryRow row_at(std::uint32_t slot) const noexcept;
+  bool is_due(std::uint32_t ticks, std::uint32_t uses) const noexcept;
   bool is_low(std::uint32_t score, std::int64_t id) const { return std::pair(score, id) <= threshold_; }
   void note_score_changed(std::uint32_t slot) {
     if (is_low(scores_[slot], rows_[slot].id)) add_late({scores_[slot], slot, rows_[slot].id});

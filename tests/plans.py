@@ -34,6 +34,7 @@ def cache_settings(
         name: {
             "size": cache.rows, "policy": cache.policy,
             "read_bound": cache.clock.read_bound, "write_bound": cache.clock.write_bound,
+            "write_share": cache.clock.write_share, "write_step": cache.clock.write_step,
         }
         for name, cache in caches.items()
     }  # fmt: skip

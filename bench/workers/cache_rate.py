@@ -42,7 +42,7 @@ class Cache:
     def __init__(self, dim: int, num_keys: int, policy: str) -> None:
         one, zero = torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
         self.dim, self.num_keys = dim, num_keys
-        self.directory = Directory(CAPACITY, BOUND, BOUND, policy)
+        self.directory = Directory(CAPACITY, RowClock(BOUND, BOUND), policy)
         num_slots = CAPACITY + num_keys
         width = torch.tensor([dim], dtype=torch.int32)
         self.table = torch.zeros(1, dtype=torch.int32)

@@ -74,7 +74,7 @@ def open_directory(
     """Open the directory of one rank's cache over a table of `num_rows` rows."""
     if policy == LIGHT_LFU:
         return LightLfu(capacity, read, write, num_rows)
-    return Directory(capacity, read, write, policy)
+    return Directory(capacity, RowClock(read, write), policy)
 
 
 class Caches:

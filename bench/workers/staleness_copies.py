@@ -92,8 +92,7 @@ class CachedRows:
         self.copies = trainable(first.new_zeros(num_ranks * self.num_slots, first.shape[1]), rule)
         self.pending = torch.zeros_like(self.copies.weights)
         self.ticks = np.zeros(num_ranks * self.num_slots, np.int64)
-        bounds = clock.read_bound, clock.write_bound
-        self.directories = [Directory(capacity, *bounds, POLICY) for _ in range(num_ranks)]
+        self.directories = [Directory(capacity, clock, POLICY) for _ in range(num_ranks)]
         # An owner may call a row changed that is not, by what else it owns; so who owns what matters.
         self.changes = [VersionLog([len(first)]) for _ in range(num_ranks)]
         self.owner = np.zeros(len(first), np.int64)

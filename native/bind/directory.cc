@@ -16,16 +16,17 @@ CachePolicy policy_named(const std::string& name) {
 
 auto columns(const std::vector<DirectoryRow>& rows) {
   std::vector<int64_t> ids(rows.size());
-  std::vector<int32_t> slots(rows.size()), copied(rows.size()), ticks(rows.size()), scores(rows.size());
+  std::vector<int32_t> slots(rows.size()), copied(rows.size()), ticks(rows.size()), uses(rows.size()), scores(rows.size());
   for (size_t i = 0; i < rows.size(); ++i) {
     ids[i] = rows[i].id;
     slots[i] = static_cast<int32_t>(rows[i].slot);
     copied[i] = static_cast<int32_t>(rows[i].copied);
     ticks[i] = static_cast<int32_t>(rows[i].ticks);
+    uses[i] = static_cast<int32_t>(rows[i].uses);
     scores[i] = static_cast<int32_t>(rows[i].score);
   }
   return std::tuple(tensor(std::move(ids)), tensor(std::move(slots)), tensor(std::move(copied)),
-                    tensor(std::move(ticks)), tensor(std::move(scores)));
+                    tensor(std::move(ticks)), tensor(std::move(uses)), tensor(std::move(scores)));
 }
 
 DirectoryStep step(Directory& self, In ids, std::optional<In> next_uses, std::optional<In> entering, int64_t window) {
@@ -62,17 +63,26 @@ void bind_directory(nb::module_& m) {
       .def_prop_ro("evicted_slots", array<int32_t, &DirectoryStep::evicted_slots>(), kOwned)
       .def_prop_ro("evicted_ticks", array<int32_t, &DirectoryStep::evicted_ticks>(), kOwned);
 
+  nb::class_<DirectoryClock>(m, "DirectoryClock")
+      .def(
+          "__init__",
+          [](DirectoryClock* self, int64_t read_bound, int64_t write_bound, double write_share, int64_t write_step) {
+            if (read_bound < 0 || write_bound < 0 || !(write_share >= 0 && write_share <= 1) || write_step < 0)
+              throw std::invalid_argument("got bounds " + std::to_string(read_bound) + ", " + std::to_string(write_bound) +
+                                          ", write_share " + std::to_string(write_share) + ", write_step " +
+                                          std::to_string(write_step) + "; wanted 0 or more, a share of at most 1");
+            new (self) DirectoryClock{read_bound, write_bound, write_share, write_step};
+          },
+          "read_bound"_a, "write_bound"_a, "write_share"_a, "write_step"_a);
   nb::class_<Directory>(m, "Directory")
       .def(
           "__init__",
-          [](Directory* self, int64_t capacity, int64_t read_bound, int64_t write_bound, const std::string& policy) {
-            if (capacity < 0 || read_bound < 0 || write_bound < 0)
-              throw std::invalid_argument("got capacity " + std::to_string(capacity) + ", bounds " +
-                                          std::to_string(read_bound) + ", " + std::to_string(write_bound) +
-                                          "; wanted 0 or more");
-            new (self) Directory({capacity, read_bound, write_bound, policy_named(policy)});
+          [](Directory* self, int64_t capacity, const DirectoryClock& clock, const std::string& policy) {
+            if (capacity < 0)
+              throw std::invalid_argument("got capacity " + std::to_string(capacity) + "; wanted 0 or more");
+            new (self) Directory({capacity, clock, policy_named(policy)});
           },
-          "capacity"_a, "read_bound"_a, "write_bound"_a, "policy"_a)
+          "capacity"_a, "clock"_a, "policy"_a)
       .def("step", &step, "ids"_a, "next_uses"_a.none(), "entering"_a.none(), "window"_a)
       .def(
           "undo",
@@ -93,7 +103,7 @@ void bind_directory(nb::module_& m) {
             return columns(rows);
           },
           "above"_a)
-      .def("set_bounds", &Directory::set_bounds, "read_bound"_a, "write_bound"_a)
+      .def("set_clock", &Directory::set_clock, "clock"_a)
       .def("rows",
            [](const Directory& self) {
              std::vector<DirectoryRow> rows;
@@ -105,19 +115,20 @@ void bind_directory(nb::module_& m) {
            })
       .def(
           "load",
-          [](Directory& self, In ids, In slots, In copied, In ticks, In scores, int64_t number, uint64_t time) {
+          [](Directory& self, In ids, In slots, In copied, In ticks, In uses, In scores, int64_t number, uint64_t time) {
             const auto i = elements<const int64_t>(ids, "ids", {-1});
             const auto s = unsigned_bits(elements<const int32_t>(slots, "slots", {length(i)}));
             const auto c = unsigned_bits(elements<const int32_t>(copied, "copied", {length(i)}));
             const auto t = unsigned_bits(elements<const int32_t>(ticks, "ticks", {length(i)}));
+            const auto u = unsigned_bits(elements<const int32_t>(uses, "uses", {length(i)}));
             const auto w = unsigned_bits(elements<const int32_t>(scores, "scores", {length(i)}));
             nb::gil_scoped_release release;
             std::vector<DirectoryRow> rows;
             rows.reserve(i.size());
-            for (size_t k = 0; k < i.size(); ++k) rows.push_back({i[k], s[k], c[k], t[k], w[k]});
+            for (size_t k = 0; k < i.size(); ++k) rows.push_back({i[k], s[k], c[k], t[k], u[k], w[k]});
             self.load(rows, number, time);
           },
-          "ids"_a, "slots"_a, "copied"_a, "ticks"_a, "scores"_a, "number"_a, "time"_a)
+          "ids"_a, "slots"_a, "copied"_a, "ticks"_a, "uses"_a, "scores"_a, "number"_a, "time"_a)
       .def("__len__", &Directory::size)
       .def_prop_ro("number", &Directory::number)
       .def_prop_ro("time", &Directory::time)

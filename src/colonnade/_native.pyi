@@ -393,6 +393,14 @@ class DirectoryStep:
     evicted_slots: Array  # (E,) int32
     evicted_ticks: Array  # (E,) int32
 
+class DirectoryClock:
+    """Bounds and write rule of a directory, as `colonnade.staleness.RowClock`; write_step 0: no limit. ValueError for
+    others."""
+
+    def __init__(
+        self, read_bound: int, write_bound: int, write_share: float, write_step: int
+    ) -> None: ...
+
 class Directory:
     """Directory of cached rows, as `colonnade.cache.directory.Directory`. One thread at a time."""
 
@@ -401,7 +409,7 @@ class Directory:
     num_slots: int
     capacity: int
     bytes: int
-    def __init__(self, capacity: int, read_bound: int, write_bound: int, policy: str) -> None: ...
+    def __init__(self, capacity: int, clock: DirectoryClock, policy: str) -> None: ...
     def step(
         self, ids: Array, next_uses: Array | None, entering: Array | None, window: int
     ) -> DirectoryStep:
@@ -409,18 +417,20 @@ class Directory:
         ascending."""
     def undo(self, ids: Array, done: DirectoryStep) -> None:
         """Undo the newest step. ids: those of that step. ValueError unless it is the newest."""
-    def flush(self, above: int) -> tuple[Array, Array, Array, Array, Array]:
+    def flush(self, above: int) -> tuple[Array, Array, Array, Array, Array, Array]:
         """Return, as `rows`, the rows with more than `above` pending batches, and clear their pending counts."""
-    def set_bounds(self, read_bound: int, write_bound: int) -> None:
-        """Set the bounds of a row clock, in batches."""
-    def rows(self) -> tuple[Array, Array, Array, Array, Array]:
-        """Return ids (R,) int64 ascending; slots, copied, ticks, scores (R,) int32 (scores: uint32 bits)."""
+    def set_clock(self, clock: DirectoryClock) -> None:
+        """Set bounds and write rule from the next step on."""
+    def rows(self) -> tuple[Array, Array, Array, Array, Array, Array]:
+        """Return ids (R,) int64 ascending; slots, copied, ticks, uses, scores (R,) int32. uses: encoded in a byte;
+        scores: uint32 bits."""
     def load(
         self,
         ids: Array,
         slots: Array,
         copied: Array,
         ticks: Array,
+        uses: Array,
         scores: Array,
         number: int,
         time: int,

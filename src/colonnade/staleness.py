@@ -8,7 +8,9 @@ from above.)
 comparison with the owner's row, and accumulates gradients of up to `write_bound` batches before it sends their sum to
 the owner. The row clock counts the batches that use a row. A cached row misses two kinds of updates of another rank:
 those that were not yet sent when the row was read (at most write_bound batches) and those made since (at most
-read_bound). So s = read_bound + write_bound. A rank misses none of its own updates.
+read_bound). So s = read_bound + write_bound. A rank misses none of its own updates. A write bound alone would leave the
+gradients of a row that few batches use at the cache for most of a run; so they are also sent when they are of more than
+`write_share` of the row's own uses.
 """
 
 from __future__ import annotations
@@ -45,10 +47,24 @@ class RowClock:
     """Batches for which a cached row is used after its read, without a request to its owner."""
     write_bound: int
     """Batches whose gradients of a row may accumulate in the cache before they are sent."""
+    write_share: float = 1.0
+    """Batches whose gradients may accumulate, as a share of the batches of this rank that used the row so far. So rows
+    that few batches use reach their owners, too. 1: no such limit."""
+    write_step: int | None = None
+    """Batches whose gradients may accumulate in a row that every batch uses, because the owner applies their sum as one
+    step. Of a row that a part q of the batches uses, write_step / q may. None: no such limit."""
 
     def __post_init__(self) -> None:
         for name in ("read_bound", "write_bound"):
             object.__setattr__(self, name, _check_num_batches(name, getattr(self, name)))
+        if not 0 <= self.write_share <= 1:
+            raise ConfigError(
+                f"row_clock: got write_share={self.write_share!r}, wanted 0 .. 1: a share of the row's own uses"
+            )
+        if self.write_step is not None and _check_num_batches("write_step", self.write_step) < 1:
+            raise ConfigError(
+                f"row_clock: got write_step={self.write_step!r}, wanted 1 or more batches, or None for no limit"
+            )
 
     @property
     def staleness(self) -> int:
@@ -69,10 +85,14 @@ def _check_num_batches(name: str, value: object) -> int:
 
 
 def row_clock(
-    staleness: int, read_bound: int | None = None, write_bound: int | None = None
+    staleness: int,
+    read_bound: int | None = None,
+    write_bound: int | None = None,
+    write_share: float = 1.0,
+    write_step: int | None = None,
 ) -> RowClock:
     """Return a row clock with s = `staleness`. By default half of s is the read bound and the rest the write bound; if
-    you pass one bound, the other gets the rest.
+    you pass one bound, the other gets the rest. write_share, write_step: as in `RowClock`.
 
     Raises ConfigError if a bound is larger than `staleness`, or both do not add up to it."""
     staleness = _check_num_batches("staleness", staleness)
@@ -92,7 +112,7 @@ def row_clock(
             f"row_clock: got staleness={staleness} with read_bound={read_bound} and write_bound={write_bound}, wanted "
             "bounds that add up to staleness; leave one of the three out"
         )
-    return RowClock(read_bound, write_bound)
+    return RowClock(read_bound, write_bound, write_share, write_step)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ class Rank:
     """One rank's copies: `value` is what the model sees, `pending` what the owner does not have."""
 
     def __init__(self, capacity: int, read: int, write: int, policy: str) -> None:
-        self.directory = Directory(capacity, read, write, policy)
+        self.directory = Directory(capacity, RowClock(read, write), policy)
         self.value, self.pending = Counter(), Counter()
         self.own: Counter = Counter()  # by id: updates of this rank
 
@@ -40,7 +40,7 @@ class Rank:
     def go_on_with(self, capacity: int) -> None:
         """Continue with a cache of another size."""
         old = self.directory
-        self.directory = Directory(capacity, old.read_bound, old.write_bound, old.policy)
+        self.directory = Directory(capacity, old.clock, old.policy)
         self.directory.load_state(old.export_state())
 
     def change(self, read: int, write: int, owners: Counter) -> None:
@@ -50,7 +50,7 @@ class Rank:
         ):
             assert self.pending[slot] == ticks > write
             owners[id] += self.pending.pop(slot)
-        self.directory.set_staleness_bounds(read, write)
+        self.directory.set_clock(RowClock(read, write))
 
     def write(self, ids: np.ndarray, decision, owners: Counter) -> None:
         for id, slot, pushed in zip(

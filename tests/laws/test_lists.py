@@ -66,10 +66,11 @@ def test_the_native_core_has_the_same_codecs_and_policies():
         coded = torch.zeros(1, codec.row_bytes([1], torch.float32), dtype=torch.uint8)
         if name != "exact":
             _native.decode_rows(name, coded, dims, torch.empty(1, 1))
+    clock = _native.DirectoryClock(0, 0, 1.0, 0)
     for policy in POLICIES:
-        _native.Directory(1, 0, 0, policy)
+        _native.Directory(1, clock, policy)
     with pytest.raises(ValueError, match=", ".join(sorted(POLICIES))):
-        _native.Directory(1, 0, 0, "none")
+        _native.Directory(1, clock, "none")
 
 
 def test_the_help_names_every_data_set(capsys, monkeypatch):

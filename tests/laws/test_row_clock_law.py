@@ -88,6 +88,8 @@ class Ones:
         *,
         read=None,
         write=None,
+        share=1.0,
+        step=None,
         policy="lru",
         seed=0,
         depth=2,
@@ -105,7 +107,7 @@ class Ones:
         ]
         self.collection = EmbeddingCollection(declared, looked_up, seed=1)
         window = 4 if policy == "lookahead" else 0
-        cache = TableCache(rows, row_clock(staleness, read, write), policy, window)
+        cache = TableCache(rows, row_clock(staleness, read, write, share, step), policy, window)
         plan = build_plan(
             declared,
             mesh.num_ranks,
@@ -122,7 +124,8 @@ class Ones:
         self.cache = cache
         clock = cache.clock
         self.slow = [
-            SlowDirectory(rows, clock.read_bound, clock.write_bound, policy) for _ in declared
+            SlowDirectory(rows, clock.read_bound, clock.write_bound, policy, share, step)
+            for _ in declared
         ]
         self.ages = Counter()  # of reads, by the bits of their age
         self.random = [np.random.default_rng([seed, rank]) for rank in range(mesh.num_ranks)]
@@ -151,7 +154,9 @@ class Ones:
         cached = self.collection.cached
         for t, slow in enumerate(self.slow):
             staleness = int(random.choice([1, 4, 40]))
-            clock = RowClock(read := int(random.integers(0, staleness + 1)), staleness - read)
+            read = int(random.integers(0, staleness + 1))
+            share = self.cache.clock.write_share
+            clock = RowClock(read, staleness - read, share, self.cache.clock.write_step)
             if random.integers(4):
                 cached.caches[t] = replace(self.cache, clock=clock)
                 slow.change(self.cache.rows, clock.read_bound, clock.write_bound)
@@ -195,6 +200,13 @@ class Ones:
             self.rows.step()
             for rank, peer_ids in enumerate(ids_of):
                 used[rank, peer_ids] += 1
+        for t, sign in enumerate((1, -7)):
+            cached_rows = self.collection.cached.cached_rows
+            ids = cached_rows.ids[t] // sign
+            waiting = cached_rows.num_pending[t]
+            rows = np.flatnonzero(waiting)
+            limit = self.cache.clock.write_share * used[self.mesh.rank, ids[rows]]
+            assert (waiting[rows] <= limit).all(), "no sum waits for more than its share of uses"
         counted = self.collection.cached.ages
         assert {kind: rows for kind, rows in enumerate(counted) if rows} == dict(self.ages)
         return used.sum(0), worst
@@ -230,10 +242,12 @@ BOUNDS = [(0, None), (1, None), (3, 0), (3, 3), (10, 4), (1000, None)]
 def count_batches(mesh, cases, steps):
     """Return by case the most updates that a read missed."""
     missed = []
-    for staleness, read, rows, policy, depth, tier in cases:
+    for case, (staleness, read, rows, policy, depth, tier) in enumerate(cases):
+        share, step = ((1.0, None), (0.3, None), (1.0, 2), (0.5, 2))[case % 4]
         world = Ones(
-            mesh, staleness, rows, read=read, policy=policy, depth=depth, seed=staleness, tier=tier
-        )
+            mesh, staleness, rows, read=read, share=share, step=step, policy=policy, depth=depth,
+            seed=staleness, tier=tier,
+        )  # fmt: skip
         total, worst = world.run(steps)
         with world.rows.synchronized_view():
             for stored in world.stored_rows():
@@ -283,7 +297,10 @@ def test_reads_miss_no_more_than_the_bounds_and_nothing_is_lost(num_ranks, steps
 
 def count_batches_by_changing_bounds(mesh, cases, steps):
     for seed, (staleness, rows, policy, depth) in enumerate(cases):
-        world = Ones(mesh, staleness, rows, policy=policy, depth=depth, seed=seed)
+        share, step = ((1.0, None), (0.4, 3))[seed % 2]
+        world = Ones(
+            mesh, staleness, rows, share=share, step=step, policy=policy, depth=depth, seed=seed
+        )
         total, _ = world.run(steps, np.random.default_rng(seed))
         with world.rows.synchronized_view():
             for stored in world.stored_rows():
@@ -490,7 +507,7 @@ def run_parts(mesh, folder, parts):
                 assert isinstance(cached.cached_rows, DeviceCachedRows) == on_device
                 waiting = max(int(ticks.max(initial=0)) for ticks in cached.cached_rows.num_pending)
                 last = cached.directories[1]
-                bounds = last.read_bound, last.write_bound
+                bounds = last.clock.read_bound, last.clock.write_bound
             with run.trainer.rows.synchronized_view():
                 sizes = {"C1": 50, "C2": 900}
                 every = [collection.rows(name, torch.arange(n)) for name, n in sizes.items()]

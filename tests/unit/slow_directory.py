@@ -14,6 +14,26 @@ GAIN = [
 ]
 
 
+MOST_USES = 31 << 14
+
+
+def round_uses(id: int, uses: int) -> int:
+    """Round a number of uses to five significant bits: up with the probability that keeps its mean."""
+    if uses < 32:
+        return uses
+    if uses >= MOST_USES:
+        return MOST_USES
+    unit = 1 << (uses.bit_length() - 5)
+    random = mix64((id + uses) % 2**64) * unit >> 64
+    return uses // unit * unit + (unit if random < uses % unit else 0)
+
+
+def mix64(x: int) -> int:
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64
+    return x ^ (x >> 31)
+
+
 @dataclass
 class Row:
     slot: int
@@ -21,6 +41,7 @@ class Row:
     ticks: int = 0
     last: int = 0
     uses: int = 0
+    sent_uses: int = 0  # as encoded
     score: int = 0  # of lfu
     next: int = 0  # of lookahead: the batch, 0: not known
 
@@ -36,21 +57,35 @@ class SlowDecision:
 
 
 class SlowDirectory:
-    def __init__(self, capacity: int, read_bound: int, write_bound: int, policy: str) -> None:
+    def __init__(
+        self,
+        capacity: int,
+        read_bound: int,
+        write_bound: int,
+        policy: str,
+        write_share: float = 1.0,
+        write_step: int | None = None,
+    ) -> None:
         self.capacity, self.read_bound, self.write_bound = capacity, read_bound, write_bound
+        self.write_share, self.write_step = write_share, write_step
         self.policy, self.rows, self.number, self.time = policy, {}, 0, 0
         self.before: list = []
 
     def change(self, capacity: int, read_bound: int, write_bound: int) -> dict[int, list]:
         """Change the settings from the next batch on. Returns what is pushed at once: by row, slot and ticks."""
-        beyond = {i: r for i, r in sorted(self.rows.items()) if r.ticks > write_bound}
-        pushed = {id: [row.slot, row.ticks] for id, row in beyond.items()}
-        for row in beyond.values():
-            row.ticks = 0
+        pushed = self.flush(write_bound)
         for row in self.rows.values():  # so many more may have waited elsewhere when it was read
             row.copied = max(0, row.copied - max(0, self.write_bound - write_bound))
         self.capacity, self.read_bound, self.write_bound = capacity, read_bound, write_bound
         self.before = []
+        return pushed
+
+    def flush(self, above: int) -> dict[int, list]:
+        """Send what waits in more than `above` batches. Returns slot and ticks by row."""
+        beyond = {i: r for i, r in sorted(self.rows.items()) if r.ticks > above}
+        pushed = {id: [row.slot, row.ticks] for id, row in beyond.items()}
+        for id, row in beyond.items():
+            row.sent_uses, row.ticks = round_uses(id, row.sent_uses + row.ticks), 0
         return pushed
 
     def score(self, row: Row) -> tuple:
@@ -91,10 +126,10 @@ class SlowDirectory:
                 row.copied = self.number
             self.use(row, distance)
             row.ticks += 1
-            is_pushed = row.ticks > self.write_bound
+            is_pushed = self.is_due(row)
             decision.by_row[id] = [row.slot, outcome, age, row.ticks, is_pushed, False]
             if is_pushed:
-                row.ticks = 0
+                row.sent_uses, row.ticks = round_uses(id, row.sent_uses + row.ticks), 0
         for id in entering_ids if self.policy == "lookahead" else ():
             if id in self.rows and not self.rows[id].next:
                 self.rows[id].next = self.number + window
@@ -106,6 +141,13 @@ class SlowDirectory:
             elif row.ticks:
                 decision.evicted[id] = [row.slot, row.ticks]
         return decision
+
+    def is_due(self, row: Row) -> bool:
+        uses = row.sent_uses + row.ticks
+        limits = [self.write_bound, self.write_share * uses]
+        if self.write_step:
+            limits.append(self.write_step * min(self.number, MOST_USES) / uses)
+        return row.ticks > min(limits)
 
     def use(self, row: Row, distance: int) -> None:
         now = (self.time >> 20) + 1

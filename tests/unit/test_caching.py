@@ -128,7 +128,7 @@ def test_windows_of_policies_that_look_ahead():
 
 def test_a_copy_costs_what_sizes_in_bytes_take_it_for():
     """A directory's bytes, and those of a slot's tick count and id; records and sums are counted as such."""
-    directory, copies = Directory(20_000, 5, 5, "lfu"), NativeCachedRows([TABLES[1]], [20_000])
+    directory, copies = Directory(20_000, RowClock(5, 5), "lfu"), NativeCachedRows([TABLES[1]], [20_000])
     slots = np.arange(1000)
     copies.grow_table(0, len(slots))
     assert len(copies.ids[0]) == len(slots)
@@ -188,7 +188,7 @@ def test_marks_are_undone_newest_first(rows):
 
 def test_copies_of_checkpoints_go_on_in_a_world_like_theirs_alone():
     """Worlds are alike if ranks, tables and policies are the same, and cached rows outlast their batch in both."""
-    directory = Directory(4, 1, 1, "lfu")
+    directory = Directory(4, RowClock(1, 1), "lfu")
     sender = SimpleNamespace(
         declaration=SimpleNamespace(tables=TABLES[:1]),
         directories=[directory],

@@ -116,9 +116,9 @@ def test_what_is_looked_into_stays_for_as_long_as_somebody_looks():
 
 def test_results_are_tensors_of_their_dtype():
     ids, slots = torch.tensor([4, 9]), np.zeros(0, np.int32)
-    directory = _native.Directory(3, 1, 1, "lru")
+    directory = _native.Directory(3, _native.DirectoryClock(1, 1, 1.0, 0), "lru")
     directory.step(ids, None, None, 0)
     columns = directory.rows()
-    assert [array.dtype for array in columns] == [torch.int64] + [torch.int32] * 4
+    assert [array.dtype for array in columns] == [torch.int64] + [torch.int32] * 5
     assert columns[0].tolist() == [4, 9] and not columns[0].requires_grad
     assert a_plan(ids[:0]).entries.shape == slots.shape

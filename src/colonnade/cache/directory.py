@@ -4,7 +4,7 @@ requests them from their owners, and when it sends pending gradients."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import get_args
 
 import numpy as np
@@ -12,6 +12,7 @@ import numpy as np
 from colonnade import _native
 from colonnade.config.plan import CachePolicy
 from colonnade.errors import ColonnadeError, ConfigError
+from colonnade.staleness import RowClock
 
 MAX_VERSIONS = 2**22
 """Largest number of versions of a table, 4 bytes each."""
@@ -169,8 +170,11 @@ class Directory:
 
     * A copy read (or renewed: requested and found unchanged) at batch n is used without a request in batches up to
       n + read_bound, so it misses at most read_bound pushes of each other rank. A later batch requests it.
-    * A row's pending gradients are sent as soon as they are of more than write_bound batches, or when the row leaves.
-      Sending them changes neither the copy nor its age.
+    * A row's pending gradients are sent as soon as they are of more batches than the clock's write rule allows
+      (`RowClock`), or when the row leaves. Sending them changes neither the copy nor its age. The rule compares with
+      the number of batches that used the row since it got its copy. It is stored in one byte, up to 507,904: exactly
+      below 32, then with five significant bits, rounded up or down by a hash of id and number so that the mean of its
+      errors is zero. A batch's uses are added when they are sent.
     * At most `capacity` copies outlast a step. Of all copies, those of the batch included, the ones with the lowest
       scores leave; of equal scores the one with the smallest id. So a row with a lower score than all others is used
       once, leaves with its step, and evicts no other row. Score, by policy:
@@ -188,25 +192,25 @@ class Directory:
       capacity + the largest number of rows of a batch (`num_slots`: of all so far).
 
     State is in flat, native arrays: at most 30 bytes per slot (`num_bytes`) from some ten thousand slots on, at any
-    time. Ids are any 64 bits. The ticks of one row stop at 2**24 - 1. A directory counts 2**28 batches, then raises
+    time. Ids are any 64 bits. No row has more than 2**20 - 2 ticks, whatever the bound. A directory counts 2**28 batches, then raises
     ColonnadeError; see `shift_batch_numbers`. Calls release the interpreter's lock. One thread at a time: the owner of
     this object locks.
     """
 
-    def __init__(
-        self, capacity: int, read_bound: int, write_bound: int, policy: str = "lru"
-    ) -> None:
-        """Begin without copies. capacity: rows, 0 or more, below 2**32. Bounds: 0 .. UNBOUNDED, in batches. Raises
+    def __init__(self, capacity: int, clock: RowClock, policy: str = "lru") -> None:
+        """Begin without copies. capacity: rows, 0 or more, below 2**32. clock: bounds of at most UNBOUNDED. Raises
         ConfigError."""
-        _check_cache_bounds(capacity, read_bound, write_bound)
+        if not isinstance(capacity, int | np.integer) or capacity < 0:
+            raise ConfigError(
+                f"cache: got a capacity of {capacity} rows, wanted a whole number, 0 or more"
+            )
         if policy not in POLICIES:
             raise ConfigError(
                 f"cache: got policy {policy!r}, wanted {', '.join(POLICIES[:-1])} or {POLICIES[-1]}"
             )
-        self.read_bound = read_bound
-        self.write_bound = write_bound
+        self.clock = clock
         self.policy = policy
-        self._native = _native.Directory(capacity, read_bound, write_bound, policy)
+        self._native = _native.Directory(capacity, _native_clock(clock), policy)
 
     def __len__(self) -> int:
         """Return the number of rows with a copy."""
@@ -281,21 +285,19 @@ class Directory:
     def flush(self, above: int = 0) -> FlushedRows:
         """Send the pending gradients of rows with more than `above` batches of them. Copies and their ages do not
         change. No step may be undone afterwards."""
-        ids, slots, _, ticks, _ = (part.numpy() for part in self._native.flush(above))
+        ids, slots, _, ticks, _, _ = (part.numpy() for part in self._native.flush(above))
         return FlushedRows(ids, slots, ticks)
 
-    def set_staleness_bounds(self, read_bound: int, write_bound: int) -> None:
-        """Set the bounds from the next step on. Pending gradients of more than `write_bound` batches must have been
-        flushed on every rank. No step may be undone afterwards.
+    def set_clock(self, clock: RowClock) -> None:
+        """Set bounds and write rule from the next step on. Pending gradients of more than the new write bound's batches
+        must have been flushed on every rank. No step may be undone afterwards. Raises ConfigError.
 
         If the write bound becomes lower, each copy counts as read that many batches earlier, because that many more
         batches may have been pending on other ranks when it was read. So from now on no read misses more than the sum
         of the two bounds.
         """
-        _check_cache_bounds(self.capacity, read_bound, write_bound)
-        self._native.set_bounds(read_bound, write_bound)
-        self.read_bound = read_bound
-        self.write_bound = write_bound
+        self._native.set_clock(_native_clock(clock))
+        self.clock = clock
 
     def export_state(self, undone_decisions: Sequence[Decision] = ()) -> dict[str, np.ndarray]:
         """Return the whole state by row, ascending by id, for `load_state`.
@@ -315,31 +317,36 @@ class Directory:
                 self._native.step(*journal.arguments)
 
     def _export_row_arrays(self) -> dict[str, np.ndarray]:
-        ids, slots, copied, ticks, score = (part.numpy() for part in self._native.rows())
+        ids, slots, copied, ticks, uses, score = (part.numpy() for part in self._native.rows())
         return {
             "number": np.array([self.number], np.int64),
             "time": np.array([self._native.time], np.int64),
-            "bounds": np.array([self.read_bound, self.write_bound], np.int64),
+            "bounds": np.array([self.clock.read_bound, self.clock.write_bound], np.int64),
             "ids": ids,
             "slots": slots,
             "copied": copied.astype(np.int64),
             "ticks": ticks,
+            "uses": uses.astype(np.uint8),
             "score": score.view(np.uint32).astype(np.int64),
         }
 
     def load_state(self, directory_state: dict[str, np.ndarray]) -> None:
         """Load a state, its bounds included, into an empty directory, which keeps its own capacity.
 
-        The next step evicts rows beyond the capacity and sends their pending gradients. Slots do not change. Raises
-        ValueError for rows that no directory has.
+        The next step evicts rows beyond the capacity and sends their pending gradients. Slots do not change. Rows of an
+        older state, without `uses`, count as never used. Raises ValueError for rows that no directory has.
         """
+        read_bound, write_bound = directory_state["bounds"].tolist()
+        ids = directory_state["ids"]
+        uses = directory_state.get("uses", np.zeros(len(ids), np.uint8))
         if not len(self):
-            self.set_staleness_bounds(*directory_state["bounds"].tolist())
+            self.set_clock(replace(self.clock, read_bound=read_bound, write_bound=write_bound))
         self._native.load(
-            directory_state["ids"],
+            ids,
             directory_state["slots"],
             directory_state["copied"].astype(np.int32),
             directory_state["ticks"],
+            uses.astype(np.int32),
             directory_state["score"].astype(np.uint32).view(np.int32),
             int(directory_state["number"][0]),
             int(directory_state["time"][0]),
@@ -371,11 +378,10 @@ def shift_batch_numbers(
     }
 
 
-def _check_cache_bounds(capacity: int, read_bound: int, write_bound: int) -> None:
-    """Check capacity and bounds; else raise ConfigError."""
-    bounds = 0 <= read_bound <= UNBOUNDED and 0 <= write_bound <= UNBOUNDED
-    if not isinstance(capacity, int | np.integer) or capacity < 0 or not bounds:
-        raise ConfigError(
-            f"cache: got a capacity of {capacity} rows, bounds {read_bound} and {write_bound}; wanted whole numbers, "
-            "0 or more"
-        )
+def _native_clock(clock: RowClock) -> _native.DirectoryClock:
+    """Return the clock of a native directory. Raises ConfigError for a bound above UNBOUNDED."""
+    if max(clock.read_bound, clock.write_bound) > UNBOUNDED:
+        raise ConfigError(f"cache: got {clock}, wanted bounds of at most {UNBOUNDED:,} batches")
+    return _native.DirectoryClock(
+        clock.read_bound, clock.write_bound, clock.write_share, clock.write_step or 0
+    )

@@ -284,6 +284,8 @@ SizeOfCache = Annotated[
     PlainSerializer(str),
     SettingWords("part, bytes or rows"),
 ]
+WriteShare = Annotated[float, Field(ge=0, le=1)]
+WriteStep = Annotated[int, Field(ge=1)]
 CachePolicy = Literal["lru", "lfu", "lookahead"]
 
 
@@ -302,6 +304,12 @@ class TableCacheConfig(Section):
     write_bound: Bound | None = None
     """Number of batches that add their gradients to a cached row before the sum is sent to its owner. Default: the rest
     of the staleness."""
+    write_share: WriteShare | None = None
+    """Number of batches that add their gradients before the sum is sent, as a share of the batches that used the row so
+    far. Default: plan.cache.write_share."""
+    write_step: WriteStep | None = None
+    """Number of batches whose gradients of a row that every batch uses are sent as one sum. Default:
+    plan.cache.write_step."""
     policy: CachePolicy | None = None
     """Cached row to evict first: least recently used (lru), least frequently used of late (lfu), or used furthest in
     the future by the batches read ahead (lookahead). Default: plan.cache.policy."""
@@ -310,11 +318,12 @@ class TableCacheConfig(Section):
 class CacheConfig(Section):
     """Cache of other ranks' rows on each rank (exchange rows only). One rank alone has no use for it."""
 
-    size: SizeOfCache | None = CacheSize("10%", part=0.1)
+    size: SizeOfCache | None = CacheSize("100%", part=1.0)
     """Size of each table's cache on each rank: a fraction of its rows, bytes such as 64MiB, or a number of rows; none:
-    only tables with a size of their own are cached."""
+    only tables with a size of their own are cached. Rows that a rank never uses take no memory."""
     staleness: Staleness = None
-    """Largest number of batches of each other rank that a read misses: read_bound + write_bound. Default: 0."""
+    """Largest number of batches of each other rank that a read misses: read_bound + write_bound. Default: 100, unless
+    one of the two is set."""
     window: Annotated[int, Field(ge=1)] | None = None
     """Number of batches that a rank reads ahead to decide evictions, for policy=lookahead. Default: 64."""
     read_bound: Bound | None = None
@@ -323,6 +332,12 @@ class CacheConfig(Section):
     write_bound: Bound | None = None
     """Number of batches that add their gradients to a cached row before the sum is sent to its owner. Default: the rest
     of the staleness."""
+    write_share: WriteShare = 0.05
+    """Number of batches that add their gradients before the sum is sent, as a share of the batches that used the row so
+    far, so that rows that few batches use reach their owners, too; 1: only the write bound counts."""
+    write_step: WriteStep | None = None
+    """Number of batches whose gradients of a row that every batch uses are sent as one sum, which is one step of the
+    optimizer; of a row that half of the batches use, twice as many. Default: no limit."""
     policy: CachePolicy = "lru"
     """Cached row to evict first: least recently used (lru), least frequently used of late (lfu), or used furthest in
     the future by the batches read ahead (lookahead)."""

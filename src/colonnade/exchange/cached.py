@@ -90,7 +90,7 @@ class CacheCounts:
     renewed: int = (
         0  # part of `lease_over`: copies that had not changed at the owner, which sent a bit
     )
-    pushed_full: int = 0  # because more batches were pending than the write bound
+    pushed_full: int = 0  # because more batches were pending than the write rule allows
     pushed_leaving: int = 0  # because the copy is dropped with the batch that used it
     pushed_evicted: int = 0  # because the copy was evicted
     ticks: int = 0  # batches with gradients in all that was pushed
@@ -189,8 +189,7 @@ class CachedExchange(FetchedRowsPart[FetchedRowsLookup]):
         none = TableCache(0, RowClock(0, 0))
         self.caches = [cache or none for cache in caches]
         self.directories = [
-            Directory(cache.rows, cache.clock.read_bound, cache.clock.write_bound, cache.policy)
-            for cache in self.caches
+            Directory(cache.rows, cache.clock, cache.policy) for cache in self.caches
         ]
         sizes = declaration.tables, [cache.rows for cache in self.caches]
         self.cached_rows: CachedRows = (

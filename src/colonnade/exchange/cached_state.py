@@ -110,10 +110,7 @@ def apply_planned_bounds(exchange: CachedExchange) -> None:
     `_flush_to_owners`."""
     clocks = [cache.clock for cache in exchange.caches]
     directories = exchange.directories
-    if all(
-        (directory.read_bound, directory.write_bound) == (clock.read_bound, clock.write_bound)
-        for directory, clock in zip(directories, clocks, strict=True)
-    ):
+    if clocks == [directory.clock for directory in directories]:
         return  # on every rank alike
     slots_by_table = list_pending_slots(exchange, [clock.write_bound for clock in clocks])
     num_rows = sum(map(len, slots_by_table))
@@ -121,7 +118,7 @@ def apply_planned_bounds(exchange: CachedExchange) -> None:
         _flush_to_owners(exchange, slots_by_table)
     for directory, clock in zip(directories, clocks, strict=True):
         exchange.counts.ticks += int(directory.flush(clock.write_bound).ticks.sum())
-        directory.set_staleness_bounds(clock.read_bound, clock.write_bound)
+        directory.set_clock(clock)
     exchange.counts.pushed_full += num_rows
 
 

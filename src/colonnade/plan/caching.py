@@ -17,6 +17,8 @@ from colonnade.topology.sharding import Sharding
 BOOKKEEPING = 42
 """Bytes of a cached row in addition to its record and the sum of its gradients: 30 in the directory, 12 in `Copies`."""
 
+DEFAULT_STALENESS = 100
+"""Staleness of caches whose settings have no bound."""
 LOOKAHEAD = "lookahead"
 LOOKAHEAD_WINDOW = 64
 """Eviction policy that reads coming batches, and its default number of batches; their samples take memory."""
@@ -78,10 +80,18 @@ def build_table_caches(
         if bounds == (None, None, None):
             bounds = (config.staleness, config.read_bound, config.write_bound)
         staleness, read_bound, write_bound = bounds
-        if staleness is None:
+        if bounds == (None, None, None):
+            staleness = DEFAULT_STALENESS
+        elif staleness is None:
             staleness = (read_bound or 0) + (write_bound or 0)
         try:
-            clock = row_clock(staleness, read_bound, write_bound)
+            clock = row_clock(
+                staleness,
+                read_bound,
+                write_bound,
+                config.write_share if own.write_share is None else own.write_share,
+                own.write_step or config.write_step,
+            )
         except ConfigError as error:
             raise ConfigError(f"plan.cache: table {table.name!r}: {error}") from None
         rows = count_cached_rows(size, table)
