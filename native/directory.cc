@@ -31,6 +31,7 @@ constexpr std::int64_t kLeastShare = 16, kLateShare = 64;  // one in this many c
 constexpr std::int64_t kSmall = 1024;              // this many copies, or fewer, are all kept in order
 constexpr std::size_t kAhead = 16;                 // entries with rows fetched early
 constexpr std::int64_t kHintExpiry = 64;              // batches
+constexpr std::int64_t kShiftUnit = 1 << 20;          // batches: numbers of a continued run differ by a multiple of it
 
 // lfu score: log2 of the count, plus time; in 1/1024 of a doubling. Time is in half-lives.
 constexpr int kDoubling = 1024, kTimeShift = 20;
@@ -58,14 +59,15 @@ const std::array<std::uint32_t, kMostUsesCode + 1> kUses = [] {
   return uses;
 }();
 
-// Encode the number of uses of a row. What lies between two codes is rounded up as often as it is nearer to the upper
-// one, by a hash of id and number, so that sums of many small additions are right.
-std::uint32_t encode_uses(std::int64_t id, std::uint32_t uses) {
+// Encode the number of uses of a row in batch `number`. What lies between two codes is rounded up or down by a hash of id
+// and batch, with the probability that keeps its mean: so sums of many small additions are right.
+std::uint32_t encode_uses(std::int64_t id, std::int64_t number, std::uint32_t uses) {
   if (uses < kExactUses) return uses;
   if (uses >= kUses[kMostUsesCode]) return kMostUsesCode;
   const auto shift = static_cast<std::uint32_t>(std::bit_width(uses)) - 5;
   const std::uint32_t remainder = uses & ((1u << shift) - 1);
-  const auto random = static_cast<std::uint32_t>(mix64(static_cast<std::uint64_t>(id) + uses) >> (64 - shift));
+  const std::uint64_t batch = mix64(static_cast<std::uint64_t>(number % kShiftUnit) + 1);
+  const auto random = static_cast<std::uint32_t>(mix64(static_cast<std::uint64_t>(id) ^ batch) >> (64 - shift));
   return 16 * shift + (uses >> shift) + (random < remainder);
 }
 
@@ -258,7 +260,7 @@ void Directory::find(std::span<const std::int64_t> wanted, std::span<const std::
       const std::uint32_t ticks = before[i].ticks + 1;
       const bool is_pushed = is_due(ticks, kUses[before[i].uses] + ticks);
       if (is_expired) row.copied = number;
-      if (is_pushed) row.uses = encode_uses(row.id, kUses[before[i].uses] + ticks) & kMostUsesCode;
+      if (is_pushed) row.uses = encode_uses(row.id, number, kUses[before[i].uses] + ticks) & kMostUsesCode;
       row.ticks = is_pushed ? 0 : ticks & kMostTicks;
       row.stamp = stamp_of(number);
       rows[slot] = row;
@@ -433,7 +435,7 @@ std::vector<DirectoryRow> Directory::flush(std::int64_t above) {
   std::erase_if(result, [above](const DirectoryRow& row) { return row.ticks <= above; });
   for (const DirectoryRow& row : result) {
     rows_[row.slot].ticks = 0;
-    rows_[row.slot].uses = encode_uses(row.id, kUses[row.uses] + row.ticks) & kMostUsesCode;
+    rows_[row.slot].uses = encode_uses(row.id, number_, kUses[row.uses] + row.ticks) & kMostUsesCode;
   }
   return result;
 }

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from colonnade import _native
 from colonnade.cache.directory import Directory
+from colonnade.staleness import RowClock
 from workers.cache_streams import SKEW
 from workers.kernels_loop import SCALE
 from workers.roofline import GATHER_SETTINGS, UPDATE_SETTINGS, Lookup, Roofline, Rows, Task, sweep

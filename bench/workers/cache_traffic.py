@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from colonnade.cache.directory import EXPIRED, HIT, MISS, Directory
 from colonnade.cache.next_use import NextUseWindow, RowNextUses
+from colonnade.staleness import RowClock
 from workers.cache_streams import RANKS, Ids, Stream
 from workers.light_lfu import LightLfu
 

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colonnade.cache.directory import HIT, MISS, POLICIES, Directory
+from colonnade.staleness import RowClock
 
 
 class Rank:

@@ -46,7 +46,8 @@ OF_TWO = {
     "stale": VARIANTS["stale"],
     "cached": {
         "plan.cache": {
-            "size": 40, "staleness": 6, "policy": "lookahead", "window": 3, "tables": {"C1": {"policy": "lfu"}},
+            "size": 40, "staleness": 6, "policy": "lookahead", "window": 3,
+            "tables": {"C1": {"policy": "lfu", "write_share": 0.5, "write_step": 2}},
         },
         "plan.memory.dram": 60_000,
     },

@@ -452,7 +452,14 @@ CONFIG = {
     "data": {"name": "synthetic", "options": {"num_train": 900, "num_test": 60, "cardinalities": [50, 900]}},
     "model": {"dim": 4, "bottom": [8], "top": [8]},
     "train": {"batch_size": 60, "epochs": 1, "checkpoint_steps": 7, "threads": 1},
-    "plan": {"cache": {"size": "20%", "staleness": 9, "tables": {"C1": {"policy": "lfu"}}}},
+    "plan": {
+        "cache": {
+            "size": "20%",
+            "staleness": 9,
+            "write_share": 1,
+            "tables": {"C1": {"policy": "lfu", "write_share": 0.5}},
+        }
+    },
 }  # fmt: skip
 
 

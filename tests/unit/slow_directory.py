@@ -17,14 +17,14 @@ GAIN = [
 MOST_USES = 31 << 14
 
 
-def round_uses(id: int, uses: int) -> int:
+def round_uses(id: int, number: int, uses: int) -> int:
     """Round a number of uses to five significant bits: up with the probability that keeps its mean."""
     if uses < 32:
         return uses
     if uses >= MOST_USES:
         return MOST_USES
     unit = 1 << (uses.bit_length() - 5)
-    random = mix64((id + uses) % 2**64) * unit >> 64
+    random = mix64(id % 2**64 ^ mix64(number % 2**20 + 1)) * unit >> 64
     return uses // unit * unit + (unit if random < uses % unit else 0)
 
 
@@ -85,7 +85,7 @@ class SlowDirectory:
         beyond = {i: r for i, r in sorted(self.rows.items()) if r.ticks > above}
         pushed = {id: [row.slot, row.ticks] for id, row in beyond.items()}
         for id, row in beyond.items():
-            row.sent_uses, row.ticks = round_uses(id, row.sent_uses + row.ticks), 0
+            row.sent_uses, row.ticks = round_uses(id, self.number, row.sent_uses + row.ticks), 0
         return pushed
 
     def score(self, row: Row) -> tuple:
@@ -129,7 +129,7 @@ class SlowDirectory:
             is_pushed = self.is_due(row)
             decision.by_row[id] = [row.slot, outcome, age, row.ticks, is_pushed, False]
             if is_pushed:
-                row.sent_uses, row.ticks = round_uses(id, row.sent_uses + row.ticks), 0
+                row.sent_uses, row.ticks = round_uses(id, self.number, row.sent_uses + row.ticks), 0
         for id in entering_ids if self.policy == "lookahead" else ():
             if id in self.rows and not self.rows[id].next:
                 self.rows[id].next = self.number + window

@@ -42,8 +42,12 @@ def test_sizes_and_bounds_of_a_configuration():
         ),
         TABLES,
     )
-    assert result["item"] == TableCache(100, RowClock(3, 4), "lfu")  # a tenth of its rows
-    assert result["user"] == TableCache(5, RowClock(3, 0), "lfu")
+    assert result["item"] == TableCache(1000, RowClock(3, 4, 0.05), "lfu")  # all of its rows
+    assert result["user"] == TableCache(5, RowClock(3, 0, 0.05), "lfu")
+    (default,) = build_table_caches(configured(policy="lru"), TABLES[:1]).values()
+    assert default == TableCache(1000, RowClock(50, 50, 0.05))
+    own = configured(write_share=0.5, write_step=9, tables__item__write_share=1)
+    assert build_table_caches(own, TABLES[:1])["item"].clock == RowClock(50, 50, 1.0, 9)
     assert build_table_caches(None, TABLES) == {}
     with pytest.raises(ConfigError, match="which takes any id"):
         build_table_caches(configured(size="3%"), TABLES)
@@ -52,6 +56,13 @@ def test_sizes_and_bounds_of_a_configuration():
     for bad in (-1, "101%", "ten", True, "-3%"):
         with pytest.raises(ConfigError, match=r"plan\.cache\.size"):
             configured(size=bad)
+    for name, value in {
+        "write_share": 1.01,
+        "tables__item__write_share": -0.1,
+        "write_step": 0,
+    }.items():
+        with pytest.raises(ConfigError, match="got " + str(value)):
+            configured(**{name: value})
 
 
 def test_bounds_share_the_staleness():
@@ -128,7 +139,10 @@ def test_windows_of_policies_that_look_ahead():
 
 def test_a_copy_costs_what_sizes_in_bytes_take_it_for():
     """A directory's bytes, and those of a slot's tick count and id; records and sums are counted as such."""
-    directory, copies = Directory(20_000, RowClock(5, 5), "lfu"), NativeCachedRows([TABLES[1]], [20_000])
+    directory, copies = (
+        Directory(20_000, RowClock(5, 5), "lfu"),
+        NativeCachedRows([TABLES[1]], [20_000]),
+    )
     slots = np.arange(1000)
     copies.grow_table(0, len(slots))
     assert len(copies.ids[0]) == len(slots)

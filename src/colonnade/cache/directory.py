@@ -102,8 +102,9 @@ POLICIES: tuple[CachePolicy, ...] = get_args(CachePolicy)
 UNBOUNDED = 2**31 - 2
 """Bound that no count exceeds."""
 MAX_FIRST_BATCH = 2**27
-"""Largest batch number, up to 63 more, that a continued run begins with, of the 2**28 that a directory counts."""
-FORGET_INTERVAL = 64  # batches after which predicted uses that did not occur are forgotten
+SHIFT_UNIT = 2**20
+"""Largest batch number that a continued run begins with, up to SHIFT_UNIT - 1 more, of the 2**28 that a directory
+counts. Numbers are lowered by a multiple of SHIFT_UNIT, on which decisions depend."""
 KNOWN_USE = 2**31
 """Smallest eviction score of policy `lookahead` that encodes a known next use; earlier uses have higher scores."""
 
@@ -173,8 +174,8 @@ class Directory:
     * A row's pending gradients are sent as soon as they are of more batches than the clock's write rule allows
       (`RowClock`), or when the row leaves. Sending them changes neither the copy nor its age. The rule compares with
       the number of batches that used the row since it got its copy. It is stored in one byte, up to 507,904: exactly
-      below 32, then with five significant bits, rounded up or down by a hash of id and number so that the mean of its
-      errors is zero. A batch's uses are added when they are sent.
+      below 32, then with five significant bits, rounded up or down by a hash of id and batch number, so that the mean of
+      its errors is zero. A batch's uses are added when they are sent.
     * At most `capacity` copies outlast a step. Of all copies, those of the batch included, the ones with the lowest
       scores leave; of equal scores the one with the smallest id. So a row with a lower score than all others is used
       once, leaves with its step, and evicts no other row. Score, by policy:
@@ -355,13 +356,13 @@ class Directory:
 
 def surplus_batches(number: int) -> int:
     """Return the number of batches to subtract from the count of a run that continues at batch `number`."""
-    return max(0, number - MAX_FIRST_BATCH) // FORGET_INTERVAL * FORGET_INTERVAL
+    return max(0, number - MAX_FIRST_BATCH) // SHIFT_UNIT * SHIFT_UNIT
 
 
 def shift_batch_numbers(
     directory_state: dict[str, np.ndarray], eviction_policy: str, num_batches: int
 ) -> dict[str, np.ndarray]:
-    """Return a directory's state as if it had begun `num_batches` batches later, a multiple of FORGET_INTERVAL. Its
+    """Return a directory's state as if it had begun `num_batches` batches later, a multiple of SHIFT_UNIT. Its
     decisions are the same, because they depend on differences only. Copies from before count as read and used at the
     new beginning."""
     copied = np.maximum(directory_state["copied"] - num_batches, 0)
