@@ -174,8 +174,8 @@ class Directory:
     * A row's pending gradients are sent as soon as they are of more batches than the clock's write rule allows
       (`RowClock`), or when the row leaves. Sending them changes neither the copy nor its age. The rule compares with
       the number of batches that used the row since it got its copy. It is stored in one byte, up to 507,904: exactly
-      below 32, then with five significant bits, rounded up or down by a hash of id and batch number, so that the mean of
-      its errors is zero. A batch's uses are added when they are sent.
+      below 32, then with five significant bits, rounded up or down by a hash of id and batch number, so that the mean
+      of its errors is zero. A batch's uses are added when they are sent.
     * At most `capacity` copies outlast a step. Of all copies, those of the batch included, the ones with the lowest
       scores leave; of equal scores the one with the smallest id. So a row with a lower score than all others is used
       once, leaves with its step, and evicts no other row. Score, by policy:
@@ -193,9 +193,9 @@ class Directory:
       capacity + the largest number of rows of a batch (`num_slots`: of all so far).
 
     State is in flat, native arrays: at most 30 bytes per slot (`num_bytes`) from some ten thousand slots on, at any
-    time. Ids are any 64 bits. No row has more than 2**20 - 2 ticks, whatever the bound. A directory counts 2**28 batches, then raises
-    ColonnadeError; see `shift_batch_numbers`. Calls release the interpreter's lock. One thread at a time: the owner of
-    this object locks.
+    time. Ids are any 64 bits. No row has more than 2**20 - 2 ticks, whatever the bound. A directory counts 2**28
+    batches, then raises ColonnadeError; see `shift_batch_numbers`. Calls release the interpreter's lock. One thread at
+    a time: the owner of this object locks.
     """
 
     def __init__(self, capacity: int, clock: RowClock, policy: str = "lru") -> None:

@@ -27,19 +27,14 @@ MAX_LINES = 12
 def show_plan(console: Console, plan: Plan, tables: Sequence[Table]) -> None:
     """Print the plan, one line per table, the largest tables only if there are many. Columns with one value for all
     tables become part of the heading."""
-    bound = plan.max_staleness_steps
-    staleness = (f"bounded({bound})" if bound else "synchronous") + (
-        " by table" if len(set(plan.staleness_by_table)) > 1 else ""
-    )
     memory = "no limit" if plan.dram_bytes is None else format_bytes(plan.dram_bytes)
     wire = plan.codecs
     facts = [
         f"{plan.num_ranks} rank{'s' if plan.num_ranks > 1 else ''}"
         + (f" ({len(plan.servers)} of them servers)" if plan.servers else ""),
-        f"exchange {', '.join(plan.exchanges)}" if plan.num_ranks > 1 else "",
         "" if wire.is_exact else f"values {wire.values}, gradients {wire.gradients}",
         "" if wire.dense == "exact" else f"dense gradients {wire.dense}",
-        staleness,
+        _describe_staleness(plan),
         f"lookahead {plan.lookahead}",
         f"memory for rows {memory}",
     ]
@@ -58,6 +53,16 @@ def show_plan(console: Console, plan: Plan, tables: Sequence[Table]) -> None:
     console.print(Padding(grid, (0, 0, 0, 2), expand=False))
     if len(order) > MAX_LINES:
         console.print(f"  and {len(order) - MAX_LINES} smaller tables")
+
+
+def _describe_staleness(plan: Plan) -> str:
+    """Describe how late reads of rows are."""
+    cached = max((table.cache.clock.staleness for table in plan.tables if table.cache), default=0)
+    if cached:
+        return f"cached rows up to {cached} batches late"
+    bound = plan.max_staleness_steps
+    by_table = " by table" if len(set(plan.staleness_by_table)) > 1 else ""
+    return (f"bounded({bound})" if bound else "synchronous") + by_table
 
 
 def _build_tier_table(counts_by_tier: Mapping[str, Mapping[str, Any]]) -> Grid:
