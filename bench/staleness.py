@@ -1,20 +1,25 @@
 """Time a step between hosts where ranks cache rows under row clocks, beside steps without a cache.
 
-Hosts are network namespaces on this machine, 2 of 2 ranks, uplinks of 200 Mbit/s, 1 and 10 Gbit/s. Wide & Deep with 13
-dense columns and an MLP of 64, 32 over 26 one-hot fields of Criteo's cardinalities, cut; D = 64, SGD, 1024 samples a
-rank; a step is all of it, the sums of dense gradients over the ranks included.
+Hosts are network namespaces on this machine, 2 of 2 ranks, uplinks of 200 Mbit/s, 1 and 10 Gbit/s. Wide & Deep, DeepFM
+and DCN with 13 dense columns and an MLP of 64, 32 over 26 one-hot fields of Criteo's cardinalities, cut; D = 64, SGD,
+1024 samples a rank, and HET's 128; a step is all of it, the sums of dense gradients over the ranks included.
 
     no cache           HET's exchange without one: every batch asks for its different rows, and sends their gradients;
                        nothing of it ahead of the step
     rows row-wise      the same with ids of coming batches ahead: our default
     auto               what is foretold to be fastest between these links, without copies
-    row_clock(s) N %   plan.cache.staleness=s, copies of N % of each table's rows on each rank, policy lfu
+    row_clock default  plan.cache as it is by default: all rows, staleness=100, write_share=0.05
+    row_clock(s) N %   plan.cache.staleness=s, write_share=1, policy lfu; copies of N % of each table's rows on each rank
+    .. dense int8      the same, and no cache, with plan.codec.dense=int8
 
+A write share sends a row the less often the longer a run has used it; so the default cache is timed after 1,000 steps.
 Two streams, both Zipf 1.1: "mixed", where all ranks draw from all rows, and "own", where in the fields of many rows
-each rank has rows of its own (samples dealt out by user or region; at 200 Mbit/s alone). Copies are filled before
-anything is timed, and every block is as long as the period after which copies are asked for and sent, many of them in
-the same batch.
+each rank has rows of its own (samples dealt out by user or region). Faster links than 200 Mbit/s: "mixed" with Wide &
+Deep and 1024 samples alone. Copies are filled before anything is timed, and every block is as long as the period after
+which copies are asked for and sent, many of them in the same batch.
 
+    default_vs_no_cache       time of a step without a cache over that with the default cache: worst model of 1024
+                              samples a rank at the slowest rate; .._128: of 128 samples; .._int8: int8 dense gradients
     row_clock_vs_no_cache     time of a step without a cache over that of the fastest row clock
     row_clock_vs_sync_best    the same for the fastest system without a cache
 
@@ -35,8 +40,8 @@ from cluster.race import Extent, Question, Steps
 from harness import BenchError
 from numpy.typing import NDArray
 from tables import clock as tables
-from tables.clock import CLOCK, NO_CACHE
-from workers.staleness_colonnade import WideDeepCase
+from tables.clock import CLOCK, DEFAULT, INT8, NO_CACHE
+from workers.staleness_colonnade import ClickCase
 
 from colonnade.data.sets.synthetic import CRITEO_CARDINALITIES
 
@@ -48,11 +53,16 @@ LARGE = 10_000
 BOUNDS = (10, 100)
 HISTORY, BLOCK = 153, 12
 """Steps: those that fill copies, those of a block; each at most `Extent.max_steps`."""
+LONG_HISTORY = 1000
+"""Steps after which a row that every batch uses waits for the write bound of the default cache."""
+PERIOD = 51
 
 
 def steps_of(system: str) -> Steps:
     """Return the steps of a case. Row clocks have whole periods: owners hear of a row that is always used every s / 2 +
     1 batches, and of many of them at once."""
+    if system.startswith(DEFAULT):
+        return Steps(LONG_HISTORY, PERIOD)
     if system.startswith(CLOCK):
         bound = next(s for s in BOUNDS if system.startswith(f"{CLOCK}({s})"))
         return Steps(HISTORY, max(BLOCK, bound // 2 + 1))
@@ -60,13 +70,18 @@ def steps_of(system: str) -> Steps:
 
 
 def copies(staleness: int, size: str) -> dict[str, Any]:
-    cache = {"staleness": staleness, "size": size, "policy": "lfu"}
+    cache = {"staleness": staleness, "size": size, "policy": "lfu", "write_share": 1}
     return {"exchange": "rows", "sharding": "row_wise", "cache": cache}
 
 
+WITHOUT: dict[str, Any] = {"exchange": "rows", "sharding": "row_wise", "lookahead": 0}
+BY_DEFAULT: dict[str, Any] = {"exchange": "rows", "sharding": "row_wise", "cache": {}}
 COLONNADE: dict[str, dict[str, Any]] = {
-    NO_CACHE: {"exchange": "rows", "sharding": "row_wise", "lookahead": 0},
+    NO_CACHE: WITHOUT,
+    NO_CACHE + INT8: {**WITHOUT, "dense": "int8"},
     "rows row-wise": {"exchange": "rows", "sharding": "row_wise"},
+    DEFAULT: BY_DEFAULT,
+    DEFAULT + INT8: {**BY_DEFAULT, "dense": "int8"},
     **{f"{CLOCK}({s}) {size[:-1]} %": copies(s, size) for s in BOUNDS for size in ("10%", "100%")},
 }
 
@@ -74,32 +89,47 @@ COLONNADE: dict[str, dict[str, Any]] = {
 @dataclass(frozen=True)
 class Workload:
     name: str
-    has_own: bool
+    has_own: bool = False
     batch_size: int = 1024
+    model: str = "wide_deep"
     num_batches: int = 1024
     """Batches of each rank before they repeat."""
 
 
 FULL = Extent(
-    ((2, 2),), (0.2, 1.0, 10.0), (Workload("mixed", False), Workload("own", True)), (), ROWS, rounds=3,
-    block_seconds=0.0, max_steps=HISTORY, session_steps=0, rates={"own": (0.2,)},
+    ((2, 2),), (0.2, 1.0, 10.0),
+    (
+        Workload("mixed"), Workload("own", has_own=True), Workload("mixed DeepFM", model="deepfm"),
+        Workload("mixed DCN", model="dcn"), Workload("mixed 128 samples", batch_size=128),
+        Workload("mixed 128 samples DeepFM", batch_size=128, model="deepfm"),
+        Workload("mixed 128 samples DCN", batch_size=128, model="dcn"),
+    ),
+    (), ROWS, rounds=3, block_seconds=0.0, max_steps=LONG_HISTORY, session_steps=0,
+    rates={
+        name: (0.2,)
+        for name in (
+            "own", "mixed DeepFM", "mixed DCN", "mixed 128 samples", "mixed 128 samples DeepFM",
+            "mixed 128 samples DCN",
+        )
+    },
 )  # fmt: skip
 QUICK = Extent(
-    ((2, 2),), (0.2,), (Workload("mixed", False, 128, 128),), (), ROWS // 10, rounds=1,
+    ((2, 2),), (0.2,), (Workload("mixed", batch_size=128, num_batches=128),), (), ROWS // 10, rounds=1,
     block_seconds=0.0, max_steps=6, session_steps=0,
 )  # fmt: skip
 
 
-def write_case(folder: Path, workload: Workload, num_ranks: int, max_rows: int) -> WideDeepCase:
+def write_case(folder: Path, workload: Workload, num_ranks: int, max_rows: int) -> ClickCase:
     """Write the case that the workers read."""
     rows = [min(cardinality, max_rows) for cardinality in CRITEO_CARDINALITIES]
     size = workload.batch_size
     path = race.write_ids(folder, rows, num_ranks, size, SKEW, workload.num_batches)
     if workload.has_own:
         give_own(np.load(path, mmap_mode="r+"), rows, LARGE)
-    return WideDeepCase(
-        ids=str(path), rows=rows, dim=DIM, batch_size=size, lookups=1, pooled=True, seed=0
-    )
+    return ClickCase(
+        ids=str(path), rows=rows, dim=DIM, batch_size=size, lookups=1, pooled=True, seed=0,
+        model=workload.model,
+    )  # fmt: skip
 
 
 def give_own(ids: NDArray[np.int64], rows: list[int], least: int) -> None:

@@ -1,4 +1,4 @@
-"""Wide & Deep between hosts, trained as in a loop of one's own: rows, an MLP, dense gradients summed over all ranks.
+"""A click model between hosts, trained as in a loop of one's own: rows, an MLP, dense gradients summed over all ranks.
 
 As `colonnade train` has them, dense gradients leave while backward runs, and rows' gradients beside them. A choice is
 one of `exchange_colonnade`'s. Samples are ids as the case has them; dense columns and labels are the same
@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from colonnade import SGD, Batch, Feature, Mesh, Sum, Table
-from colonnade.models.layers import build_first_layer
-from colonnade.models.linear import WideDeep
+from colonnade import SGD, Batch, Feature, Mesh, Table
+from colonnade.models.dcn import DCN
+from colonnade.models.linear import DeepFM, WideDeep
 from colonnade.train.dense import DenseGradients
 from workers import exchange_colonnade
 from workers.exchange_colonnade import NO_CHOICE
@@ -24,32 +24,46 @@ from workers.exchange_loop import Built, Case, serve
 
 NUM_DENSE, TOP = 13, (64, 32)
 LR = 0.1
+MODELS = {"wide_deep": WideDeep, "deepfm": DeepFM, "dcn": DCN}
 
 
 @dataclass(frozen=True)
-class WideDeepCase(Case):
-    """Rows have D elements for the MLP, and one for the sum of first-order weights; both are trained by SGD."""
+class ClickCase(Case):
+    """Rows have D elements for the MLP, and, but for DCN, one for the sum of first-order weights; both are trained by
+    SGD."""
+
+    model: str = "wide_deep"
 
     @property
     def width(self) -> int:
-        return self.dim + 1
+        return self.dim + (self.model != "dcn")
+
+    def build_model(self) -> tuple[list[Table], list[Feature], WideDeep | DeepFM | DCN]:
+        """Build the model, and return its tables and features, too."""
+        dims = self.dim if self.model == "dcn" else {"deep": self.dim, "wide": 1}
+        tables = [
+            Table(name, dims, rows=rows, optimizer=SGD(lr=LR))
+            for name, rows in zip(self.names, self.rows, strict=True)
+        ]
+        features = [Feature(name, name) for name in self.names]
+        return tables, features, MODELS[self.model](tables, features, num_dense=NUM_DENSE, top=TOP)
 
 
 class Trained(exchange_colonnade.Opened):
     def __init__(
-        self, case: WideDeepCase, choice: Mapping[str, Any], stored: list[Batch], mesh: Mesh
+        self, case: ClickCase, choice: Mapping[str, Any], stored: list[Batch], mesh: Mesh
     ) -> None:
         torch.manual_seed(case.seed)
         super().__init__(case, choice, stored, mesh)
-        tables, features, _ = self.declared(case)
-        self.model = WideDeep(tables, features, num_dense=NUM_DENSE, top=TOP)
+        _, _, self.model = case.build_model()
         self.model.embeddings = self.collection
         generator = torch.Generator().manual_seed(case.seed + mesh.rank)
         self.columns = torch.randn(case.batch_size, NUM_DENSE, generator=generator)
         self.label = torch.randint(2, (case.batch_size, 1), generator=generator).float()
         weights = list(self.model.parameters())
         self.late = self.collection.exchange.pushed_parameters
-        self.dense = DenseGradients(weights, mesh, late=self.late)
+        codec = choice.get("dense", "exact")
+        self.dense = DenseGradients(weights, mesh, late=self.late, codec=codec)
         self.dense.build_buckets()
         self.optimizer = torch.optim.SGD(weights, lr=LR)
 
@@ -57,15 +71,14 @@ class Trained(exchange_colonnade.Opened):
     def declared(
         case: Case, choice: Mapping[str, Any] = NO_CHOICE
     ) -> tuple[list[Table], list[Feature], dict[str, Any] | None]:
-        dims = {"deep": case.dim, "wide": 1}
-        tables = [
-            Table(name, dims, rows=rows, optimizer=SGD(lr=LR))
-            for name, rows in zip(case.names, case.rows, strict=True)
-        ]
-        deep, wide = ([f"{name}.{part}" for name in case.names] for part in dims)
-        first = build_first_layer(NUM_DENSE, [case.dim] * len(deep), TOP[0])
-        features = [Feature(name, name) for name in case.names]
-        return tables, features, {"deep": (first, deep), "linear": (Sum(), wide)}
+        assert isinstance(case, ClickCase)
+        tables, features, model = case.build_model()
+        embeddings = model.embeddings
+        consumers = {
+            name: (embeddings.interactions[name], consumer.features)
+            for name, consumer in embeddings.declaration.consumers.items()
+        }
+        return tables, features, consumers
 
     def outputs(self, result: dict[str, Tensor]) -> list[Tensor]:
         return [self.model.network(result, self.columns)]
@@ -89,9 +102,9 @@ class Trained(exchange_colonnade.Opened):
         self.dense.zero_gradients()
 
 
-def build(case: WideDeepCase, choices: Mapping[str, Any]) -> Built:
+def build(case: ClickCase, choices: Mapping[str, Any]) -> Built:
     return exchange_colonnade.build(case, choices, Trained)
 
 
 if __name__ == "__main__":
-    serve(build, WideDeepCase)
+    serve(build, ClickCase)

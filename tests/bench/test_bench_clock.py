@@ -18,29 +18,49 @@ from cluster import race  # noqa: E402
 from harness import Measured  # noqa: E402
 from tables import clock as tables  # noqa: E402
 from tables.exchange import UPLINK  # noqa: E402
-from workers.staleness_colonnade import WideDeepCase  # noqa: E402
+from workers.staleness_colonnade import ClickCase  # noqa: E402
 
 from colonnade.config.plan import CacheConfig  # noqa: E402
 from colonnade.plan.caching import build_table_caches  # noqa: E402
 from colonnade.table import Table  # noqa: E402
 
 SLOW, FAST = "2x2 mixed 0.2 Gbit/s", "2x2 mixed 10 Gbit/s"
+SMALL = "2x2 mixed 128 samples 0.2 Gbit/s"
+DCN = "2x2 mixed DCN 0.2 Gbit/s"
 
 
 def rows(case: str, **ms: float) -> list[Measured]:
     names = {"none": "no cache", "rows": "rows row-wise", "auto": "auto"}
     names |= {"ten": "row_clock(10) 10 %", "hundred": "row_clock(100) 100 %"}
+    names |= {"default": tables.DEFAULT, "none8": tables.NO_CACHE + tables.INT8}
+    names |= {"default8": tables.DEFAULT + tables.INT8}
     results = [Measured(case, names[name], "ms/step", [value]) for name, value in ms.items()]
     return results + [Measured(case + UPLINK, m.system, "MB/step", [1.0]) for m in results]
 
 
 def test_ratios_are_of_the_fastest_of_each_kind():
     measured = [
-        *rows(SLOW, none=300.0, rows=200.0, auto=180.0, ten=120.0, hundred=100.0),
-        *rows(FAST, none=50.0, rows=60.0, hundred=100.0),
+        *rows(
+            SLOW,
+            none=300.0,
+            rows=200.0,
+            auto=180.0,
+            ten=120.0,
+            hundred=100.0,
+            default=150.0,
+            none8=90.0,
+            default8=30.0,
+        ),
+        *rows(DCN, none=300.0, rows=200.0, default=200.0),
+        *rows(SMALL, none=100.0, default=100.0),
+        *rows(FAST, none=50.0, rows=60.0, hundred=100.0, default=500.0),
     ]
     ratios = tables.ratios_of(measured)
     assert ratios["row_clock_vs_no_cache"] == pytest.approx(3.0)
+    assert ratios["default_vs_no_cache"] == pytest.approx(1.5), "the worst of the slowest links"
+    assert ratios["default_vs_no_cache_128"] == pytest.approx(1.0)
+    assert ratios["default_vs_no_cache_int8"] == pytest.approx(3.0)
+    assert ratios[f"default_vs_sync_best {SLOW}"] == pytest.approx(1.2)
     assert ratios["row_clock_vs_sync_best"] == pytest.approx(1.8)
     assert ratios[f"row_clock_vs_no_cache {FAST}"] == pytest.approx(0.5)
     assert ratios[f"row_clock_vs_sync_best {FAST}"] == pytest.approx(0.5), "no cache was the best"
@@ -49,7 +69,7 @@ def test_ratios_are_of_the_fastest_of_each_kind():
     machine["left_out"] = ["x: y"]
     result = {"ratios": ratios, "machine": machine, "commit": "c"}
     tables.print_result(Console(file=output, width=200), measured, result)
-    assert "row_clock_vs_no_cache: 3.00 (wanted >= 2.5)" in output.getvalue()
+    assert "default_vs_no_cache: 1.50 (wanted >= 2.2)" in output.getvalue()
     assert "left out: x: y" in output.getvalue()
 
 
@@ -76,7 +96,7 @@ def test_own_ids_are_used_by_one_rank(tmp_path):
     for has_own in (False, True):
         (tmp_path / str(has_own)).mkdir()
     mixed, own = (case_of(tmp_path / str(has_own), has_own) for has_own in (False, True))
-    assert WideDeepCase(**own.__dict__) == own and own.width == bench.DIM + 1
+    assert ClickCase(**own.__dict__) == own and own.width == bench.DIM + 1
     ids, before = np.load(own.ids), np.load(mixed.ids)
     for f, rows_of in enumerate(own.rows):
         assert 0 <= ids[:, :, f].min() and ids[:, :, f].max() < rows_of
