@@ -9,7 +9,7 @@ and DCN with 13 dense columns and an MLP of 64, 32 over 26 one-hot fields of Cri
     rows row-wise      the same with ids of coming batches ahead: our default
     auto               what is foretold to be fastest between these links, without copies
     row_clock default  plan.cache as it is by default: all rows, staleness=100, write_share=0.05
-    row_clock(s) N %   plan.cache.staleness=s, write_share=1, policy lfu; copies of N % of the rows of each table
+    row_clock(s) N %   staleness=s, write_share=1, no step_bound, lfu; copies of N % of the rows of each table
     .. dense int8      the same, and no cache, with plan.codec.dense=int8
 
 A write share sends a row the less often the longer a run has used it; so the default cache is timed after 1,000 steps.
@@ -70,7 +70,13 @@ def steps_of(system: str) -> Steps:
 
 
 def copies(staleness: int, size: str) -> dict[str, Any]:
-    cache = {"staleness": staleness, "size": size, "policy": "lfu", "write_share": 1}
+    cache = {
+        "staleness": staleness,
+        "size": size,
+        "policy": "lfu",
+        "write_share": 1,
+        "step_bound": None,
+    }
     return {"exchange": "rows", "sharding": "row_wise", "cache": cache}
 
 

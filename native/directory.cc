@@ -228,6 +228,7 @@ std::uint32_t Directory::score_after_use(std::uint32_t score, std::uint32_t now)
 void Directory::find(std::span<const std::int64_t> wanted, std::span<const std::int32_t> next_uses, DirectoryStep& done) {
   const auto number = static_cast<std::uint32_t>(number_);
   const auto read_bound = static_cast<std::uint64_t>(settings_.clock.read_bound);
+  const auto counted = static_cast<double>(std::min<std::int64_t>(number_, kUses[kMostUsesCode]));
   Buffer<std::uint32_t> low_slots(wanted.size());
   std::atomic<std::size_t> num_low{0};
   // Local copies: byte stores below may alias anything reached through `this` or `done`.
@@ -256,11 +257,13 @@ void Directory::find(std::span<const std::int64_t> wanted, std::span<const std::
       before[i] = {static_cast<std::uint32_t>(row.copied), static_cast<std::uint32_t>(row.ticks),
                    static_cast<std::uint32_t>(row.uses), score};
       const std::uint32_t age = number - before[i].copied;
-      const bool is_expired = age > read_bound;
+      const std::uint32_t uses = kUses[before[i].uses] + before[i].ticks + 1;
+      // The copy has made a step of its own for each of its uses, a share of the batches since it was read.
+      const bool is_expired = age > read_bound || age * (uses / counted) > step_limit(uses);
       const std::uint32_t ticks = before[i].ticks + 1;
-      const bool is_pushed = is_due(ticks, kUses[before[i].uses] + ticks);
+      const bool is_pushed = is_due(ticks, uses);
       if (is_expired) row.copied = number;
-      if (is_pushed) row.uses = encode_uses(row.id, number, kUses[before[i].uses] + ticks) & kMostUsesCode;
+      if (is_pushed) row.uses = encode_uses(row.id, number, uses) & kMostUsesCode;
       row.ticks = is_pushed ? 0 : ticks & kMostTicks;
       row.stamp = stamp_of(number);
       rows[slot] = row;
@@ -281,9 +284,15 @@ bool Directory::is_due(std::uint32_t ticks, std::uint32_t uses) const noexcept {
   const DirectoryClock& clock = settings_.clock;
   if (ticks > clock.write_bound || ticks == kMostTicks) return true;
   if (ticks > clock.write_share * uses) return true;
-  // A row that the share `uses / number` of all batches uses gathers as many batches as one that all use, times its inverse.
-  const std::int64_t number = std::min<std::int64_t>(number_, kUses[kMostUsesCode]);
-  return clock.write_step && std::int64_t{ticks} * uses > clock.write_step * number;
+  return ticks > step_limit(uses);
+}
+
+// Return the number of a row's own batches that may be applied apart from the owner's row: `step_bound` of a row that
+// every batch uses, and of one that `uses` batches have used as many more as it is used less.
+double Directory::step_limit(std::uint32_t uses) const noexcept {
+  if (settings_.clock.step_bound == 0) return std::numeric_limits<double>::infinity();
+  const auto number = static_cast<double>(std::min<std::int64_t>(number_, kUses[kMostUsesCode]));
+  return static_cast<double>(settings_.clock.step_bound) * number / uses;
 }
 
 // Add copies for rows without one.

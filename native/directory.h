@@ -23,7 +23,7 @@ enum class CachePolicy : std::uint8_t { lru, lfu, lookahead };
 struct DirectoryClock {
   std::int64_t read_bound, write_bound;
   double write_share;
-  std::int64_t write_step;  // 0: no limit
+  std::int64_t step_bound;  // 0: no limit
 };
 
 struct DirectorySettings {
@@ -142,6 +142,7 @@ class Directory {
   void admit(std::span<const std::int64_t> wanted, std::span<const std::int32_t> next_uses, DirectoryStep& done);
   void evict(std::span<const std::int64_t> wanted, DirectoryStep& done);
   DirectoryRow row_at(std::uint32_t slot) const noexcept;
+  double step_limit(std::uint32_t uses) const noexcept;
   bool is_due(std::uint32_t ticks, std::uint32_t uses) const noexcept;
   bool is_low(std::uint32_t score, std::int64_t id) const { return std::pair(score, id) <= threshold_; }
   void note_score_changed(std::uint32_t slot) {

@@ -23,6 +23,7 @@ COMMON = {
     "train.checkpoint_steps": "11",
 }  # fmt: skip
 FILES = {"plan.memory.dram": "150KB"}
+BOUNDS_ONLY = "write_share: 1, step_bound: null"
 SETTINGS: dict[str, tuple[int, dict[str, str]]] = {
     "memory": (1, {}),
     "files": (1, FILES),
@@ -34,8 +35,8 @@ SETTINGS: dict[str, tuple[int, dict[str, str]]] = {
     "towers": (4, {"plan.exchange": "towers", "plan.towers": "2"}),
     "tower rows": (4, {"plan.exchange": "tower_rows", "plan.towers": "2"}),
     "replicated": (2, {"plan.sharding": "replicated"}),
-    "cached": (2, {"plan.cache": "{size: 20%, staleness: 4, write_share: 1}"}),
-    "cached next use": (2, {"plan.cache": "{size: 20%, staleness: 2, policy: lookahead, write_share: 1}"}),
+    "cached": (2, {"plan.cache": f"{{size: 20%, staleness: 4, {BOUNDS_ONLY}}}"}),
+    "cached next use": (2, {"plan.cache": f"{{size: 20%, staleness: 2, policy: lookahead, {BOUNDS_ONLY}}}"}),
     "columns": (2, {"plan.sharding": "column_wise", "plan.exchange": "pooled", "embedding.optimizer": "adagrad"}),
     "hot rows": (2, {"plan.tables.C1.replicated_rows": "100"}),
     "codecs": (2, {"plan.codec.values": "int8", "plan.codec.gradients": "bf16", "plan.codec.dense": "int8"}),

@@ -34,8 +34,9 @@ def cache_settings(
         name: {
             "size": cache.rows, "policy": cache.policy,
             "read_bound": cache.clock.read_bound, "write_bound": cache.clock.write_bound,
-            "write_share": cache.clock.write_share, "write_step": cache.clock.write_step,
+            "write_share": cache.clock.write_share, "step_bound": cache.clock.step_bound,
         }
         for name, cache in caches.items()
     }  # fmt: skip
-    return {"size": None, "tier": tier, "window": max(windows, default=None), "tables": tables}
+    window = max(windows, default=None)
+    return {"size": None, "tier": tier, "window": window, "step_bound": None, "tables": tables}

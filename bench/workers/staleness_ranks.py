@@ -81,7 +81,7 @@ def open_rows(data: Data, learning: Learning, system: System, mesh: Mesh) -> Emb
         cache = CacheConfig(
             size=capacity(data, system), policy=POLICY,
             read_bound=system.clock.read_bound, write_bound=system.clock.write_bound,
-            write_share=system.clock.write_share, write_step=system.clock.write_step,
+            write_share=system.clock.write_share, step_bound=system.clock.step_bound,
         )  # fmt: skip
     plan = build_plan(
         [table],

@@ -66,14 +66,14 @@ void bind_directory(nb::module_& m) {
   nb::class_<DirectoryClock>(m, "DirectoryClock")
       .def(
           "__init__",
-          [](DirectoryClock* self, int64_t read_bound, int64_t write_bound, double write_share, int64_t write_step) {
-            if (read_bound < 0 || write_bound < 0 || !(write_share >= 0 && write_share <= 1) || write_step < 0)
+          [](DirectoryClock* self, int64_t read_bound, int64_t write_bound, double write_share, int64_t step_bound) {
+            if (read_bound < 0 || write_bound < 0 || !(write_share >= 0 && write_share <= 1) || step_bound < 0)
               throw std::invalid_argument("got bounds " + std::to_string(read_bound) + ", " + std::to_string(write_bound) +
-                                          ", write_share " + std::to_string(write_share) + ", write_step " +
-                                          std::to_string(write_step) + "; wanted 0 or more, a share of at most 1");
-            new (self) DirectoryClock{read_bound, write_bound, write_share, write_step};
+                                          ", write_share " + std::to_string(write_share) + ", step_bound " +
+                                          std::to_string(step_bound) + "; wanted 0 or more, a share of at most 1");
+            new (self) DirectoryClock{read_bound, write_bound, write_share, step_bound};
           },
-          "read_bound"_a, "write_bound"_a, "write_share"_a, "write_step"_a);
+          "read_bound"_a, "write_bound"_a, "write_share"_a, "step_bound"_a);
   nb::class_<Directory>(m, "Directory")
       .def(
           "__init__",

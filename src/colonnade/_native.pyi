@@ -394,11 +394,11 @@ class DirectoryStep:
     evicted_ticks: Array  # (E,) int32
 
 class DirectoryClock:
-    """Bounds and write rule of a directory, as `colonnade.staleness.RowClock`; write_step 0: no limit. ValueError for
+    """Bounds and write rule of a directory, as `colonnade.staleness.RowClock`; step_bound 0: no limit. ValueError for
     others."""
 
     def __init__(
-        self, read_bound: int, write_bound: int, write_share: float, write_step: int
+        self, read_bound: int, write_bound: int, write_share: float, step_bound: int
     ) -> None: ...
 
 class Directory:

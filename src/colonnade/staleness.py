@@ -50,9 +50,10 @@ class RowClock:
     write_share: float = 1.0
     """Batches whose gradients may accumulate, as a share of the batches of this rank that used the row so far. So rows
     that few batches use reach their owners, too. 1: no such limit."""
-    write_step: int | None = None
-    """Batches whose gradients may accumulate in a row that every batch uses, because the owner applies their sum as one
-    step. Of a row that a part q of the batches uses, write_step / q may. None: no such limit."""
+    step_bound: int | None = None
+    """Batches of a rank whose gradients of a row that every batch uses may be applied apart from the owner's row: in a
+    sum that waits, or in steps of the copy since it was read. The ranks' steps add up, as one step at a many times
+    higher rate. Of a row that a part q of the batches uses, step_bound / q. None: no such limit."""
 
     def __post_init__(self) -> None:
         for name in ("read_bound", "write_bound"):
@@ -61,9 +62,9 @@ class RowClock:
             raise ConfigError(
                 f"row_clock: got write_share={self.write_share!r}, wanted 0 .. 1: a share of the row's own uses"
             )
-        if self.write_step is not None and _check_num_batches("write_step", self.write_step) < 1:
+        if self.step_bound is not None and _check_num_batches("step_bound", self.step_bound) < 1:
             raise ConfigError(
-                f"row_clock: got write_step={self.write_step!r}, wanted 1 or more batches, or None for no limit"
+                f"row_clock: got step_bound={self.step_bound!r}, wanted 1 or more batches, or None for no limit"
             )
 
     @property
@@ -89,10 +90,10 @@ def row_clock(
     read_bound: int | None = None,
     write_bound: int | None = None,
     write_share: float = 1.0,
-    write_step: int | None = None,
+    step_bound: int | None = None,
 ) -> RowClock:
     """Return a row clock with s = `staleness`. By default half of s is the read bound and the rest the write bound; if
-    you pass one bound, the other gets the rest. write_share, write_step: as in `RowClock`.
+    you pass one bound, the other gets the rest. write_share, step_bound: as in `RowClock`.
 
     Raises ConfigError if a bound is larger than `staleness`, or both do not add up to it."""
     staleness = _check_num_batches("staleness", staleness)
@@ -112,7 +113,7 @@ def row_clock(
             f"row_clock: got staleness={staleness} with read_bound={read_bound} and write_bound={write_bound}, wanted "
             "bounds that add up to staleness; leave one of the three out"
         )
-    return RowClock(read_bound, write_bound, write_share, write_step)
+    return RowClock(read_bound, write_bound, write_share, step_bound)
 
 
 @dataclass(frozen=True, slots=True)

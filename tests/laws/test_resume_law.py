@@ -47,7 +47,7 @@ OF_TWO = {
     "cached": {
         "plan.cache": {
             "size": 40, "staleness": 6, "policy": "lookahead", "window": 3,
-            "tables": {"C1": {"policy": "lfu", "write_share": 0.5, "write_step": 2}},
+            "tables": {"C1": {"policy": "lfu", "write_share": 0.5, "step_bound": 2}},
         },
         "plan.memory.dram": 60_000,
     },

@@ -156,7 +156,7 @@ class Ones:
             staleness = int(random.choice([1, 4, 40]))
             read = int(random.integers(0, staleness + 1))
             share = self.cache.clock.write_share
-            clock = RowClock(read, staleness - read, share, self.cache.clock.write_step)
+            clock = RowClock(read, staleness - read, share, self.cache.clock.step_bound)
             if random.integers(4):
                 cached.caches[t] = replace(self.cache, clock=clock)
                 slow.change(self.cache.rows, clock.read_bound, clock.write_bound)
@@ -457,6 +457,7 @@ CONFIG = {
             "size": "20%",
             "staleness": 9,
             "write_share": 1,
+            "step_bound": None,
             "tables": {"C1": {"policy": "lfu", "write_share": 0.5}},
         }
     },

@@ -64,10 +64,10 @@ class SlowDirectory:
         write_bound: int,
         policy: str,
         write_share: float = 1.0,
-        write_step: int | None = None,
+        step_bound: int | None = None,
     ) -> None:
         self.capacity, self.read_bound, self.write_bound = capacity, read_bound, write_bound
-        self.write_share, self.write_step = write_share, write_step
+        self.write_share, self.step_bound = write_share, step_bound
         self.policy, self.rows, self.number, self.time = policy, {}, 0, 0
         self.before: list = []
 
@@ -119,7 +119,7 @@ class SlowDirectory:
             row, outcome, age = self.rows.get(id), MISS, 0
             if row is not None:
                 age = self.number - row.copied
-                outcome = EXPIRED if age > self.read_bound else HIT
+                outcome = EXPIRED if self.is_expired(row, age) else HIT
             else:
                 row = self.rows[id] = Row(free.pop(0), self.number)
             if outcome != HIT:
@@ -145,9 +145,17 @@ class SlowDirectory:
     def is_due(self, row: Row) -> bool:
         uses = row.sent_uses + row.ticks
         limits = [self.write_bound, self.write_share * uses]
-        if self.write_step:
-            limits.append(self.write_step * min(self.number, MOST_USES) / uses)
-        return row.ticks > min(limits)
+        return row.ticks > min(*limits, self.step_limit(uses))
+
+    def step_limit(self, uses: int) -> float:
+        if self.step_bound is None:
+            return math.inf
+        return self.step_bound * min(self.number, MOST_USES) / uses
+
+    def is_expired(self, row: Row, age: int) -> bool:
+        uses = row.sent_uses + row.ticks + 1
+        steps = age * (uses / min(self.number, MOST_USES))
+        return age > self.read_bound or steps > self.step_limit(uses)
 
     def use(self, row: Row, distance: int) -> None:
         now = (self.time >> 20) + 1

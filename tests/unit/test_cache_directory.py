@@ -44,17 +44,17 @@ def batch(random: np.random.Generator, limit: int, shift: int) -> np.ndarray:
     read_bound=st.sampled_from([0, 1, 3, UNBOUNDED]),
     write_bound=st.sampled_from([0, 2, 5, UNBOUNDED]),
     write_share=st.sampled_from([1.0, 0.3, 0.05, 0.0]),
-    write_step=st.sampled_from([None, None, 1, 3]),
+    step_bound=st.sampled_from([None, None, 1, 3]),
     limit=st.sampled_from([1, 5, 20, 70]),
     seed=st.integers(0, 2**32 - 1),
 )
 def test_it_decides_row_by_row(
-    policy, capacity, read_bound, write_bound, write_share, write_step, limit, seed
+    policy, capacity, read_bound, write_bound, write_share, step_bound, limit, seed
 ):
     """Decisions and slots, through steps undone, bounds that change, a state loaded into another capacity, hints true
     and false."""
     random = np.random.default_rng(seed)
-    rule = write_share, write_step
+    rule = write_share, step_bound
     fast = Directory(capacity, RowClock(read_bound, write_bound, *rule), policy)
     slow = SlowDirectory(capacity, read_bound, write_bound, policy, *rule)
     done: list[Decision] = []
@@ -358,6 +358,19 @@ def test_a_bound_and_a_step_limit_what_a_share_allows():
     assert 2000 / 9 - 9 <= sum(flags[1] for flags in pushed[::2]) <= 2000 / 8
 
 
+def test_copies_of_rows_that_most_batches_use_are_read_again_sooner():
+    directory = Directory(9, RowClock(50, 50, 1.0, 4))
+    batches = [np.array([1, 2]), np.array([1])] * 1000
+    ages = {1: [], 2: []}
+    for ids in batches:
+        decision = directory.decide_batch(ids)
+        for row, age, outcome in zip(ids.tolist(), decision.ages, decision.outcomes, strict=True):
+            if outcome != HIT:
+                ages[row].append(int(age))
+    assert 4 <= np.mean(ages[1]) <= 6
+    assert 16 <= np.mean(ages[2]) <= 22, "half as often: its copy makes 8 steps in 16 batches"
+
+
 def test_a_state_of_before_uses_were_counted_begins_to_count():
     clock = RowClock(50, 50, 0.05)
     old, new = Directory(9, RowClock(50, 50)), Directory(9, clock)
@@ -376,7 +389,7 @@ def test_a_state_of_before_uses_were_counted_begins_to_count():
 def test_shares_are_parts_of_a_whole(share):
     with pytest.raises(ConfigError, match=r"wanted 0 \.\. 1"):
         RowClock(1, 1, share)
-    with pytest.raises(ConfigError, match="got write_step=0, wanted 1 or more"):
+    with pytest.raises(ConfigError, match="got step_bound=0, wanted 1 or more"):
         RowClock(1, 1, 1.0, 0)
 
 

@@ -42,11 +42,11 @@ def test_sizes_and_bounds_of_a_configuration():
         ),
         TABLES,
     )
-    assert result["item"] == TableCache(1000, RowClock(3, 4, 0.05), "lfu")  # all of its rows
-    assert result["user"] == TableCache(5, RowClock(3, 0, 0.05), "lfu")
+    assert result["item"] == TableCache(1000, RowClock(3, 4, 0.05, 4), "lfu")  # all of its rows
+    assert result["user"] == TableCache(5, RowClock(3, 0, 0.05, 4), "lfu")
     (default,) = build_table_caches(configured(policy="lru"), TABLES[:1]).values()
-    assert default == TableCache(1000, RowClock(50, 50, 0.05))
-    own = configured(write_share=0.5, write_step=9, tables__item__write_share=1)
+    assert default == TableCache(1000, RowClock(50, 50, 0.05, 4))
+    own = configured(write_share=0.5, step_bound=9, tables__item__write_share=1)
     assert build_table_caches(own, TABLES[:1])["item"].clock == RowClock(50, 50, 1.0, 9)
     assert build_table_caches(None, TABLES) == {}
     with pytest.raises(ConfigError, match="which takes any id"):
@@ -59,7 +59,7 @@ def test_sizes_and_bounds_of_a_configuration():
     for name, value in {
         "write_share": 1.01,
         "tables__item__write_share": -0.1,
-        "write_step": 0,
+        "step_bound": 0,
     }.items():
         with pytest.raises(ConfigError, match="got " + str(value)):
             configured(**{name: value})

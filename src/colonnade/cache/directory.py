@@ -384,5 +384,5 @@ def _native_clock(clock: RowClock) -> _native.DirectoryClock:
     if max(clock.read_bound, clock.write_bound) > UNBOUNDED:
         raise ConfigError(f"cache: got {clock}, wanted bounds of at most {UNBOUNDED:,} batches")
     return _native.DirectoryClock(
-        clock.read_bound, clock.write_bound, clock.write_share, clock.write_step or 0
+        clock.read_bound, clock.write_bound, clock.write_share, clock.step_bound or 0
     )

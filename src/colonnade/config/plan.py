@@ -285,7 +285,7 @@ SizeOfCache = Annotated[
     SettingWords("part, bytes or rows"),
 ]
 WriteShare = Annotated[float, Field(ge=0, le=1)]
-WriteStep = Annotated[int, Field(ge=1)]
+StepBound = Annotated[int, Field(ge=1)]
 CachePolicy = Literal["lru", "lfu", "lookahead"]
 
 
@@ -307,9 +307,9 @@ class TableCacheConfig(Section):
     write_share: WriteShare | None = None
     """Number of batches that add their gradients before the sum is sent, as a share of the batches that used the row so
     far. Default: plan.cache.write_share."""
-    write_step: WriteStep | None = None
-    """Number of batches whose gradients of a row that every batch uses are sent as one sum. Default:
-    plan.cache.write_step."""
+    step_bound: StepBound | None = None
+    """Number of batches whose gradients of a row that every batch uses are applied apart from its owner's row. Default:
+    plan.cache.step_bound."""
     policy: CachePolicy | None = None
     """Cached row to evict first: least recently used (lru), least frequently used of late (lfu), or used furthest in
     the future by the batches read ahead (lookahead). Default: plan.cache.policy."""
@@ -335,9 +335,10 @@ class CacheConfig(Section):
     write_share: WriteShare = 0.05
     """Number of batches that add their gradients before the sum is sent, as a share of the batches that used the row so
     far, so that rows that few batches use reach their owners, too; 1: only the write bound counts."""
-    write_step: WriteStep | None = None
-    """Number of batches whose gradients of a row that every batch uses are sent as one sum, which is one step of the
-    optimizer; of a row that half of the batches use, twice as many. Default: no limit."""
+    step_bound: StepBound | None = 4
+    """Number of batches whose gradients of a row that every batch uses are applied apart from its owner's row, in a sum
+    that waits or at the copy, because the ranks' steps add up; of a row that half of the batches use, twice as many;
+    null: no limit."""
     policy: CachePolicy = "lru"
     """Cached row to evict first: least recently used (lru), least frequently used of late (lfu), or used furthest in
     the future by the batches read ahead (lookahead)."""

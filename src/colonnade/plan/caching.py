@@ -90,7 +90,7 @@ def build_table_caches(
                 read_bound,
                 write_bound,
                 config.write_share if own.write_share is None else own.write_share,
-                own.write_step or config.write_step,
+                own.step_bound or config.step_bound,
             )
         except ConfigError as error:
             raise ConfigError(f"plan.cache: table {table.name!r}: {error}") from None
