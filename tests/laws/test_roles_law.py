@@ -26,3 +26,19 @@ def test_trainers_a_server_and_readers_train_what_two_ranks_train(tmp_path):
     assert any(child.code for child in children), output
     run_to_end(tmp_path / "roles", ROLES, num_ranks=3)
     assert digest(tmp_path / "roles") == digest(tmp_path / "plain")
+
+
+CACHED = {
+    "plan.cache": {"size": 40, "staleness": 20, "write_share": 0.4, "tables": {"C1": {"policy": "lfu"}}},
+    "plan.lookahead": 3,
+    "plan.memory.dram": 200_000,
+    "data.options.num_train": 800,
+    "train.epochs": 1,
+    "train.evaluate_steps": 3,
+}  # fmt: skip
+
+
+def test_trainers_with_caches_and_a_server_train_what_two_ranks_train(tmp_path):
+    run_to_end(tmp_path / "plain", CACHED, num_ranks=2)
+    run_to_end(tmp_path / "roles", {**CACHED, "plan.servers": 1}, num_ranks=3)
+    assert digest(tmp_path / "roles") == digest(tmp_path / "plain")

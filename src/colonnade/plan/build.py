@@ -99,7 +99,7 @@ def build_plan(
     caches = build_table_caches(config.cache, tables)
     if world.num_ranks == 1:  # The settings are checked above all the same.
         caches = {}
-    check_cache_settings(config, caches, tables, shardings, exchanges, world.servers)
+    check_cache_settings(config, caches, tables, shardings, exchanges)
     memory = _divide_evenly(tables, shardings, world.num_ranks, config.memory)
     device_rows = _divide_device_evenly(tables, shardings, world.num_ranks, config.memory)
     planned = []

@@ -107,7 +107,6 @@ def check_cache_settings(
     tables: Sequence[Table],
     shardings: Sequence[Sharding],
     exchanges: Sequence[str],
-    servers: Sequence[int],
 ) -> None:
     """Raise ConfigError for settings that exclude row caches. tables, shardings and exchanges: by table."""
     if not caches:
@@ -129,7 +128,6 @@ def check_cache_settings(
             EXACT.gradients,
             "caches sum exact gradients: leave it exact",
         ),
-        "servers": (tuple(servers), (), "leave servers out"),
     }
     for name, (got, wanted, advice) in required.items():
         if got != wanted:

@@ -416,18 +416,18 @@ class Trainer:
         """Compute {"auc", "log_loss", ...} over all of `source`, with every update so far. Collective."""
         metrics: dict[str, float] = {}
         with self.phases("evaluate", include_waits=True):
-            # On all ranks, before servers wait for requests: pending updates may need a reply from servers.
-            self.collection.pipeline.updates.apply_pending()
-            if self.mesh.is_server:
-                while notify_servers(self.mesh, False):
-                    with torch.no_grad():
-                        self.collection.read(build_empty_batch(source.schema))
-            else:
-                size = self.schedule.batch_size
-                trainers = self.mesh.trainers
-                with self.rows.synchronized_view():
+            # On all ranks, before servers wait for requests: pending updates and gradients at cached rows may need
+            # a reply from servers.
+            with self.rows.synchronized_view():
+                if self.mesh.is_server:
+                    while notify_servers(self.mesh, False):
+                        with torch.no_grad():
+                            self.collection.read(build_empty_batch(source.schema))
+                else:
+                    size = self.schedule.batch_size
+                    trainers = self.mesh.trainers
                     metrics = self.objective.evaluate(self.model, source, size, trainers)
-                notify_servers(self.mesh, False)
+                    notify_servers(self.mesh, False)
             return self._share_metrics(metrics)
 
     def test(self) -> dict[str, float]:
