@@ -63,6 +63,22 @@ def test_servers_store_the_rows_of_two_trainers(shell):
 
 
 @pytest.mark.slow
+@pytest.mark.budget(150)
+def test_trainers_with_cached_rows_beside_a_server(shell):
+    """The bits are those of two ranks with caches and no server. Killed, interrupted, resumed, and its files predict."""
+    write_shop(shell)
+    cached = "--set plan.cache.size=40 --set plan.cache.staleness=10"
+    shell.run(f"{TRAIN} whole --ranks 2 {cached}")
+    roles = f"{TRAIN} run --ranks 3 --set plan.servers=1 {cached} --dram 6KiB"
+    shell.stop_training(roles, "run")
+    shell.stop_training(roles, "run", Process.press_ctrl_c)
+    shell.resume(roles, "run")
+    shell.run("colonnade verify run")
+    shell.check_same_scores("whole", "run")
+    shell.check_equal_losses("whole", "run", 1e-8)
+
+
+@pytest.mark.slow
 @pytest.mark.budget(80)
 def test_late_reads_move_to_another_number_of_ranks(shell):
     """Reads three steps late are as late on one rank as on two, before and after the move."""

@@ -32,13 +32,38 @@ CACHED = {
     "plan.cache": {"size": 40, "staleness": 20, "write_share": 0.4, "tables": {"C1": {"policy": "lfu"}}},
     "plan.lookahead": 3,
     "plan.memory.dram": 200_000,
-    "data.options.num_train": 800,
     "train.epochs": 1,
-    "train.evaluate_steps": 3,
+    "train.evaluate_steps": 4,
 }  # fmt: skip
+PARTS = [
+    {"train.max_steps": 6},
+    {"plan.cache.staleness": 4, "plan.cache.size": 25},
+]
+"""Calls of one run: each goes on with other bounds."""
+
+
+def run_parts(folder, settings, num_ranks):
+    for part in PARTS:
+        run_to_end(folder, {**settings, **part}, num_ranks)
+    return digest(folder)
 
 
 def test_trainers_with_caches_and_a_server_train_what_two_ranks_train(tmp_path):
+    """Small caches evict, reads are late, and bounds change while gradients wait at copies."""
+    wanted = run_parts(tmp_path / "plain", CACHED, num_ranks=2)
+    assert run_parts(tmp_path / "roles", {**CACHED, "plan.servers": 1}, num_ranks=3) == wanted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [0, 2], ids=["a trainer", "the server"])
+def test_and_so_they_do_after_a_rank_is_killed(killed, tmp_path, monkeypatch):
+    """Gradients that wait at copies of others are in the checkpoint that all go on from."""
+    settings = {**CACHED, "plan.servers": 1}
+    monkeypatch.setenv("FAULT", f"rank {killed} SIGKILL push 11")
+    children = start(tmp_path / "roles", settings, num_ranks=3)
+    output = finish(children)
+    assert any(child.code for child in children), output
+    run_to_end(tmp_path / "roles", settings, num_ranks=3)
+    monkeypatch.delenv("FAULT")
     run_to_end(tmp_path / "plain", CACHED, num_ranks=2)
-    run_to_end(tmp_path / "roles", {**CACHED, "plan.servers": 1}, num_ranks=3)
     assert digest(tmp_path / "roles") == digest(tmp_path / "plain")

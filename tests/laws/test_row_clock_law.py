@@ -39,6 +39,7 @@ from colonnade import (
     load_rows,
 )
 from colonnade.cache.cached_rows import DeviceCachedRows
+from colonnade.comm.process_groups import assign_server_ranks
 from colonnade.config.run import build_config, override_settings
 from colonnade.errors import ConfigError
 from colonnade.exchange import exchange
@@ -94,7 +95,9 @@ class Ones:
         seed=0,
         depth=2,
         tier="dram",
+        servers=0,
     ):
+        mesh = assign_server_ranks(mesh, servers)
         scale = Uniform(scale=0.0)
         declared = [
             Table("few", 2, rows=self.IDS, optimizer=SGD(lr=1.0), initializer=scale, dtype="float64"),
@@ -110,7 +113,7 @@ class Ones:
         cache = TableCache(rows, row_clock(staleness, read, write, share, step), policy, window)
         plan = build_plan(
             declared,
-            mesh.num_ranks,
+            mesh.world,
             PlanConfig(
                 lookahead=depth,
                 cache=cache_settings({"few": cache, "any": cache}, tier),
@@ -140,6 +143,8 @@ class Ones:
                 )
                 for random in self.random
             ]
+            for server in self.mesh.world.servers if self.mesh.world.has_servers else ():
+                drawn[server] = np.zeros(0, np.int64)
             drawn_ids.append([np.unique(ids) for ids in drawn])
         own_batches = []
         for step in drawn_ids:
@@ -239,14 +244,14 @@ class Ones:
 BOUNDS = [(0, None), (1, None), (3, 0), (3, 3), (10, 4), (1000, None)]
 
 
-def count_batches(mesh, cases, steps):
+def count_batches(mesh, cases, steps, servers=0):
     """Return by case the most updates that a read missed."""
     missed = []
     for case, (staleness, read, rows, policy, depth, tier) in enumerate(cases):
         share, step = ((1.0, None), (0.3, None), (1.0, 2), (0.5, 2))[case % 4]
         world = Ones(
             mesh, staleness, rows, read=read, share=share, step=step, policy=policy, depth=depth,
-            seed=staleness, tier=tier,
+            seed=staleness, tier=tier, servers=servers,
         )  # fmt: skip
         total, worst = world.run(steps)
         with world.rows.synchronized_view():
@@ -295,12 +300,13 @@ def test_reads_miss_no_more_than_the_bounds_and_nothing_is_lost(num_ranks, steps
             assert missed[-1] > 5  # the bounds are used
 
 
-def count_batches_by_changing_bounds(mesh, cases, steps):
+def count_batches_by_changing_bounds(mesh, cases, steps, servers=0):
     for seed, (staleness, rows, policy, depth) in enumerate(cases):
         share, step = ((1.0, None), (0.4, 3))[seed % 2]
         world = Ones(
-            mesh, staleness, rows, share=share, step=step, policy=policy, depth=depth, seed=seed
-        )
+            mesh, staleness, rows, share=share, step=step, policy=policy, depth=depth, seed=seed,
+            servers=servers,
+        )  # fmt: skip
         total, _ = world.run(steps, np.random.default_rng(seed))
         with world.rows.synchronized_view():
             for stored in world.stored_rows():
@@ -318,6 +324,30 @@ def test_reads_miss_no_more_than_the_bounds_that_a_run_goes_on_with(num_ranks, s
     cases = [(10, 12, "lru", 2), (7, 5, "lfu", 0), (1000, 60, "lookahead", 3), (40, 60, "lru", 5)]
     part = cases[:2] if is_first else cases[2:]
     run_ranks(num_ranks, count_batches_by_changing_bounds, part, steps)
+
+
+def keep_the_law_beside_servers(mesh, servers):
+    """Return this rank's largest number of missed updates, its rows, and the rows that it read from copies or asked
+    for."""
+    cases = [(10, 4, 12, "lfu", 3, "dram"), (1000, None, 60, "lookahead", 2, "dram")]
+    missed = count_batches(mesh, cases, 20, servers)
+    count_batches_by_changing_bounds(mesh, [(10, 12, "lru", 2)], 20, servers)
+    world = Ones(mesh, 6, 9, servers=servers)
+    world.run(9)
+    counts = world.collection.cached.counts
+    num_rows = sum(world.collection.store.num_rows(t) for t in range(2))
+    return max(missed), num_rows, counts.hits, counts.misses
+
+
+@pytest.mark.parametrize("servers", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_the_same_holds_where_servers_own_the_rows(servers):
+    """All ranks but one may be servers. Those read nothing, and trainers own nothing."""
+    results = run_ranks(3, keep_the_law_beside_servers, servers)
+    for missed, num_rows, hits, misses in results[: 3 - servers]:
+        assert num_rows == 0 and hits and misses
+        assert (missed > 5) == (servers == 1)  # one trainer alone has its own updates, all of them
+    for missed, num_rows, hits, misses in results[3 - servers :]:
+        assert num_rows and not (missed or hits or misses)
 
 
 def begin_while_settled(mesh):
