@@ -288,7 +288,7 @@ class EmbeddingCollection(StatefulRows):
     def discard_batches(self) -> None:
         """Drop all batches since the last step, with their gradients, without applying them."""
         if self._opened:
-            self.pipeline.gradients.discard_batches()
+            self.pipeline.discard_batches()
 
     def rows(self, table: str, ids: Tensor) -> Tensor:
         """Return the current weights (N, dim) of rows. Collective; pass the same ids (N,) on every rank.

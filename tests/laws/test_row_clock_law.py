@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections import Counter
+from copy import deepcopy
 from dataclasses import asdict, replace
 
 import numpy as np
@@ -167,14 +168,18 @@ class Ones:
                 slow.change(self.cache.rows, clock.read_bound, clock.write_bound)
         apply_planned_bounds(cached)
 
-    def run(self, steps, changes=None):
+    def run(self, steps, changes=None, skipped=()):
         """Asserts of every read: nothing of one's own is missed, of each other rank s batches at most, nothing twice.
-        changes: says after which steps bounds become others, and which. Returns batches by id that were ever
+        changes: says after which steps bounds become others, and which. skipped: steps whose gradients are sent, and
+        dropped like those of a batch that is not finite. Returns batches by id that were ever
         trained on, and the most that a read missed of all others."""
         own_batches, drawn_ids = self.batches(steps)
         used = self.used
         worst = 0
-        for batch, ids_of in zip(self.stream(own_batches, changes), drawn_ids, strict=True):
+        for step, (batch, ids_of) in enumerate(
+            zip(self.stream(own_batches, changes), drawn_ids, strict=True)
+        ):
+            before = deepcopy(self.slow), Counter(self.ages)
             result = self.collection(batch)
             ids = ids_of[self.mesh.rank]
             self.before.append(used.copy())
@@ -202,6 +207,12 @@ class Ones:
                 assert (observed >= least).all(), "I4: at most s of each other rank"
                 worst = max(worst, float((every - observed).max(initial=0)))
             sum(output.sum() for output in result.values()).backward()
+            if step in skipped:
+                self.rows.clip_grad_norm_(1.0)
+                self.rows.zero_grad()
+                self.collection.discard_batches()
+                self.slow, self.ages = before
+                continue
             self.rows.step()
             for rank, peer_ids in enumerate(ids_of):
                 used[rank, peer_ids] += 1
@@ -348,6 +359,32 @@ def test_the_same_holds_where_servers_own_the_rows(servers):
         assert (missed > 5) == (servers == 1)  # one trainer alone has its own updates, all of them
     for missed, num_rows, hits, misses in results[3 - servers :]:
         assert num_rows and not (missed or hits or misses)
+
+
+def skip_batches(mesh, policy, depth, tier):
+    world = Ones(
+        mesh,
+        10,
+        60 if policy == "lookahead" else 12,
+        share=0.5,
+        policy=policy,
+        depth=depth,
+        tier=tier,
+    )
+    total, _ = world.run(24, skipped=(0, 3, 4, 5, 11, 14, 23))
+    with world.rows.synchronized_view():
+        for stored in world.stored_rows():
+            assert np.array_equal(stored, total), "I1: every batch once, and no skipped one"
+    return sum(total)
+
+
+@pytest.mark.parametrize(
+    ("policy", "depth", "tier"),
+    [("lru", 3, "dram"), ("lfu", 0, "dram"), ("lookahead", 2, "dram"), ("lfu", 1, "hbm")],
+)
+def test_the_same_holds_of_a_run_that_skips_batches(policy, depth, tier):
+    """Decisions are those of a slow twin that never saw a skipped batch, though later ones were decided before."""
+    assert all(run_ranks(2, skip_batches, policy, depth, tier))
 
 
 def begin_while_settled(mesh):

@@ -13,6 +13,7 @@ Legend: T tables, N ranks, U unique rows of this rank's batch, W rows it request
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -146,6 +147,8 @@ class CacheTransfer:
     sums: Any = (
         None  # of U rows, table by table (`CachedRows`), until they are applied to the copies
     )
+    preview: PreviewedBatch | None = None
+    is_fetched: bool = False
     is_dropped: bool = False
 
 
@@ -213,6 +216,8 @@ class CachedExchange(FetchedRowsPart[FetchedRowsLookup]):
             False  # owners' rows include, for now, the gradients pending at copies
         )
         self._preview: PreviewedBatch | None = None  # of the batch whose ids a lookahead sends next
+        # Of batches whose decisions were undone, and which the lookahead sends again.
+        self._undone_previews: deque[PreviewedBatch | None] = deque()
         self._transfers: list[CacheTransfer] = []  # ids sent and not pushed, in order
         self._lock = (
             threading.Lock()
@@ -224,6 +229,7 @@ class CachedExchange(FetchedRowsPart[FetchedRowsLookup]):
     def preview_batches(self, batches: Iterable[Batch], slices: Slices) -> Iterator[Batch]:
         """Yield the batches of one lookahead, whose ids are sent one by one as they are yielded. If a table's policy
         looks ahead, read `window` batches more, and set the preview of the one that is yielded."""
+        self._undone_previews.clear()
         if not self.window:
             yield from batches
             return
@@ -248,11 +254,13 @@ class CachedExchange(FetchedRowsPart[FetchedRowsLookup]):
             return self.rows.build_requests(batch, caller)
         preview = None
         if caller == "lookahead":
-            preview = self._preview
+            undone = self._undone_previews
+            preview = undone.popleft() if undone else self._preview
             self._preview = None
         lookups, plan, codes = self.rows.plan_batch(batch) if preview is None else preview.planned
         with self._lock:
             transfer, request_plan, origin = self._decide_rows(plan, preview)
+            transfer.preview = preview
             self._transfers.append(transfer)
         request_codes = None
         if codes is not None:
@@ -449,6 +457,7 @@ class CachedExchange(FetchedRowsPart[FetchedRowsLookup]):
                 "left out, or a second one read before RowOptimizer.step(); close the lookahead, drop what was read "
                 "with collection.discard_batches(), and open it again"
             )
+        transfer.is_fetched = True
         self._exchange_row_records(transfer, _slots_by_request(lookup))
         views = self.cached_rows.views()
         kernels = self.owner.select_kernels(views)
@@ -544,9 +553,6 @@ class CachedExchange(FetchedRowsPart[FetchedRowsLookup]):
         self.cached_rows.take_pending_gradients(
             sent_layout.counts, request_slots, origin, sums, send
         )
-        self.cached_rows.add_pending_gradients(
-            np.diff(transfer.ends), transfer.slots, sums, transfer.pushed
-        )
         row_slots = _slots_by_request(lookup)[
             torch.from_numpy(served_requests.row_requests.written)
         ]
@@ -590,8 +596,13 @@ class CachedExchange(FetchedRowsPart[FetchedRowsLookup]):
         assert transfer.is_received is not None
         # Counted now, because a batch that was read may still be dropped before its update.
         self.counts.renewed += int((transfer.row_requests.renewed & ~transfer.is_received).sum())
+        counts = np.diff(transfer.ends)
+        # Not before, because the step may be skipped after its push.
+        self.cached_rows.add_pending_gradients(
+            counts, transfer.slots, transfer.sums, transfer.pushed
+        )
         self._update_cached_rows(
-            transfer.slots, np.diff(transfer.ends), transfer.sums, optimizer_kinds, settings_by_part
+            transfer.slots, counts, transfer.sums, optimizer_kinds, settings_by_part
         )
         self.last_optimizers = optimizer_kinds.clone(), settings_by_part.clone()
         with self._lock:
@@ -657,8 +668,17 @@ class CachedExchange(FetchedRowsPart[FetchedRowsLookup]):
                 if last.overwritten is not None:
                     self.version_log.undo_row_changes(last.overwritten)
                 self.ages -= count_rows_by_age(decisions)
-                for directory, decision in zip(self.directories, decisions, strict=True):
+                for t, (directory, decision) in enumerate(
+                    zip(self.directories, decisions, strict=True)
+                ):
                     directory.undo_decision(decision)
+                    if (
+                        last.sums is not None
+                    ):  # gradients that were sent, and not applied, wait again
+                        state = directory.export_state()
+                        self.cached_rows.num_pending[t][state["slots"]] = state["ticks"]
+                if not last.is_fetched:
+                    self._undone_previews.appendleft(last.preview)
                 self.counts.add_decision(join_decisions(decisions), -1)
 
 

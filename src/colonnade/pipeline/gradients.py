@@ -173,6 +173,10 @@ class Reader(Protocol):
         """Make the reads that were postponed until updates were applied. Collective."""
         ...
 
+    def prepare_again(self) -> None:
+        """Prepare the batches after the current one again. Collective."""
+        ...
+
 
 class Updates:
     """Pending updates of one collection, each applied once, in order. Training thread only; methods are collective
@@ -191,7 +195,7 @@ class Updates:
         self.policies = policies
         self.missed = missed
         self.pending: deque[Update] = deque()  # oldest first
-        self._reader: Callable[[], Reader | None] = lambda: None
+        self.reader: Callable[[], Reader | None] = lambda: None
 
     @property
     def num_pending(self) -> int:
@@ -200,7 +204,7 @@ class Updates:
 
     def set_reader(self, reader: Reader) -> None:
         """Set the reader that catches up before updates are applied out of its turn."""
-        self._reader = weakref.ref(reader)
+        self.reader = weakref.ref(reader)
 
     def apply_or_defer_update(self, update: Update) -> None:
         """Apply an update after all earlier ones: now if its gradients have arrived, else in `apply_oldest`. Its
@@ -227,7 +231,7 @@ class Updates:
         """Apply every pending update, after the reads that must not see the newest one. Called before anything but the
         reader reads or changes rows."""
         if self.pending:
-            if (reader := self._reader()) is not None:
+            if (reader := self.reader()) is not None:
                 reader.make_postponed_reads()
             self.apply_all()
 

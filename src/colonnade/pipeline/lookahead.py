@@ -178,6 +178,10 @@ class Lookahead(Iterator[Batch]):
             self._prepared.count_stall(self._signals.stall_seconds() - before)
         self._line.append(batch)
 
+    def prepare_again(self) -> None:
+        """Prepare the batches after the current one again, because decisions about them change. Collective."""
+        self._prepared.prepare_again()
+
     def __enter__(self) -> Lookahead:
         return self
 

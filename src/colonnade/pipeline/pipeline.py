@@ -233,6 +233,13 @@ class Pipeline:
         self.steps.value += 1
         self.rows.mesh.publish_step(self.steps.value)
 
+    def discard_batches(self) -> None:
+        """Drop every batch since the last step without applying it. Collective. A cache decides about the batches in
+        flight again, as if the dropped ones had never been read."""
+        self.gradients.discard_batches()
+        if self.rows.cached is not None and (reader := self.updates.reader()) is not None:
+            reader.prepare_again()
+
     def drop_batch(self, context: LookupContext) -> None:
         """Drop a prepared batch: unpin its rows and apply nothing."""
         self.exchange.drop(context)

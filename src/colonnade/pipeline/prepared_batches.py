@@ -6,6 +6,7 @@ as early as the depth allows. At any depth, a window whose rows do not fit memor
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 import time
@@ -112,7 +113,12 @@ class PreparedBatches:
         prefetched: Sequence[PrefetchedBatch],
         is_alone: bool,
     ) -> None:
-        self._next = partial(_prepare_next_batch, batches, prepare, chain(prefetched, repeat(None)))
+        self._batches = batches
+        self._prepare = partial(
+            _prepare_next_batch,
+            prepare_batch=prepare,
+            prefetched_batches=chain(prefetched, repeat(None)),
+        )
         self._drop = drop
         self._signals = window
         self.depth = SHALLOW if depth == "auto" else depth
@@ -136,7 +142,7 @@ class PreparedBatches:
     def take_next_batch(self) -> PreparedBatch | None:
         """Wait for the next batch; None after the last one. Raises what reading or preparing it raised."""
         if self.depth == 0:
-            batch = self._next()
+            batch = self._prepare(self._batches)
             self.is_exhausted = batch is None
             return batch
         if self._thread is None:
@@ -169,6 +175,17 @@ class PreparedBatches:
         if (context := batch.take_context()) is not None:
             self._drop(context)
 
+    def prepare_again(self) -> None:
+        """Undo the preparation of all batches that were not taken; they are prepared again, in the same order, from the
+        next `take_next_batch` on. Collective: every rank has prepared as many."""
+        if self._thread is None or self.is_exhausted:
+            return
+        self._permits.put(False)
+        self._batches = _chain_items(self._join_thread(), self._batches)
+        self._ready = queue.Queue()
+        self._permits = queue.Queue()
+        self._thread = None
+
     def stop(self) -> None:
         """Let the thread end, once it has prepared what it has permits for."""
         self.is_exhausted = True
@@ -177,22 +194,34 @@ class PreparedBatches:
     def join_thread(self) -> None:
         """Wait for the thread, after `stop`, and drop the batches that it prepared. After PATIENCE seconds the reader
         processes that it waits for are killed: a suspended process would never answer."""
+        self._join_thread(PATIENCE)
+
+    def _join_thread(
+        self, patience: float = math.inf
+    ) -> list[PreparedBatch | BaseException | None]:
+        """Wait for the thread, which has got its last permit. Return what it had ready, with batches dropped."""
         start = time.monotonic()
+        items = []
         self._signals.closing.set()  # the thread may be waiting for room for a batch
         while self._thread is not None and self._thread.is_alive():
-            self._drop_ready()
+            items += self._drop_ready()
             self._thread.join(0.01)
-            if time.monotonic() - start > PATIENCE:
+            if time.monotonic() - start > patience:
                 kill_readers(self._thread)
         self._signals.closing.clear()
-        self._drop_ready()
+        return items + self._drop_ready()
 
     def _start_thread(self) -> None:
         for _ in range(self.depth):
             self._permits.put(True)
         self._thread = threading.Thread(
             target=_prepare_batches,
-            args=(self._next, self._permits, self._ready, self._signals),
+            args=(
+                partial(self._prepare, self._batches),
+                self._permits,
+                self._ready,
+                self._signals,
+            ),
             name="lookahead",
             daemon=True,
         )
@@ -200,12 +229,14 @@ class PreparedBatches:
         weakref.finalize(self, self._permits.put, False)
         self._thread.start()
 
-    def _drop_ready(self) -> None:
-        """Drop the batches that are ready."""
+    def _drop_ready(self) -> list[PreparedBatch | BaseException | None]:
+        """Take what is ready, and drop the batches."""
+        items = []
         while not self._ready.empty():
-            item = self._ready.get()
+            items.append(item := self._ready.get())
             if isinstance(item, PreparedBatch):
                 self.drop_batch(item)
+        return items
 
     def _adapt_depth(self) -> None:
         """Adapt the depth: add permits while training stalls, withhold some while memory is short."""
@@ -281,6 +312,18 @@ def _prepare_next_batch(
     own = as_prepared(batch)
     own.context = prepare_batch(own, next(prefetched_batches))
     return own
+
+
+def _chain_items(
+    items: Sequence[PreparedBatch | BaseException | None], batches: Iterator[Batch]
+) -> Iterator[Batch]:
+    """Yield the batches of `items` and raise the error among them, before the other `batches`."""
+    for item in items:
+        if isinstance(item, BaseException):
+            raise item
+        if item is not None:
+            yield item
+    yield from batches
 
 
 def as_prepared(batch: Batch) -> PreparedBatch:
