@@ -121,11 +121,6 @@ class RowOptimizer(Optimizer):
                 "scaled_step: got exchange partials, which adds gradients of dense weights when rows are pushed,"
                 " after they were divided by the scale; choose pooled, or train in bfloat16 without a scale"
             )
-        if scaler.is_enabled() and self.collection.cached:
-            raise ConfigError(
-                "scaled_step: got a plan with plan.cache, where no batch may be skipped, and a scale that skips steps; "
-                "leave plan.cache out, or train in bfloat16 without a scale"
-            )
         scale = scaler.get_scale()
         for optimizer in dense:
             scaler.unscale_(optimizer)
@@ -235,7 +230,18 @@ class RowOptimizer(Optimizer):
             raise ConfigError(
                 f"scale_grad_: got factor={factor}, wanted a finite number, 0 or more"
             )
-        self._gradient_scale *= factor
+        if self.collection.cached is not None and self.gradients.pushed is None:
+            if self.collection.exchange.pushed_parameters:
+                raise ConfigError(
+                    "scale_grad_: got tables with exchange partials beside tables with a cache; their gradients of "
+                    "dense weights would be multiplied, too: choose rows or pooled for them, or train in bfloat16 "
+                    "without a loss scale"
+                )
+            # Gradients of several steps are added at cached rows, so each is multiplied by its own step's factor.
+            for context in self.gradients.contexts:
+                context.gradients.factor *= factor
+        else:
+            self._gradient_scale *= factor
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard gradients recorded since the last step."""

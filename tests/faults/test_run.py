@@ -92,6 +92,34 @@ def test_nan_on_one_rank_stops_all():
         assert "applied on any rank" in message and step == 2
 
 
+def skip_with_copies(mesh, staleness, servers=0):
+    """Skip a step whose batch has a NaN on rank 0; return the rows."""
+    settings = {"plan": {"servers": servers, "lookahead": 3}}
+    if staleness is not None:
+        settings["plan"]["cache"] = {"size": 50, "staleness": staleness}
+    plain = config(train__epochs=1, train__on_non_finite="skip", train__evaluate_steps=4)
+    data = poisoned(3) if mesh.rank == 0 else None
+    run = open_run(
+        build_config({**plain.model_dump(), **settings}),
+        mesh,
+        None,
+        data=data,
+        console=console_of(mesh),
+    )
+    outcome = run.train()
+    assert (outcome.steps, outcome.skipped) == (15, 1)
+    with run.trainer.rows.synchronized_view():
+        rows = run.trainer.collection.rows("C2", torch.arange(900))
+    assert torch.isfinite(rows).all()
+    return rows
+
+
+def test_a_step_is_skipped_with_copies_of_rows():
+    plain, exact, late = (run_ranks(2, skip_with_copies, bound)[0] for bound in (None, 0, 9))
+    assert torch.equal(plain, exact) and not torch.equal(plain, late)
+    assert all(torch.equal(late, rows) for rows in run_ranks(3, skip_with_copies, 9, 1))
+
+
 def assert_same_model(one, other):
     expected = dense_state_dict(other.trainer.model)
     for name, value in dense_state_dict(one.trainer.model).items():

@@ -8,16 +8,30 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plans import cache_settings
 from ranks import console_of, run_ranks
 from small_run import CONFIG, digest, opened
 from test_run import poisoned
 
-from colonnade import Mesh
+from colonnade import (
+    SGD,
+    Batch,
+    EmbeddingCollection,
+    Feature,
+    Ids,
+    Mesh,
+    PlanConfig,
+    RowOptimizer,
+    Table,
+    Uniform,
+    build_plan,
+)
 from colonnade.config.run import build_config, override_settings
-from colonnade.errors import ConfigError, NonFiniteError
+from colonnade.errors import NonFiniteError
 from colonnade.report.pages import build_headline
 from colonnade.report.reading import read_run_folder
 from colonnade.run.run import open_run
+from colonnade.staleness import TableCache, row_clock
 from colonnade.train import loss_scale as module
 from colonnade.train.loss_scale import LossScale, build_loss_scale
 from colonnade.train.metrics_file import FILE_NAME, read_metrics_lines
@@ -118,6 +132,61 @@ def test_half_precision_learns(tmp_path):
     )
 
 
-def test_copies_hear_of_every_step():
-    with pytest.raises(ConfigError, match=r"train\.loss_scale=8\.0 with plan\.cache"):
-        override_settings(build_config({}), {"plan.cache.staleness": 1, "train.loss_scale": 8})
+def train_with_cached_rows(mesh, folder):
+    """Return by scale the numbers of skipped steps and of steps, in runs of which one is cut after some skipped
+    steps."""
+    cache = {"plan.cache": {"size": 60, "staleness": 12, "write_share": 1.0}, "plan.lookahead": 2}
+    results = {}
+    for scale in (None, 4096.0, 1e-3):
+        results[scale], _ = train(mesh, folder / str(scale), cache | {"train.loss_scale": scale})
+    module.INITIAL_SCALE, initial = 2.0**132, module.INITIAL_SCALE
+    dynamic = cache | {"train.loss_scale": "dynamic"}
+    results["whole"], scale = train(mesh, folder / "whole", dynamic)
+    train(mesh, folder / "cut", dynamic | {"train.max_steps": results["whole"].skipped - 1})
+    assert train(mesh, folder / "cut", dynamic)[1] == scale
+    module.INITIAL_SCALE = initial
+    return {name: (outcome.skipped, outcome.steps) for name, outcome in results.items()}
+
+
+def test_gradients_that_wait_at_cached_rows_were_divided_by_their_own_scale(tmp_path):
+    """A scale that changes while they wait, and steps that are skipped, change nothing of them."""
+    results = run_ranks(2, train_with_cached_rows, tmp_path)[0]
+    assert digest(tmp_path / "4096.0") == digest(tmp_path / "None")
+    assert digest(tmp_path / "0.001") != digest(tmp_path / "None")  # to rounding
+    skipped, steps = results["whole"]
+    assert 3 <= skipped < steps == 9
+    assert digest(tmp_path / "cut") == digest(tmp_path / "whole")
+
+
+def scale_each_step(mesh):
+    """Return a row's weight after steps with a scale of their own."""
+    embeddings = EmbeddingCollection(
+        [
+            Table(
+                "item",
+                1,
+                rows=4,
+                optimizer=SGD(lr=1.0),
+                initializer=Uniform(scale=0.0),
+                dtype="float64",
+            )
+        ],
+        [Feature("item", "item")],
+    )
+    cache = TableCache(4, row_clock(50, 25, 25, 1.0))
+    plan = build_plan(
+        embeddings.tables, mesh.world, PlanConfig(cache=cache_settings({"item": cache}))
+    )
+    embeddings.open(plan, mesh)
+    rows = RowOptimizer(embeddings)
+    for scale in (2.0**10, 2.0, 2.0**-3):
+        batch = Batch(1, torch.zeros(1, 0), {"item": Ids(torch.tensor([mesh.rank]))})
+        (embeddings(batch)["item"].sum() * scale).backward()
+        rows.scale_grad_(1 / scale)
+        rows.step()
+    with rows.synchronized_view():
+        return embeddings.rows("item", torch.arange(2)).flatten().tolist()
+
+
+def test_a_factor_is_that_of_its_own_step():
+    assert run_ranks(2, scale_each_step) == [[-3.0, -3.0]] * 2

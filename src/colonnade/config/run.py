@@ -328,12 +328,6 @@ class RunConfig(Section):
                     f"got train.accumulate={self.train.accumulate} with plan.cache, which counts every batch as one "
                     "step; set train.accumulate=1, or leave plan.cache out"
                 )
-            if self.train.loss_scale is not None:
-                raise ValueError(
-                    f"got train.loss_scale={self.train.loss_scale} with plan.cache, where gradients of several steps "
-                    "wait to be applied, and no step may be skipped; train in bfloat16, which needs no scale, or leave "
-                    "plan.cache out"
-                )
             if self.plan.cache.tier == "hbm" and self.train.device == "cpu":
                 raise ValueError(
                     "got plan.cache.tier=hbm with train.device=cpu, which has no memory of its own; set "

@@ -143,6 +143,7 @@ class RecordedGradients:
 
     backwards: list[list[Tensor]] = field(default_factory=list)  # by backward, by output
     versions: list[list[int]] = field(default_factory=list)  # of these tensors when recorded
+    factor: float = 1.0  # of their sums
 
     def record(self, gradients: Sequence[Tensor]) -> None:
         """Add the gradients of one backward, by output."""
@@ -159,16 +160,20 @@ class RecordedGradients:
                 )
 
     def sum(self, dtype: torch.dtype) -> list[Tensor] | None:
-        """Return the sums over backwards by output, added in `dtype` if there are several; None without a backward."""
-        if len(self.backwards) < 2:
-            return self.backwards[0] if self.backwards else None
+        """Return the sums over backwards by output, times `factor`, computed in `dtype` if there is something to
+        compute; None without a backward."""
+        if not self.backwards:
+            return None
+        if len(self.backwards) == 1 and self.factor == 1:
+            return self.backwards[0]
         wide = [[part.to(dtype) for part in backward] for backward in self.backwards]
-        return [sum(parts[1:], parts[0]) for parts in zip(*wide, strict=True)]
+        return [sum(parts[1:], parts[0]) * self.factor for parts in zip(*wide, strict=True)]
 
     def clear(self) -> None:
         """Forget every backward."""
         self.backwards.clear()
         self.versions.clear()
+        self.factor = 1.0
 
 
 def _wait_for_nothing() -> None:

@@ -311,6 +311,9 @@ class Trainer:
             finite = (
                 bool(torch.isfinite(local_loss)) and self.collection.pipeline.gradients.are_finite()
             )
+            gradient_scale = self.loss_scale.value * (max(weight, 1e-12) if num_parts > 1 else 1)
+            if gradient_scale != 1:
+                self.rows.scale_grad_(1 / gradient_scale)
             send = partial(
                 self.dense.send_remaining_buckets,
                 finite=finite,
@@ -326,14 +329,11 @@ class Trainer:
             if has_pushed_gradients:  # the push brings the gradients of weights that owners use
                 send()
             finite, stop, global_loss = self.dense.wait_for_sums()
-        gradient_scale = self.loss_scale.value
         if num_parts > 1:
             local_loss = local_loss / max(weight, 1e-12)
             global_loss = global_loss / max(weight, 1e-12)
-            gradient_scale *= max(weight, 1e-12)
         if gradient_scale != 1:
             self.dense.scale(1 / gradient_scale)
-            self.rows.scale_grad_(1 / gradient_scale)
         if finite and self._clip_gradients(outcome):
             with self.phases("update rows"):
                 self.rows.step(agreed=True)
