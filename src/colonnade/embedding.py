@@ -21,7 +21,6 @@ from colonnade.batch import Batch
 from colonnade.comm.collectives import notify_servers
 from colonnade.comm.mesh import Mesh
 from colonnade.errors import ConfigError, DataError
-from colonnade.exchange.cached import check_tables_uncached
 from colonnade.interaction import Interaction
 from colonnade.lookup.layout import declare
 from colonnade.lookup.row_access import MappedLookup, delete_rows, read_weights, scan_rows
@@ -307,8 +306,7 @@ class EmbeddingCollection(StatefulRows):
         Call it on every rank with the same ids (N,). A row that a batch in flight uses is reinitialised in place.
         Ids that were never trained are ignored."""
         self.ensure_open()
-        self.pipeline.updates.apply_pending()
-        check_tables_uncached(self.cached, self.opened.build_slices(table))
+        self.pipeline.drop_copies()
         delete_rows(self.slices, self.shards, self.store, self.policies, table, ids)
 
     def scan(self, table: str) -> Iterator[Rows]:

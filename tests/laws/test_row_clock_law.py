@@ -168,10 +168,20 @@ class Ones:
                 slow.change(self.cache.rows, clock.read_bound, clock.write_bound)
         apply_planned_bounds(cached)
 
-    def run(self, steps, changes=None, skipped=()):
+    def reset_rows(self):
+        """Load rows of one table, and delete those of the other: some of them have been used 0 times from here on."""
+        count = 9
+        load_rows(self.collection, "few", torch.zeros(count, 2, dtype=torch.float64))
+        self.collection.delete("any", -7 * torch.arange(count))
+        self.used[:, :count] = 0
+        for slow in self.slow:
+            slow.rows = {}
+
+    def run(self, steps, changes=None, skipped=(), resets=()):
         """Asserts of every read: nothing of one's own is missed, of each other rank s batches at most, nothing twice.
         changes: says after which steps bounds become others, and which. skipped: steps whose gradients are sent, and
-        dropped like those of a batch that is not finite. Returns batches by id that were ever
+        dropped like those of a batch that is not finite. resets: steps after which rows are loaded and deleted, with
+        batches in flight. Returns batches by id that were ever
         trained on, and the most that a read missed of all others."""
         own_batches, drawn_ids = self.batches(steps)
         used = self.used
@@ -216,6 +226,8 @@ class Ones:
             self.rows.step()
             for rank, peer_ids in enumerate(ids_of):
                 used[rank, peer_ids] += 1
+            if step in resets:
+                self.reset_rows()
         for t, sign in enumerate((1, -7)):
             cached_rows = self.collection.cached.cached_rows
             ids = cached_rows.ids[t] // sign
@@ -385,6 +397,38 @@ def skip_batches(mesh, policy, depth, tier):
 def test_the_same_holds_of_a_run_that_skips_batches(policy, depth, tier):
     """Decisions are those of a slow twin that never saw a skipped batch, though later ones were decided before."""
     assert all(run_ranks(2, skip_batches, policy, depth, tier))
+
+
+def load_and_delete_rows(mesh, policy, depth, servers):
+    world = Ones(mesh, 20, 12, share=0.5, policy=policy, depth=depth, servers=servers)
+    for _ in range(2):
+        total, _ = world.run(16, resets=(0, 6, 7, 13))
+        with world.rows.synchronized_view():
+            for stored in world.stored_rows():
+                assert np.array_equal(stored, total), "I1: every batch since, once"
+            for change in (
+                world.reset_rows,
+                lambda: world.collection.delete("any", torch.tensor([3])),
+            ):
+                with pytest.raises(RuntimeError, match="synchronized_view"):
+                    change()
+    counts, copies = world.collection.cached.counts, world.collection.cached.cached_rows
+    waiting = sum(int(ticks.sum()) for ticks in copies.num_pending)
+    assert counts.ticks + waiting == counts.hits + counts.misses + counts.lease_over
+    batches, _ = world.batches(2)
+    with world.collection.lookahead(batches) as ahead:
+        world.collection(next(ahead))
+        with pytest.raises(RuntimeError, match="was read and not trained on"):
+            world.reset_rows()
+    return True
+
+
+@pytest.mark.parametrize(
+    ("policy", "depth", "servers"), [("lru", 3, 0), ("lfu", 0, 0), ("lfu", 2, 1)]
+)
+def test_rows_that_are_loaded_or_deleted_are_read_at_once(policy, depth, servers):
+    """Copies of them are gone on every rank, and gradients that waited were applied before."""
+    assert all(run_ranks(2 + servers, load_and_delete_rows, policy, depth, servers))
 
 
 def begin_while_settled(mesh):
@@ -657,15 +701,9 @@ def leave_one_out(mesh):
             next(ahead)
     world = Ones(mesh, 6, 9, seed=1)
     total, _ = world.run(9)
-    with pytest.raises(ConfigError, match="may have copies of"):
-        world.collection.delete("few", torch.tensor([1]))
-    with pytest.raises(ConfigError, match="load_rows: got rows of table 'few' that ranks may have"):
-        load_rows(world.collection, "few", torch.ones(2, 2))
     other = EmbeddingCollection(world.collection.tables, world.collection.declaration.features)
     with pytest.raises(ConfigError, match="'any': got a policy of your own together with copies"):
         other.open(world.collection.plan, mesh, policies={"any": object()})
-    fresh = Ones(mesh, 6, 9)
-    load_rows(fresh.collection, "few", torch.zeros(3, 2))  # nobody has a copy yet
     with world.rows.synchronized_view():
         return str(error.value), [np.array_equal(stored, total) for stored in world.stored_rows()]
 

@@ -331,6 +331,14 @@ class Directory:
             "score": score.view(np.uint32).astype(np.int64),
         }
 
+    def without_rows(self) -> Directory:
+        """Return a directory that continues this one's count of batches, without rows."""
+        empty = Directory(self.capacity, self.clock, self.policy)
+        scalars = ("number", "time", "bounds")
+        state = self.export_state()
+        empty.load_state({name: state[name][: len(scalars) * (name in scalars)] for name in state})
+        return empty
+
     def load_state(self, directory_state: dict[str, np.ndarray]) -> None:
         """Load a state, its bounds included, into an empty directory, which keeps its own capacity.
 

@@ -50,7 +50,6 @@ from colonnade.cache.messages import (
 )
 from colonnade.cache.next_use import PreviewedBatch, sort_plan_rows_by_id, yield_batch_previews
 from colonnade.comm.mesh import Mesh
-from colonnade.errors import ConfigError
 from colonnade.exchange.contract import (
     ExchangePart,
     FetchedRows,
@@ -225,6 +224,11 @@ class CachedExchange(FetchedRowsPart[FetchedRowsLookup]):
         self.last_optimizers: tuple[Tensor, Tensor] | None = None  # of the newest update
 
     # ---- ids
+
+    @property
+    def has_batches_in_flight(self) -> bool:
+        """True if ids of a batch were sent that was neither trained on nor dropped."""
+        return bool(self._transfers)
 
     def preview_batches(self, batches: Iterable[Batch], slices: Slices) -> Iterator[Batch]:
         """Yield the batches of one lookahead, whose ids are sent one by one as they are yielded. If a table's policy
@@ -680,19 +684,6 @@ class CachedExchange(FetchedRowsPart[FetchedRowsLookup]):
                 if not last.is_fetched:
                     self._undone_previews.appendleft(last.preview)
                 self.counts.add_decision(join_decisions(decisions), -1)
-
-
-def check_tables_uncached(
-    cached: CachedExchange | None, table_indices: Sequence[int]
-) -> Sequence[int]:
-    """Return these table indices, if none is cached: copies would outlive deleted rows. Else raise ConfigError."""
-    for t in table_indices:
-        if cached is not None and cached.is_cached[t]:
-            raise ConfigError(
-                f"table {cached.declaration.tables[t].name!r}: got rows to delete that ranks may have copies of; leave "
-                "plan.cache out for this table"
-            )
-    return table_indices
 
 
 def find_cached_part(

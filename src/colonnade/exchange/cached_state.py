@@ -112,13 +112,34 @@ def apply_planned_bounds(exchange: CachedExchange) -> None:
     directories = exchange.directories
     if clocks == [directory.clock for directory in directories]:
         return  # on every rank alike
-    slots_by_table = list_pending_slots(exchange, [clock.write_bound for clock in clocks])
+    _flush_above(exchange, [clock.write_bound for clock in clocks])
+    for directory, clock in zip(directories, clocks, strict=True):
+        directory.set_clock(clock)
+
+
+def drop_copies(exchange: CachedExchange) -> None:
+    """Send all gradients pending at copies to their owners, as one update of each row, and drop the copies: the next
+    use of a row fetches it. Collective, between steps, without batches in flight. Raises BudgetExceeded as
+    `_flush_to_owners`, and RuntimeError for a batch that was read and not trained on."""
+    if exchange.has_batches_in_flight or exchange.is_synchronized:
+        raise RuntimeError(
+            "got rows to load or delete inside `with rows.synchronized_view()`, which restores rows when it ends, or "
+            "while a batch was read and not trained on, whose cached rows would be old; do it after "
+            "RowOptimizer.step(), before the next batch is read"
+        )
+    _flush_above(exchange, [0] * len(exchange.directories))
+    for t, directory in enumerate(exchange.directories):
+        exchange.directories[t] = directory.without_rows()
+
+
+def _flush_above(exchange: CachedExchange, write_bounds: Sequence[int]) -> None:
+    """Send sums of more than `write_bounds` batches, by table, to their owners. Collective. Raises BudgetExceeded."""
+    slots_by_table = list_pending_slots(exchange, write_bounds)
     num_rows = sum(map(len, slots_by_table))
     if any(map(int, exchange.mesh.all_gather_bytes(CHANNEL, b"%d" % num_rows))):
         _flush_to_owners(exchange, slots_by_table)
-    for directory, clock in zip(directories, clocks, strict=True):
-        exchange.counts.ticks += int(directory.flush(clock.write_bound).ticks.sum())
-        directory.set_clock(clock)
+    for directory, bound in zip(exchange.directories, write_bounds, strict=True):
+        exchange.counts.ticks += int(directory.flush(bound).ticks.sum())
     exchange.counts.pushed_full += num_rows
 
 

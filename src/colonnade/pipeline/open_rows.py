@@ -70,10 +70,6 @@ class OpenRows:
         store.resize(chosen)
         return describe_slot_changes(store.tables, before, store.capacities())
 
-    def build_slices(self, table: str) -> tuple[int, ...]:
-        """Return the indices of a declared table's slices among all sharded tables, from the left."""
-        return self.views.slices_of_table[self.views.declared.table_index(table)]
-
 
 def open_rows(
     declaration: EmbeddingDeclaration,

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from colonnade.batch import Batch
 from colonnade.errors import BudgetExceeded, ConfigError
+from colonnade.exchange.cached_state import drop_copies
 from colonnade.lookup.contract import Caller, LookupContext, PinnedRows, Pushed, RowSource
 from colonnade.pipeline.gradients import StepGradients, Update, Updates
 from colonnade.pipeline.lookahead import LATE, BatchStages, Lookahead, LookaheadSettings
@@ -239,6 +240,16 @@ class Pipeline:
         self.gradients.discard_batches()
         if self.rows.cached is not None and (reader := self.updates.reader()) is not None:
             reader.prepare_again()
+
+    def drop_copies(self) -> None:
+        """Apply every update, and drop all cached rows, because rows will change otherwise. Collective, between
+        steps. Raises as `cached_state.drop_copies`."""
+        self.updates.apply_pending()
+        cached = self.rows.cached
+        if cached is not None and cached.number:
+            if (reader := self.updates.reader()) is not None:
+                reader.prepare_again()
+            drop_copies(cached)
 
     def drop_batch(self, context: LookupContext) -> None:
         """Drop a prepared batch: unpin its rows and apply nothing."""

@@ -43,13 +43,12 @@ def load_rows(
     collection.ensure_open()
     table_index = collection.declaration.table_index(table)
     declared = collection.tables[table_index]
-    _check_not_cached(collection, table_index)
     values = weights.weight if isinstance(weights, nn.Embedding | nn.EmbeddingBag) else weights
     values = values.detach().cpu()
     if ids is None:
         ids = torch.arange(len(values))
     _check_weights_and_ids(declared, values, ids)
-    collection.pipeline.updates.apply_pending()
+    collection.pipeline.drop_copies()
     for start in range(0, len(ids), ROWS_PER_CHUNK):
         chunk = slice(start, start + ROWS_PER_CHUNK)
         store_records(
@@ -106,7 +105,6 @@ def load_export(model: nn.Module, collection: EmbeddingCollection, folder: Path 
     export = read_export(folder)
     tables = {table.name: table for table in export.tables}
     for table_index, declared in enumerate(collection.tables):
-        _check_not_cached(collection, table_index)
         exported = tables.get(declared.name)
         if (
             exported is None
@@ -183,21 +181,6 @@ def store_records(
                     collection.step,
                 )
                 collection.store.delete(shard_index, evicted)
-
-
-def _check_not_cached(collection: EmbeddingCollection, table_index: int) -> None:
-    """Raise ConfigError if ranks may have cached rows of the table, because they would keep the old values."""
-    cached = collection.cached
-    shard_indices = collection.slices.slices_of_table[table_index]
-    if (
-        cached is not None
-        and cached.number
-        and any(cached.is_cached[shard_index] for shard_index in shard_indices)
-    ):
-        raise ConfigError(
-            f"load_rows: got rows of table {collection.tables[table_index].name!r} that ranks may have copies of, "
-            "which would stay as they are; load before the first batch, or leave plan.cache out for this table"
-        )
 
 
 def _check_weights_and_ids(table: Table, weights: Tensor, ids: Tensor) -> None:
