@@ -65,7 +65,7 @@ def test_servers_store_the_rows_of_two_trainers(shell):
 @pytest.mark.slow
 @pytest.mark.budget(150)
 def test_trainers_with_cached_rows_beside_a_server(shell):
-    """The bits are those of two ranks with caches and no server. Killed, interrupted, resumed, and its files predict."""
+    """The bits are those of two ranks with caches and no server. Killed, interrupted and resumed, it predicts."""
     write_shop(shell)
     cached = "--set plan.cache.size=40 --set plan.cache.staleness=10"
     shell.run(f"{TRAIN} whole --ranks 2 {cached}")

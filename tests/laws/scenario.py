@@ -263,6 +263,7 @@ def train(
     hot: Mapping[str, Any] | None = None,
     caches: Mapping[str, Any] | None = None,
     cache_tier: CacheTier = "dram",
+    codec: Mapping[str, str] | None = None,
     over: Literal["fields", "ids"] = "fields",
 ) -> Trained:
     """Every rank calls it; every rank returns the same, on the CPU. Step t has `sizes[t]` (or `size`) samples."""
@@ -280,6 +281,7 @@ def train(
             lookahead=lookahead,
             staleness_steps=staleness,
             cache=cache_settings(caches, cache_tier),
+            codec=dict(codec or {}),
             tables=by_table(
                 staleness_steps=late, sharding=shardings, exchange=exchanges, replicated_rows=hot
             ),

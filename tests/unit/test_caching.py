@@ -98,8 +98,6 @@ def test_plans_say_copies_and_come_back_from_json():
     ("words", "settings"),
     [
         ("plan.cache with staleness_steps", {"staleness_steps": 2}),
-        ("codec.values=bf16", {"codec": {"values": "bf16"}}),
-        ("codec.gradients=int8", {"codec": {"gradients": "int8"}}),
         ("set plan.cache.tier=hbm to have the copies", {"memory": {"hbm": 10**9}}),
         ("exchange=pooled", {"exchange": "pooled"}),
         ("that are replicated", {"sharding": "replicated"}),

@@ -184,7 +184,9 @@ def _open_copies(hops: Sequence[Hop], part: PartSettings) -> ExchangePart[Any]:
 
 
 def _open_cached(hops: Sequence[Hop], part: PartSettings) -> CachedExchange:
-    return CachedExchange(part.declaration, part.mesh, part.shardings, part.caches, part.copies_on)
+    return CachedExchange(
+        part.declaration, part.mesh, part.shardings, part.caches, part.coding, part.copies_on
+    )
 
 
 def _open_bags_exchange(hops: Sequence[Hop], part_settings: PartSettings) -> BagsExchange:

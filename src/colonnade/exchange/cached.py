@@ -26,6 +26,7 @@ from torch import Tensor
 from colonnade import _native
 from colonnade.batch import Batch
 from colonnade.cache import CachedRows, DeviceCachedRows, NativeCachedRows, count_sent_record_bytes
+from colonnade.cache.counts import AGES, CacheCounts, count_rows_by_age
 from colonnade.cache.directory import (
     EXPIRED,
     HIT,
@@ -77,52 +78,8 @@ from colonnade.lookup.views import Slices
 from colonnade.staleness import RowClock, TableCache
 from colonnade.store.contract import RowView
 from colonnade.topology.sharding import Sharding
-
-
-@dataclass
-class CacheCounts:
-    """Counts of rows of training's batches since the run was opened, each row once a batch. Pushes are counted on the
-    rank that sends them, and so are whole rows."""
-
-    hits: int = 0  # used without a request
-    misses: int = 0
-    lease_over: int = 0
-    renewed: int = (
-        0  # part of `lease_over`: copies that had not changed at the owner, which sent a bit
-    )
-    pushed_full: int = 0  # because more batches were pending than the write rule allows
-    pushed_leaving: int = 0  # because the copy is dropped with the batch that used it
-    pushed_evicted: int = 0  # because the copy was evicted
-    ticks: int = 0  # batches with gradients in all that was pushed
-
-    def add_decision(self, joined_decision: Decision, sign: int = 1) -> None:
-        """Add the counts of a decision of all tables, `join_decisions`. sign -1: subtract them, to undo it."""
-        num_by_outcome = np.bincount(joined_decision.outcomes, minlength=3) * sign
-        self.hits += int(num_by_outcome[HIT])
-        self.misses += int(num_by_outcome[MISS])
-        self.lease_over += int(num_by_outcome[EXPIRED])
-        leaving = int((joined_decision.pushed & joined_decision.leaving).sum()) * sign
-        self.pushed_leaving += leaving
-        self.pushed_full += int(joined_decision.pushed.sum()) * sign - leaving
-        self.pushed_evicted += len(joined_decision.evicted_ids) * sign
-        ticks = int(joined_decision.ticks[joined_decision.pushed].sum()) + int(
-            joined_decision.evicted_ticks.sum()
-        )
-        self.ticks += ticks * sign
-
-
-AGES = 32
-"""Number of bins of counts of rows by age of the copy that was read: 0 batches, 1, 2 to 3, 4 to 7, and so on."""
-
-
-def count_rows_by_age(decisions: Sequence[Decision]) -> np.ndarray:
-    """Count a batch's rows by age: batches since they were last requested from their owner, 0 with this one. (AGES,)
-    int64.
-
-    A read misses at most that many batches of every other rank, and the batches whose gradients were pending there at
-    the request: at most `write_bound`."""
-    ages = [np.where(decision.outcomes == HIT, decision.ages, 0) for decision in decisions]
-    return np.bincount(np.frexp(np.concatenate(ages))[1], minlength=AGES)
+from colonnade.wire.codec import RoundingKey
+from colonnade.wire.coding import NO_CODING, Coding
 
 
 @dataclass(slots=True)
@@ -175,11 +132,13 @@ class CachedExchange(FetchedRowsPart[FetchedRowsLookup]):
         mesh: Mesh,
         shardings: Sequence[Sharding] | None,
         caches: Sequence[TableCache | None],
+        coding: Coding = NO_CODING,
         device: torch.device | None = None,
     ) -> None:
         """Take caches by table; None for tables of another exchange. device: memory of the cached rows; None: this
         process's."""
-        self.rows = RowsExchange(declaration, mesh, shardings)
+        self.rows = RowsExchange(declaration, mesh, shardings, coding)
+        self.codec = self.rows.codec
         self.declaration = declaration
         self.mesh = mesh
         self.owner = self.rows.owner
@@ -473,7 +432,8 @@ class CachedExchange(FetchedRowsPart[FetchedRowsLookup]):
         )
 
     def _exchange_row_records(self, cache_transfer: CacheTransfer, row_slots: Tensor) -> None:
-        """Send records of rows to the ranks that copy them, and receive this rank's. Collective."""
+        """Send records of rows to the ranks that copy them, and receive this rank's. Collective. Where values are
+        coded, a copy has the weights that its owner's codec sent, and the owner's optimizer state."""
         assert (
             cache_transfer.served_requests is not None
             and cache_transfer.is_sent is not None
@@ -483,15 +443,20 @@ class CachedExchange(FetchedRowsPart[FetchedRowsLookup]):
         is_received = cache_transfer.is_received
         served = cache_transfer.served_requests.row_requests
         requested = cache_transfer.row_requests
-        sent_layout = build_row_layout(served.count_rows(is_sent), self.record_widths)
-        received_layout = build_row_layout(requested.count_rows(is_received), self.record_widths)
-        message = self.mesh.allocate_send_buffer(sent_layout.num_elements, torch.uint8)
+        codec = self.codec
+        is_coded = codec.values.name != "exact"
+        dtype = self.declaration.dtype
+        widths = self.record_widths
+        sent_widths = codec.count_sent_bytes(widths, dtype) if is_coded else widths
+        sent_counts = served.count_rows(is_sent)
+        sent_layout = build_row_layout(sent_counts, sent_widths)
+        received_layout = build_row_layout(requested.count_rows(is_received), sent_widths)
+        message = self.mesh.allocate_send_buffer(int((sent_counts * widths).sum()), torch.uint8)
         self.store.native.pack_blocks(
-            row_slots[torch.from_numpy(is_sent)],
-            sent_layout.counts.ravel(),
-            self.record_widths,
-            message,
+            row_slots[torch.from_numpy(is_sent)], sent_counts.ravel(), widths, message
         )
+        if is_coded:
+            message = codec.encode_records(message, sent_counts, widths, dtype)
         received, _ = self.mesh.all_to_all(
             "fetch",
             message,
@@ -499,6 +464,8 @@ class CachedExchange(FetchedRowsPart[FetchedRowsLookup]):
             received_layout.rank_elements,
             traffic_tag="fetch",
         )
+        if is_coded:
+            received = codec.decode_records(received, received_layout.counts, widths, dtype)
         for t, num_slots in enumerate(cache_transfer.num_slots):
             self.cached_rows.grow_table(t, num_slots)
         slots = cache_transfer.request_slots[is_received]
@@ -507,7 +474,7 @@ class CachedExchange(FetchedRowsPart[FetchedRowsLookup]):
             slots,
             cache_transfer.ids[is_received],
             received,
-            self.record_widths,
+            widths,
         )
         if has_pending.any():
             # Gradients that the owner does not have yet are applied to the received copy at once, as the owner will.
@@ -560,8 +527,19 @@ class CachedExchange(FetchedRowsPart[FetchedRowsLookup]):
         row_slots = _slots_by_request(lookup)[
             torch.from_numpy(served_requests.row_requests.written)
         ]
+        rounding_keys = None
+        if self.codec.gradients.name != "exact":
+            ids = torch.from_numpy(transfer.ids[requested.written])
+            ids_by_block = ids.split(sent_layout.counts.ravel().tolist())
+            rounding_keys = self.codec.build_block_keys(ids_by_block, step, batch_index)
         return partial(
-            self.send_pending_sums, "push", send, sent_layout, served_requests, row_slots
+            self.send_pending_sums,
+            "push",
+            send,
+            sent_layout,
+            served_requests,
+            row_slots,
+            rounding_keys,
         )
 
     def send_pending_sums(
@@ -571,16 +549,24 @@ class CachedExchange(FetchedRowsPart[FetchedRowsLookup]):
         sent_layout: RowLayout,
         served_requests: ServedRequests,
         row_slots: Tensor,
+        rounding_keys: Sequence[RoundingKey] | None = None,
     ) -> RowGradients:
         """Send sums to the owners, and return those received for this rank's rows. Collective. row_slots: slots of the
-        rows of received sums, in their order."""
+        rows of received sums, in their order. rounding_keys: by block of the sums, to send them coded."""
         received_layout = build_row_layout(
             served_requests.row_requests.count_rows(served_requests.row_requests.written),
             self.widths,
         )
-        received, _ = self.mesh.all_to_all(
-            channel, pending_sums, sent_layout.rank_elements, received_layout.rank_elements
-        )
+        layouts = sent_layout, received_layout
+        sizes = [layout.rank_elements for layout in layouts]
+        dtype = pending_sums.dtype
+        codec = self.codec
+        if rounding_keys is not None:
+            pending_sums = codec.encode_gradients(pending_sums, sent_layout, rounding_keys)
+            sizes = [codec.rank_bytes(codec.gradients, layout, dtype) for layout in layouts]
+        received, _ = self.mesh.all_to_all(channel, pending_sums, *sizes)
+        if rounding_keys is not None:
+            received = codec.decode_gradients(received, received_layout, dtype)
         plan = served_requests.plan
         entries = torch.as_tensor(plan.entries)
         firsts = entries[torch.as_tensor(plan.segment_offsets)[:-1].long()].long()

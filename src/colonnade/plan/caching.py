@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 
 from colonnade.config.plan import CacheConfig, CacheSize, PlanConfig, TableCacheConfig
 from colonnade.errors import ConfigError
-from colonnade.plan.plan import EXACT
 from colonnade.staleness import TableCache, row_clock
 from colonnade.table import ITEM_BYTES, Table
 from colonnade.topology.sharding import Sharding
@@ -111,29 +110,12 @@ def check_cache_settings(
     """Raise ConfigError for settings that exclude row caches. tables, shardings and exchanges: by table."""
     if not caches:
         return
-    required = {
-        "memory.hbm": (
-            config.memory.hbm,
-            None,
-            "caches copy rows from their owners' main memory: set plan.cache.tier=hbm to have the copies on the "
-            "device, and leave memory.hbm out",
-        ),
-        "codec.values": (
-            config.codec.values,
-            EXACT.values,
-            "caches store exact rows: leave it exact",
-        ),
-        "codec.gradients": (
-            config.codec.gradients,
-            EXACT.gradients,
-            "caches sum exact gradients: leave it exact",
-        ),
-    }
-    for name, (got, wanted, advice) in required.items():
-        if got != wanted:
-            raise ConfigError(
-                f"plan.cache: got plan.{name}={got} with it; {advice}, or leave plan.cache out"
-            )
+    if config.memory.hbm is not None:
+        raise ConfigError(
+            f"plan.cache: got plan.memory.hbm={config.memory.hbm} with it; caches copy rows from their owners' main "
+            "memory: set plan.cache.tier=hbm to have the copies on the device, and leave memory.hbm out, or leave "
+            "plan.cache out"
+        )
     for table, sharding, exchange in zip(tables, shardings, exchanges, strict=True):
         if table.name not in caches:
             continue

@@ -104,7 +104,7 @@ def load_export(model: nn.Module, collection: EmbeddingCollection, folder: Path 
     folder = Path(folder)
     export = read_export(folder)
     tables = {table.name: table for table in export.tables}
-    for table_index, declared in enumerate(collection.tables):
+    for declared in collection.tables:
         exported = tables.get(declared.name)
         if (
             exported is None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,7 +22,9 @@ from colonnade.wire.codec import (
     RoundingKey,
     RowBlock,
     decode_elements,
+    decode_rows,
     encode_elements,
+    encode_rows,
 )
 
 NARROW_ROW_ERROR = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
@@ -89,6 +91,50 @@ class RowCodec:
         decode_elements(self.gradients, data, self._blocks(layout), elements)
         return elements
 
+    def encode_records(
+        self, records: Tensor, row_counts: np.ndarray, record_bytes: np.ndarray, dtype: torch.dtype
+    ) -> Tensor:
+        """Return records as they are sent, uint8: their weights as values are sent, and the other bytes as they are.
+        records: the first `record_bytes` (T,) bytes of each record, for row_counts (N, T) rows."""
+        parts = []
+        for t, block in self._split_records(records, row_counts, record_bytes):
+            num_bytes = sum(self.dims[t]) * dtype.itemsize
+            weights = block[:, :num_bytes].contiguous().view(dtype)
+            coded = encode_rows(self.values, weights, self.dims[t], None)
+            parts.append(torch.cat([coded, block[:, num_bytes:]], dim=1).flatten())
+        return torch.cat([*parts, torch.empty(0, dtype=torch.uint8)])
+
+    def decode_records(
+        self, data: Tensor, row_counts: np.ndarray, record_bytes: np.ndarray, dtype: torch.dtype
+    ) -> Tensor:
+        """Decode the result of `encode_records`, with weights rounded to `dtype`."""
+        parts = []
+        sent_bytes = self.count_sent_bytes(record_bytes, dtype)
+        for t, block in self._split_records(data, row_counts, sent_bytes):
+            num_bytes = self.values.row_bytes(self.dims[t], dtype)
+            weights = decode_rows(self.values, block[:, :num_bytes], self.dims[t]).to(dtype)
+            row = [weights.view(torch.uint8), block[:, num_bytes:]]
+            parts.append(torch.cat(row, dim=1).flatten())
+        return torch.cat([*parts, torch.empty(0, dtype=torch.uint8)])
+
+    def count_sent_bytes(self, record_bytes: np.ndarray, dtype: torch.dtype) -> np.ndarray:
+        """Return the bytes that `encode_records` sends of a record, by table."""
+        saved = [
+            sum(dims) * dtype.itemsize - self.values.row_bytes(dims, dtype) for dims in self.dims
+        ]
+        return record_bytes - np.array(saved)
+
+    @staticmethod
+    def _split_records(
+        records: Tensor, row_counts: np.ndarray, record_bytes: np.ndarray
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Yield the table and the rows (n, bytes) of each block that has some."""
+        sizes = (row_counts * record_bytes).ravel().tolist()
+        for number, block in enumerate(records.split(sizes)):
+            t = number % len(record_bytes)
+            if len(block):
+                yield t, block.view(-1, int(record_bytes[t]))
+
     def rank_bytes(self, codec: Codec, layout: RowLayout, dtype: torch.dtype) -> list[int]:
         """Return the number of bytes to or from each rank, for elements of `dtype`."""
         widths = [codec.row_bytes(dims, dtype) for dims in self.dims]
@@ -104,10 +150,18 @@ class RowCodec:
         unique = torch.as_tensor(lookup_plan.unique_ids)
         num_tables = len(self.names)
         num_ranks = (len(borders) - 1) // num_tables
+        block_order = [t * num_ranks + r for r in range(num_ranks) for t in range(num_tables)]
+        ids_by_block = [unique[borders[b] : borders[b + 1]] for b in block_order]
+        return self.build_block_keys(ids_by_block, step, batch_index)
+
+    def build_block_keys(
+        self, ids_by_block: Sequence[Tensor], step: int, batch_index: int
+    ) -> list[RoundingKey]:
+        """Return the rounding keys of blocks of rows, rank by rank, table by table."""
         seeds = [self.coding.gradient_seed(name, self.rank, batch_index) for name in self.names]
-        block_order = [(t, t * num_ranks + r) for r in range(num_ranks) for t in range(num_tables)]
         return [
-            RoundingKey(unique[borders[b] : borders[b + 1]], seeds[t], step) for t, b in block_order
+            RoundingKey(ids, seeds[number % len(seeds)], step)
+            for number, ids in enumerate(ids_by_block)
         ]
 
     def _blocks(self, layout: RowLayout) -> list[RowBlock]:
