@@ -67,3 +67,20 @@ def test_and_so_they_do_after_a_rank_is_killed(killed, tmp_path, monkeypatch):
     monkeypatch.delenv("FAULT")
     run_to_end(tmp_path / "plain", CACHED, num_ranks=2)
     assert digest(tmp_path / "roles") == digest(tmp_path / "plain")
+
+
+@pytest.mark.slow
+def test_a_run_with_caches_of_tables_that_are_cut_resumes(tmp_path):
+    """Copies of slices are in checkpoints."""
+    cut = {
+        **CACHED,
+        "embedding.optimizer": "adagrad",
+        "plan.tables": {
+            "C2": {"sharding": "column_wise", "ranks": [0, 1]},
+            "C3": {"replicated_rows": [0, 1, 2]},
+        },
+    }
+    run_to_end(tmp_path / "whole", cut, num_ranks=2)
+    run_to_end(tmp_path / "run", {**cut, "train.max_steps": 6}, num_ranks=2)
+    run_to_end(tmp_path / "run", cut, num_ranks=2)
+    assert digest(tmp_path / "run") == digest(tmp_path / "whole")

@@ -23,7 +23,6 @@ from colonnade.plan.caching import (
 )
 from colonnade.plan.plan import Plan
 from colonnade.staleness import RowClock, TableCache, row_clock
-from colonnade.topology.sharding import column_wise
 
 TABLES = [Table("item", 8, rows=1000), Table("user", 4)]
 ONE = TableCache(10, RowClock(1, 2), "lfu")
@@ -100,14 +99,20 @@ def test_plans_say_copies_and_come_back_from_json():
         ("plan.cache with staleness_steps", {"staleness_steps": 2}),
         ("set plan.cache.tier=hbm to have the copies", {"memory": {"hbm": 10**9}}),
         ("exchange=pooled", {"exchange": "pooled"}),
-        ("that are replicated", {"sharding": "replicated"}),
-        ("cut by columns", {"tables": {"item": {"sharding": column_wise(range(2))}}}),
-        ("all or some", {"tables": {"item": {"replicated_rows": [1]}}}),
     ],
 )
 def test_what_does_not_go_with_copies_is_refused(words, settings):
     with pytest.raises(ValueError, match=words):
         build_plan(TABLES, 2, PlanConfig(cache=cache_settings({"item": ONE}), **settings))
+
+
+def test_replicated_tables_need_no_cache():
+    settings = {"cache": {"size": 5}, "tables": {"item": {"sharding": "replicated"}}}
+    plan = build_plan(TABLES, 2, PlanConfig(**settings))
+    assert [(table.exchange, table.cache is None) for table in plan.tables] == [
+        ("replicated", True),
+        ("cached", False),
+    ]
 
 
 def test_unknown_policies_are_refused():

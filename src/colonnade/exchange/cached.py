@@ -417,8 +417,8 @@ class CachedExchange(FetchedRowsPart[FetchedRowsLookup]):
         if self._transfers[0] is not transfer:
             raise RuntimeError(
                 "with a cache every batch of a lookahead is trained on, in order, before the next one is read: one was "
-                "left out, or a second one read before RowOptimizer.step(); close the lookahead, drop what was read "
-                "with collection.discard_batches(), and open it again"
+                "left out, or a second one read before RowOptimizer.step(); drop what was read with "
+                "collection.discard_batches()"
             )
         transfer.is_fetched = True
         self._exchange_row_records(transfer, _slots_by_request(lookup))

@@ -101,7 +101,7 @@ def open_rows(
                 exchange=names[table_shard.number],
                 sharding=table_shard.sharding,
                 reads_ahead=steps_ahead[table_shard.number],
-                cache=plan.tables[table_shard.number].cache,
+                cache=None if table_shard.is_hot else plan.tables[table_shard.number].cache,
             )
             for table_shard in table_shards
         ],

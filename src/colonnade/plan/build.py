@@ -97,9 +97,11 @@ def build_plan(
     if isinstance(config.towers, int) and world.num_ranks > 1:
         list_tower_ranks(world, config.towers)  # Raises for towers of different sizes.
     caches = build_table_caches(config.cache, tables)
-    if world.num_ranks == 1:  # The settings are checked above all the same.
-        caches = {}
-    check_cache_settings(config, caches, tables, shardings, exchanges)
+    for table, sharding in zip(tables, shardings, strict=True):
+        # Every rank has replicated rows, and one rank has all rows. The settings were checked all the same.
+        if sharding.is_replicated or world.num_ranks == 1:
+            caches.pop(table.name, None)
+    check_cache_settings(config, caches, tables, exchanges)
     memory = _divide_evenly(tables, shardings, world.num_ranks, config.memory)
     device_rows = _divide_device_evenly(tables, shardings, world.num_ranks, config.memory)
     planned = []

@@ -11,7 +11,6 @@ from colonnade.config.plan import CacheConfig, CacheSize, PlanConfig, TableCache
 from colonnade.errors import ConfigError
 from colonnade.staleness import TableCache, row_clock
 from colonnade.table import ITEM_BYTES, Table
-from colonnade.topology.sharding import Sharding
 
 BOOKKEEPING = 42
 """Bytes of a cached row in addition to its record and the sum of its gradients: 30 in the directory, 12 in `Copies`."""
@@ -53,7 +52,7 @@ def count_cached_rows(size: CacheSize, table: Table) -> int:
 
 def build_table_caches(
     config: CacheConfig | None, tables: Sequence[Table]
-) -> Mapping[str, TableCache]:
+) -> dict[str, TableCache]:
     """Return the cache of each table by name; tables without a size have none. Raises ConfigError."""
     if config is None:
         return {}
@@ -104,10 +103,9 @@ def check_cache_settings(
     config: PlanConfig,
     caches: Mapping[str, TableCache],
     tables: Sequence[Table],
-    shardings: Sequence[Sharding],
     exchanges: Sequence[str],
 ) -> None:
-    """Raise ConfigError for settings that exclude row caches. tables, shardings and exchanges: by table."""
+    """Raise ConfigError for settings that exclude row caches. tables and exchanges: by table."""
     if not caches:
         return
     if config.memory.hbm is not None:
@@ -116,18 +114,13 @@ def check_cache_settings(
             "memory: set plan.cache.tier=hbm to have the copies on the device, and leave memory.hbm out, or leave "
             "plan.cache out"
         )
-    for table, sharding, exchange in zip(tables, shardings, exchanges, strict=True):
+    for table, exchange in zip(tables, exchanges, strict=True):
         if table.name not in caches:
             continue
-        if exchange != "rows" and not sharding.is_replicated:
+        if exchange != "rows":
             raise ConfigError(
                 f"plan.cache: got exchange={exchange} for table {table.name!r}, wanted rows, the only exchange with a "
                 "cache; set plan.exchange=rows"
-            )
-        if sharding.is_replicated or sharding.slices > 1 or sharding.hot is not None:
-            raise ConfigError(
-                f"plan.cache: got rows of table {table.name!r} that are replicated, all or some, or cut by columns; "
-                "choose sharding row_wise, host_wise or table_wise without replicated_rows"
             )
         if table.admission is not None or table.eviction is not None:
             raise ConfigError(
