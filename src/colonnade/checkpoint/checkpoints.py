@@ -559,8 +559,7 @@ def _restore_cached_rows(
     """Restore this rank's cached rows, if the checkpoint has the shardings of this run."""
     cached: CachedExchange | None = trainer.collection.cached
     copies: list[Any] = [state.get("cache") for state in rank_states]
-    shardings = [sharding.to_dict() for sharding in trainer.collection.plan.shardings]
-    is_same = shardings == list(header["shardings"].values())
+    is_same = [*trainer.collection.plan.shardings] == [*read_table_shardings(header)]
     if cached is not None and is_same and can_load_cache(cached, copies):
         restore_cache_state(cached, copies[trainer.mesh.rank])
 

@@ -26,15 +26,17 @@ from torch import Tensor
 from colonnade import _native
 from colonnade.batch import Batch
 from colonnade.cache import CachedRows, DeviceCachedRows, NativeCachedRows, count_sent_record_bytes
-from colonnade.cache.counts import AGES, CacheCounts, count_rows_by_age
 from colonnade.cache.directory import (
+    AGES,
     EXPIRED,
     HIT,
     MISS,
+    CacheCounts,
     Decision,
     Directory,
     OverwrittenVersions,
     VersionLog,
+    count_rows_by_age,
     join_decisions,
 )
 from colonnade.cache.messages import (

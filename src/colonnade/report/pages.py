@@ -440,7 +440,7 @@ def _build_cache_age_table(run: RunRecord) -> NumberTable | None:
 
 
 def _format_ages(lowest: int) -> str:
-    """Format an interval of `cache.counts.AGES`, given its lowest age."""
+    """Format an interval of `cache.directory.AGES`, given its lowest age."""
     if lowest < 2:
         return "0: checked for this batch" if lowest == 0 else "1"
     return f"{lowest:,} to {2 * lowest - 1:,}"

@@ -15,7 +15,7 @@ run/metrics.jsonl      {"step", "kind", "time", ...}; by kind:
                fetch, push, dense, evaluate, checkpoint, control) and link (local: ranks of its host, remote: others)
     missed     only with bounded staleness: number of batches since the previous such line, by the number of updates
                that their reads missed ("4"), as this rank applied them
-    cache      only with a row cache: `cache.counts.CacheCounts` of rows of batches since the previous such line:
+    cache      only with a row cache: `cache.directory.CacheCounts` of rows of batches since the previous such line:
                hits, misses, lease_over (renewed among them), pushed by cause, ticks (version lag) of pushed rows
     copy_ages  the same rows by the age of the cached row that was read, in batches since it was fetched ("0": with the
                batch, "1", "2" to 3, "4" to 7, ..). A read misses at most that many batches of each other rank, plus
