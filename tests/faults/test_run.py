@@ -92,11 +92,16 @@ def test_nan_on_one_rank_stops_all():
         assert "applied on any rank" in message and step == 2
 
 
-def skip_with_copies(mesh, staleness, servers=0):
+def skip_with_copies(mesh, staleness, servers=0, lookahead=3, policy="lru"):
     """Skip a step whose batch has a NaN on rank 0; return the rows."""
-    settings = {"plan": {"servers": servers, "lookahead": 3}}
+    settings = {"plan": {"servers": servers, "lookahead": lookahead}}
     if staleness is not None:
-        settings["plan"]["cache"] = {"size": 50, "staleness": staleness}
+        settings["plan"]["cache"] = {
+            "size": 50,
+            "staleness": staleness,
+            "write_share": 1.0,
+            "policy": policy,
+        }
     plain = config(train__epochs=1, train__on_non_finite="skip", train__evaluate_steps=4)
     data = poisoned(3) if mesh.rank == 0 else None
     run = open_run(
@@ -118,6 +123,12 @@ def test_a_step_is_skipped_with_copies_of_rows():
     plain, exact, late = (run_ranks(2, skip_with_copies, bound)[0] for bound in (None, 0, 9))
     assert torch.equal(plain, exact) and not torch.equal(plain, late)
     assert all(torch.equal(late, rows) for rows in run_ranks(3, skip_with_copies, 9, 1))
+
+
+@pytest.mark.parametrize("policy", ["lfu", "lookahead"])
+def test_decisions_after_a_skipped_step_do_not_depend_on_how_many_were_made_before(policy):
+    one, other = (run_ranks(2, skip_with_copies, 9, 0, n, policy)[0] for n in (0, 4))
+    assert torch.equal(one, other)
 
 
 def assert_same_model(one, other):

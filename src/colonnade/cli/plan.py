@@ -139,7 +139,7 @@ def _build_plan_world(
 
 def _default_to_automatic(config: Path | None, set_: list[str] | None) -> dict[str, str]:
     """Return `auto` for shardings and exchanges, which this command chooses if the user sets neither. Return nothing
-    with `plan.cache`: cached rows need the exchange rows and rows that are not cut by columns."""
+    with `plan.cache`: cached rows need the exchange rows."""
     from colonnade.cli.train import parse_set_options
     from colonnade.formats import parse_yaml, read_text_file
 

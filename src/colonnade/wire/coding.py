@@ -122,7 +122,7 @@ class RowCodec:
         saved = [
             sum(dims) * dtype.itemsize - self.values.row_bytes(dims, dtype) for dims in self.dims
         ]
-        return np.subtract(record_bytes, saved)
+        return np.asarray(record_bytes - np.array(saved))
 
     @staticmethod
     def _split_records(
