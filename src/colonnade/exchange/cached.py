@@ -664,9 +664,8 @@ class CachedExchange(FetchedRowsPart[FetchedRowsLookup]):
                     zip(self.directories, decisions, strict=True)
                 ):
                     directory.undo_decision(decision)
-                    if (
-                        last.sums is not None
-                    ):  # gradients that were sent, and not applied, wait again
+                    if last.sums is not None:
+                        # Gradients that were sent, and not applied, wait again.
                         state = directory.export_state()
                         self.cached_rows.num_pending[t][state["slots"]] = state["ticks"]
                 if not last.is_fetched:
