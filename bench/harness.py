@@ -126,15 +126,19 @@ class ArmFile:
         bench: str,
         compute_ratios: Callable[[Sequence[Measured]], Mapping[str, float]],
         versions: Mapping[str, str],
-        **extent: Any,
+        former_names: Sequence[str] = (),
     ) -> None:
-        """Read what earlier calls wrote. path: None: nothing is written. extent: what its `machine` must agree with.
+        """Read what earlier calls wrote. path: None: nothing is written. former_names: of benches that this one
+        replaces, whose files it reads.
 
-        Raises BenchError for the file of another bench or extent.
+        Raises BenchError for the file of another bench.
         """
-        self.path, self.bench, self.extent = path, bench, extent
+        self.path, self.bench = path, bench
         self.compute_ratios, self.versions = compute_ratios, versions
-        self.measured = read_measured(path, bench, **extent)
+        self.measured: list[Measured] = []
+        if path is not None and path.exists():
+            name = json.loads(path.read_text())["bench"]
+            self.measured = read_measured(path, name if name in former_names else bench)
         self.start = read_cpu_seconds()
 
     def add(self, measured: Sequence[Measured]) -> None:
@@ -146,7 +150,7 @@ class ArmFile:
     def build_report(self) -> dict[str, Any]:
         """Build the report of all rows."""
         machine = describe_machine(
-            threads=1, others_share=round(others_share(self.start), 2), versions=self.versions, **self.extent
+            threads=1, others_share=round(others_share(self.start), 2), versions=self.versions
         )  # fmt: skip
         return report(
             self.bench, version=__version__, machine=machine,

@@ -9,7 +9,6 @@ from harness import ArmFile, Measured
 
 PREFIX = "AUC at "
 """Beginning of the unit of a pilot's row; the learning rate follows."""
-Mean = Callable[[Sequence[float]], float]
 
 
 def find_best_rate(
@@ -19,7 +18,6 @@ def find_best_rate(
     choices: Sequence[float],
     run_pilot: Callable[[float], list[float]],
     *,
-    mean: Mean = fmean,
     is_quick: bool = False,
 ) -> float:
     """Run the pilots that the file lacks, and return the learning rate whose AUCs have the largest mean.
@@ -28,19 +26,17 @@ def find_best_rate(
     only.
     """
     while True:
-        scored = read_scored_rates(file.measured, case, system, mean)
+        scored = read_scored_rates(file.measured, case, system)
         lr = None if scored and is_quick else choose_next_rate(choices, scored)
         if lr is None:
             return max(scored, key=lambda rate: scored[rate])
         file.add([Measured(case, system, f"{PREFIX}{lr}", run_pilot(lr))])
 
 
-def read_scored_rates(
-    measured: Sequence[Measured], case: str, system: str, mean: Mean = fmean
-) -> dict[float, float]:
+def read_scored_rates(measured: Sequence[Measured], case: str, system: str) -> dict[float, float]:
     """Return the mean AUC of a system's pilots by learning rate."""
     return {
-        float(m.unit.removeprefix(PREFIX)): mean(m.values)
+        float(m.unit.removeprefix(PREFIX)): fmean(m.values)
         for m in measured
         if (m.case, m.system) == (case, system)
     }

@@ -1,16 +1,14 @@
-"""Tables of `bench quality_partials`: differences of AUC with paired intervals.
+"""Tables and ratios of `bench quality`: AUC lost against synchronous training, a flat model or models over fields.
 
-An interval is that of a paired bootstrap. Two arms have scored the same blocks of samples, so what is resampled is the
-difference of their AUCs on a block; runs of RUN neighbouring blocks are drawn together, for neighbours share their
-popular ids, and from each seed's stream as many as it has. It says what another stream of this kind would change. What
-another beginning of training would change is seen from the seeds beside it.
-
-Legend: S seeds, K scored blocks.
+Cases are "GROUP seed N". All arms of a case score the same test samples, in the same blocks, so what has an interval is
+the difference of AUCs on a block (`bench/tables/intervals.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import isnan, nan
+from statistics import fmean
 
 import numpy as np
 from harness import Measured, print_machine
@@ -18,115 +16,144 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table as Grid
 
-AUC, TAIL, LOSS, MISSED = "AUC", "AUC of the tail", "log loss", "updates missed"
-BASE, SMALL, CEILING = "synchronous", "synchronous, 256", "ceiling"
-PARTS = (("auc", AUC, False), ("late_auc", AUC, True), ("tail_auc", TAIL, False))
-"""Parts of the stream: all scored blocks, those of its second half, those after it."""
-LOST = ("lost", "95 %", "by seed", "lost late", "on the tail")
-RUN = 8
-RESAMPLES = 10_000
-LEVEL = 0.95
+from tables.intervals import interval
+
+AUC, SEED = "AUC", " seed "
+BASES = ("synchronous", "flat", "fields")
+"""Arms that the others of a group are compared with: a group has one of them."""
+SMALL, CEILING = "synchronous, 256", "ceiling"
+SCORES = {"auc_lost": AUC, "late_auc_lost": "AUC, second half", "tail_auc_lost": "AUC of the tail"}
+SAVED, STEPS, CURVE = "row messages saved", "scored steps", "AUC by step"
+NEAR = 0.0005
+"""Difference of AUC below which a score counts as reached in `steps_to_near_score`."""
+FACTS = ("rows lr", "updates missed", SAVED, "planted pairs together", CEILING)
+CURVE_ARMS = {"default": "default", "share 0.1": "share_0.1", "share 0.2": "share_0.2"}
+"""Arms with a worst case over the data sets of their own, and its name."""
 
 Floats = NDArray[np.float64]
+Groups = dict[str, dict[str, dict[str, dict[str, Sequence[float]]]]]
+"""Values by group, arm, seed and unit."""
 
 
-def interval(differences: Sequence[Floats], *, seed: int = 0) -> tuple[float, float, float]:
-    """Return (mean, low, high) of differences (K,) by seed: the bootstrap's 2.5 and 97.5 % quantiles."""
-    random, means, weights = np.random.default_rng(seed), [], []
-    for blocks in differences:
-        run = min(RUN, len(blocks))
-        runs = np.lib.stride_tricks.sliding_window_view(blocks, run).mean(1)
-        drawn = random.integers(len(runs), size=(RESAMPLES, -(-len(blocks) // run)))
-        means.append(runs[drawn].mean(1))
-        weights.append(len(blocks))
-    resampled = np.average(np.stack(means), axis=0, weights=weights)
-    low, high = np.quantile(resampled, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return float(np.concatenate(list(differences)).mean()), float(low), float(high)
+def groups_of(measured: Sequence[Measured]) -> Groups:
+    """Sort all that was measured from a seed, in the order in which it was trained."""
+    groups: Groups = {}
+    for m in measured:
+        group, _, seed = m.case.partition(SEED)
+        if seed:
+            arms = groups.setdefault(group, {})
+            arms.setdefault(m.system, {}).setdefault(seed, {})[m.unit] = m.values
+    return groups
+
+
+def bases_of(arms: Sequence[str], arm: str) -> list[str]:
+    """Return the arms that `arm` is compared with: the group's base, and synchronous training in as small batches."""
+    bases = [base for base in BASES if base in arms and arm not in (base, CEILING)]
+    return bases + ([SMALL] if arm.endswith(" x 256") and SMALL in arms else [])
 
 
 def differences_of(
-    measured: Sequence[Measured],
-    kind: str,
-    arm: str,
-    unit: str,
-    *,
-    half: bool = False,
-    base: str = BASE,
+    arms: Mapping[str, Mapping[str, Mapping[str, Sequence[float]]]], arm: str, base: str, unit: str
 ) -> list[Floats]:
-    """`base` less `arm`, (K,) for each seed that has both; `half`: of the stream's second half."""
-    values = {(m.case, m.system): np.array(m.values) for m in measured if m.unit == unit}
-    results = []
-    for (case, system), other in values.items():
-        if system == arm and case.startswith(f"{kind} seed") and (case, base) in values:
-            blocks = values[case, base] - other
-            results.append(blocks[len(blocks) // 2 :] if half else blocks)
-    return results
-
-
-def arms_of(measured: Sequence[Measured]) -> dict[str, list[str]]:
-    """Return arms with scores by model, in the order in which they were trained."""
-    results: dict[str, list[str]] = {}
-    for m in measured:
-        kind, _, which = m.case.partition(" ")
-        if m.unit == AUC and which.startswith("seed"):
-            arms = results.setdefault(kind, [])
-            if m.system not in arms:
-                arms.append(m.system)
-    return results
-
-
-def bases_of(arm: str) -> list[str]:
-    """Return the arms it is compared with: synchronous training, and that of as small batches."""
-    if arm in (BASE, CEILING):
-        return []
-    return [BASE, SMALL] if arm.endswith(" x 256") else [BASE]
+    """Return `base` less `arm` by block, (K,), for each seed that both have."""
+    pairs = [
+        (arms[base][seed].get(unit), values.get(unit))
+        for seed, values in arms[arm].items()
+        if seed in arms[base]
+    ]
+    return [
+        np.subtract(one, other) for one, other in pairs if one is not None and other is not None
+    ]
 
 
 def ratios_of(measured: Sequence[Measured]) -> dict[str, float]:
-    """Return the AUC by which synchronous training is ahead of each arm; "... low" and "... high" are the interval's
-    ends."""
+    """Return AUC lost by group and arm ("... +-": half its interval), messages saved, and steps to the base's score;
+    and the worst cases over the data sets of a row cache."""
     ratios: dict[str, float] = {}
-    for kind, arms in arms_of(measured).items():
-        for arm, base in [(value, base) for value in arms for base in bases_of(value)]:
-            for name, unit, half in PARTS:
-                if result := differences_of(measured, kind, arm, unit, half=half, base=base):
-                    text = f"{name}_lost {kind} {arm} against {base}"
-                    mean, low, high = interval(result)
-                    ratios |= {text: mean, f"{text} low": low, f"{text} high": high}
-    return ratios
+    for group, arms in groups_of(measured).items():
+        for arm, seeds in arms.items():
+            for base in bases_of(list(arms), arm):
+                against = f" against {base}" if base == SMALL else ""
+                for name, unit in SCORES.items():
+                    if differences := differences_of(arms, arm, base, unit):
+                        mean, half = interval(differences)
+                        text = f"{name} {group} {arm}{against}"
+                        ratios |= {text: round(mean, 6), f"{text} +-": round(half, 6)}
+            if not isnan(saved := mean_of(seeds, SAVED)):
+                ratios[f"saved {group} {arm}"] = round(saved, 4)
+            for name, tolerance in (("steps_to_score", 0.0), ("steps_to_near_score", NEAR)):
+                if steps := steps_to_score(arms, arm, tolerance):
+                    ratios[f"{name} {group} {arm}"] = steps
+    return ratios | worst_cases(ratios)
+
+
+def worst_cases(ratios: Mapping[str, float]) -> dict[str, float]:
+    """Return what the caches of CURVE_ARMS lose at most and save at least: Adagrad over all data sets, and SGD on the
+    stream, where the default is."""
+    worst: dict[str, float] = {}
+    for arm, name in CURVE_ARMS.items():
+        lost = {key: ratios[key] for key in ratios if is_cache_ratio(key, "auc_lost", arm)}
+        adagrad = [key for key in lost if "adagrad" in key]
+        if adagrad:
+            worst[f"auc_lost_at_{name}"] = max(lost[key] for key in adagrad)
+            worst[f"auc_lost_at_{name} high"] = max(
+                lost[key] + ratios[f"{key} +-"] for key in adagrad
+            )
+            worst[f"saved_at_{name}"] = min(
+                ratios[key.replace("auc_lost", "saved")] for key in adagrad
+            )
+        sgd = [lost[key] for key in lost if "stream" in key and "sgd" in key]
+        if sgd and arm == "default":
+            worst["sgd_lost"] = max(sgd)
+    return worst
+
+
+def is_cache_ratio(key: str, name: str, arm: str) -> bool:
+    return key.startswith((f"{name} ml-1m ", f"{name} stream ")) and key.endswith(f" {arm}")
+
+
+def mean_of(seeds: Mapping[str, Mapping[str, Sequence[float]]], unit: str) -> float:
+    """Return the mean of a unit over the seeds that have it; nan if none does."""
+    means = [fmean(values[unit]) for values in seeds.values() if unit in values]
+    return fmean(means) if means else nan
+
+
+def steps_to_score(
+    arms: Mapping[str, Mapping[str, Mapping[str, Sequence[float]]]], arm: str, tolerance: float
+) -> float | None:
+    """Return the first scored step at which the mean AUC over seeds reaches the base's at its end, less `tolerance`;
+    None if it never does. Only seeds that both have count."""
+    base = next((base for base in BASES if base in arms), arm)
+    seeds = [seed for seed in arms[arm] if seed in arms[base] and arms[arm][seed].get(CURVE)]
+    if not seeds:
+        return None
+    score = fmean(fmean(arms[base][seed][AUC]) for seed in seeds) - tolerance
+    curve = np.mean([arms[arm][seed][CURVE] for seed in seeds], axis=0)
+    steps = arms[arm][seeds[0]][STEPS]
+    return next((step for step, auc in zip(steps, curve, strict=True) if auc >= score), None)
 
 
 def print_result(
     console: Console, measured: Sequence[Measured], result: Mapping[str, object]
 ) -> None:
-    """One line per arm: AUC, and what is lost against synchronous training, with intervals and each seed's mean."""
+    """Print a line for each arm and each base: AUC, and what is lost, with its interval and each seed's mean."""
     grid = Grid(box=None, padding=(0, 2, 0, 0))
-    for heading in ("model", "arm", "rows lr", "missed", "AUC", "against", *LOST):
-        is_words = heading in ("model", "arm", "against")
-        grid.add_column(heading, justify="left" if is_words else "right", no_wrap=True)
-    for kind, arms in arms_of(measured).items():
-        for arm in arms:
-            for base in bases_of(arm) or [""]:
-                grid.add_row(*_line(measured, kind, arm, base))
+    headings = ("group", "arm", AUC, "against", "lost", "95 %", "by seed", "steps to score", *FACTS)
+    for heading in headings:
+        is_text = heading in ("group", "arm", "against")
+        grid.add_column(heading, justify="left" if is_text else "right", no_wrap=True)
+    for group, arms in groups_of(measured).items():
+        for arm, seeds in arms.items():
+            steps = steps_to_score(arms, arm, 0.0)
+            facts = [mean_of(seeds, unit) for unit in FACTS]
+            end = ["" if steps is None else f"{steps:,.0f}"]
+            end += ["" if isnan(fact) else f"{fact:.4g}" for fact in facts]
+            for base in bases_of(list(arms), arm) or [""]:
+                lost = ["", "", "", ""]
+                if base and (differences := differences_of(arms, arm, base, AUC)):
+                    mean, half = interval(differences)
+                    by_seed = " ".join(f"{blocks.mean():+.5f}" for blocks in differences)
+                    lost = [base, f"{mean:+.5f}", f"{half:.5f}", by_seed]
+                grid.add_row(group, arm, f"{mean_of(seeds, AUC):.5f}", *lost, *end)
     console.print(grid)
     print_machine(console, result)
-
-
-def _line(measured: Sequence[Measured], kind: str, arm: str, base: str) -> list[str]:
-    own = [m for m in measured if m.system == arm and m.case.startswith(f"{kind} seed")]
-
-    def mean(unit: str) -> float:
-        return float(np.mean([np.mean(m.values) for m in own if m.unit == unit] or [np.nan]))
-
-    line = [kind, arm, f"{mean('rows lr'):g}", f"{mean(MISSED):.1f}", f"{mean(AUC):.4f}"]
-    result = differences_of(measured, kind, arm, AUC, base=base)
-    if not result:
-        return line
-    lost, low, high = interval(result)
-    seeds = " ".join(f"{blocks.mean():+.4f}" for blocks in result)
-    line += [base, f"{lost:+.4f}", f"{low:+.4f} .. {high:+.4f}", seeds]
-    for _, unit, half in PARTS[1:]:
-        parts = differences_of(measured, kind, arm, unit, half=half, base=base)
-        lost, low, high = interval(parts)
-        line.append(f"{lost:+.4f} ({low:+.4f} .. {high:+.4f})")
-    return line

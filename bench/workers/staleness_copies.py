@@ -2,16 +2,16 @@
 
 Which rows a rank asks for and sends is decided by the order of its batches alone, so the library's own directories
 (`cache.directory`) and its memory of what has changed (`cache.changes`) decide here, too; all values are computed here,
-for all ranks at once. `bench quality_staleness` holds it against real ranks.
+for all ranks at once. `tests/bench/test_bench_staleness.py` compares it with real ranks.
 
 Legend: R ranks, N rows, W columns, S slots a rank, L lookups, U rows of a step, each once for each rank that uses it.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -27,18 +27,32 @@ from colonnade.data.contract import rank_block
 from colonnade.optimizers import SGD, Adagrad, SparseOptimizer
 from colonnade.staleness import RowClock
 from colonnade.topology.sharding import row_wise
+from colonnade.train.metrics import best_possible_metrics
+from workers import staleness_ranks
+from workers.quality_case import Run
 from workers.staleness_model import (
     DIM,
     PER_RANK,
     RANKS,
+    Curve,
     Data,
     Learning,
     Samples,
     System,
     Trained,
+    block_aucs,
     build_network,
+    open_movielens,
+    open_stream,
 )
 from workers.staleness_ranks import POLICY, ROWS, capacity, open_rows
+
+MOVIELENS = "ml-1m"
+MOVIELENS_EPOCHS = 2
+TEST_SAMPLES = 500_000
+PILOT_SAMPLES, PILOT_WORLD = 1_000_000, 1000
+NUM_SCORED = 20
+"""Scorings along a run."""
 
 Numbers = NDArray[np.int64]
 
@@ -99,8 +113,10 @@ class CachedRows:
         for rank in range(num_ranks):
             shard, ids = row_wise(num_ranks).shard_of(rank), torch.arange(len(first))
             self.owner[shard.owns(ids, len(first)).numpy()] = rank
+        self.slot_rows = np.zeros(num_ranks * self.num_slots, np.int64)
         self.number = 0
-        self.hits = self.used = 0  # rows used without a word to their owners, of how many
+        # Uses of rows by a rank in a batch; those without a request; rows that were sent each way.
+        self.used = self.hits = self.fetches = self.pushes = 0
 
     def read(self, ids: Sequence[Numbers]) -> tuple[Tensor, Tensor]:
         """ids by rank, (L_r,) -> values (U, W), and by lookup, rank after rank, which of them it reads (L,)."""
@@ -114,11 +130,13 @@ class CachedRows:
         self.at = np.concatenate(self._slots([decision.slots for decision in self.decisions]))
         row_outcomes = np.concatenate([decision.outcomes for decision in self.decisions])
         ages = np.concatenate([decision.ages for decision in self.decisions]).astype(np.int64)
+        self.slot_rows[self.at] = self.rows
         self.used += len(row_outcomes)
         self.hits += int((row_outcomes == HIT).sum())
         over = np.flatnonzero(row_outcomes == EXPIRED)
         over = over[self._changed(self.rows[over], ages[over])]
         fresh = np.concatenate([np.flatnonzero(row_outcomes == MISS), over])
+        self.fetches += len(fresh)
         slots = torch.from_numpy(self.at[fresh])
         self.copies.copy(slots, self.owners, torch.from_numpy(self.rows[fresh]))
         # What the owner has yet to hear is seen at once.
@@ -148,27 +166,33 @@ class CachedRows:
             sent_rows += [self.rows[own], decision.evicted_ids]
             sent += [totals[torch.from_numpy(own)], self.pending[torch.from_numpy(evicted[rank])]]
             self.ticks[evicted[rank]] = 0
-        rows = self._apply(sent_rows, sent)
+        self.pushes += sum(map(len, sent_rows))
+        rows = self._apply(self.owners, sent_rows, sent)
         for owner, changes in enumerate(self.changes):
             changes.record_row_changes(0, rows[self.owner[rows] == owner], self.number)
         self.copies.step(at, sums)
 
-    def settle(self) -> None:
-        """All that waits is sent, once, at the end: owners' rows have every update."""
-        flushed = [directory.flush() for directory in self.directories]
-        slots = self._slots([slot.slots for slot in flushed])
-        self._apply(
-            [slot.ids for slot in flushed],
-            [self.pending[torch.from_numpy(slot)] for slot in slots],
-        )
-        self.ticks[:] = 0
+    def synchronized_rows(self) -> Tensor:
+        """Return owners' weights (N, W) as they are once every waiting gradient has been sent. Changes nothing."""
+        owners = trainable(self.owners.weights.clone(), self.owners.rule)
+        owners.state.copy_(self.owners.state)
+        waiting = np.flatnonzero(self.ticks)
+        self._apply(owners, [self.slot_rows[waiting]], [self.pending[torch.from_numpy(waiting)]])
+        return owners.weights
 
-    def _apply(self, rows: Sequence[Numbers], sums: Sequence[Tensor]) -> Numbers:
-        """One update of each row that anybody sent something of, by the sum in the order of ranks. Which these are."""
+    def saved_share(self) -> float:
+        """Return the share of row messages saved so far: without a cache every use fetches its row and sends its
+        gradient. Gradients that wait count as sent, because at the end they are."""
+        sent = self.fetches + self.pushes + np.count_nonzero(self.ticks)
+        return 1 - sent / max(1, 2 * self.used)
+
+    @staticmethod
+    def _apply(owners: Trainable, rows: Sequence[Numbers], sums: Sequence[Tensor]) -> Numbers:
+        """Update each row that any rank sent a sum of once, by the total in the order of ranks. Return these rows."""
         item, inverse = np.unique(np.concatenate(rows), return_inverse=True)
-        total = self.owners.weights.new_zeros(len(item), self.owners.weights.shape[1])
+        total = owners.weights.new_zeros(len(item), owners.weights.shape[1])
         total.index_add_(0, torch.from_numpy(inverse.reshape(-1)), torch.cat(list(sums)))
-        self.owners.step(torch.from_numpy(item), total)
+        owners.step(torch.from_numpy(item), total)
         return item
 
     def _changed(self, rows: Numbers, ages: Numbers) -> NDArray[np.bool_]:
@@ -188,24 +212,32 @@ def train(
     data: Data,
     learning: Learning,
     system: System,
-    test: Iterable[Samples],
+    test: Sequence[Samples],
     *,
     num_ranks: int = RANKS,
-    num_steps: int | None = None,
+    num_scored: int = 1,
     keeps_logits: bool = False,
 ) -> Trained:
     """Train as `staleness_ranks.train` on `num_ranks` ranks, in this process."""
-    began, (network, optimizer) = time.perf_counter(), build_network(data, learning)
+    network, optimizer = build_network(data, learning)
     dtype, num_fields = getattr(torch, learning.dtype), len(data.columns)
-    whole = open_rows(data, learning, System("first values"), Mesh())
+    whole = open_rows(data, learning, System(), Mesh())
     assert system.clock is not None
     copies = CachedRows(
         whole.rows(ROWS, torch.arange(data.num_rows)), learning.rule, system.clock,
         capacity(data, system), num_ranks=num_ranks,
         most_lookups=-(-RANKS * PER_RANK // num_ranks) * num_fields,
     )  # fmt: skip
-    retained, steps = [], 0
-    for samples in data.training(learning, RANKS * PER_RANK, num_steps):
+
+    def score() -> Tensor:
+        rows = copies.synchronized_rows()
+        with torch.no_grad():
+            return torch.cat(
+                [network(rows[item.ids], item.dense.to(dtype)).flatten() for item in test]
+            )
+
+    retained, curve = [], Curve(data, learning, test, num_scored)
+    for step, samples in enumerate(data.training(learning, RANKS * PER_RANK), 1):
         shares = [rank_block(len(samples), rank, num_ranks) for rank in range(num_ranks)]
         values, inverse = copies.read(
             [samples.ids[begin:end].flatten().numpy() for begin, end in shares]
@@ -219,16 +251,50 @@ def train(
         with torch.no_grad():
             copies.write(values.grad)
         optimizer.step()
-        steps += 1
         if keeps_logits:
             retained.append(logits.detach().flatten())
-    copies.settle()
-    rows = copies.owners.weights
-    with torch.no_grad():
-        scores = [network(rows[item.ids], item.dense.to(dtype)).flatten() for item in test]
-    seconds = time.perf_counter() - began
+        curve.score_if_due(step, score)
     facts = {
-        "used without a word": copies.hits / max(1, copies.used),
-        "samples/s": steps * RANKS * PER_RANK / seconds,
+        "used without a request": copies.hits / max(1, copies.used),
+        "row messages saved": copies.saved_share(),
     }
-    return Trained(torch.cat(scores), retained, facts)
+    return Trained(score(), retained, facts, curve.aucs)
+
+
+def train_plan(name: str, optimizer: str, system: System, run: Run) -> dict[str, list[float]]:
+    """Train on MovieLens-1M or the stream under one plan, and score it along the way.
+
+    A pilot scores validation samples; of the stream, another world's samples, and fewer."""
+    data, test = open_data(name, run.seed, run.samples, run.is_pilot)
+    epochs = MOVIELENS_EPOCHS if name == MOVIELENS and not run.is_quick else 1
+    learning = Learning(optimizer, run.lr, epochs, run.seed)
+    num_scored = 1 if run.is_pilot else NUM_SCORED
+    if system.clock is None:
+        done = staleness_ranks.train(data, learning, system, Mesh(), test, num_scored=num_scored)
+    else:
+        done = train(data, learning, system, test, num_scored=num_scored)
+    values = {
+        "AUC": block_aucs(done.scores, [block.label for block in test]),
+        "scored steps": list(map(float, done.curve)),
+        "AUC by step": list(done.curve.values()),
+        **{unit: [fact] for unit, fact in done.facts.items()},
+    }
+    if name != MOVIELENS and system == System():
+        values["ceiling"] = [best_possible_metrics(data.splits.test.batches(8192))["auc"]]
+    return values
+
+
+@lru_cache(2)
+def open_data(name: str, seed: int, samples: int, is_pilot: bool) -> tuple[Data, list[Samples]]:
+    """Open a data set and the blocks that are scored; the stream is the same for every seed."""
+    if name == MOVIELENS:
+        data = open_movielens(seed)
+        part = data.splits.validation if is_pilot else data.splits.test
+    else:
+        if is_pilot:
+            samples = min(samples, PILOT_SAMPLES)
+        num_test = min(TEST_SAMPLES, samples // 4)
+        data = open_stream(samples, num_test, seed=PILOT_WORLD if is_pilot else 0)
+        part = data.splits.test
+    assert part is not None
+    return data, list(data.scored(part))

@@ -1,4 +1,4 @@
-"""Model and samples of every system of `bench quality_staleness`: one network, over rows of one table, and the samples
+"""Model and samples of every plan of `bench quality`, suite cache: one network, over rows of one table, and the samples
 it sees.
 
 All fields share a table, as in HET, field behind field: row = first row of the field + id. A row has D + 1 columns.
@@ -7,9 +7,11 @@ Legend: B samples, F fields, W = D + 1."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice, pairwise
+from itertools import pairwise
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -37,7 +39,6 @@ class System:
     """Rule by which rows are read. late: number of updates that every read misses. clock: bounds of cached rows;
     cached_share: share of the rows that a rank caches, those used most often."""
 
-    name: str
     late: int = 0
     clock: RowClock | None = None
     cached_share: float = 0.1
@@ -76,11 +77,13 @@ class Samples:
 @dataclass
 class Trained:
     """`scores` (n,): of the test samples, once every update has reached the rows. `logits` (steps, B): of what was
-    trained, before it was, where that was asked for. `facts`: what else a table says of it."""
+    trained, before it was, where that was asked for. `facts`: what else a table says of it. `curve`: mean AUC of test
+    blocks by step."""
 
     scores: Tensor
     logits: list[Tensor]
     facts: dict[str, float]
+    curve: dict[int, float]
 
 
 @dataclass(frozen=True)
@@ -107,16 +110,10 @@ class Data:
     def num_rows(self) -> int:
         return int(self.firsts[-1])
 
-    def training(
-        self, learning: Learning, batch_size: int, num_steps: int | None = None
-    ) -> Iterator[Samples]:
-        """All epochs, one behind the other; the first `num_steps` batches of them."""
-        batches = (
-            batch
-            for epoch in range(learning.epochs)
-            for batch in self.read(self.splits.train, batch_size, epoch)
-        )
-        return islice(batches, num_steps)
+    def training(self, learning: Learning, batch_size: int) -> Iterator[Samples]:
+        """Yield the batches of all epochs, one behind the other."""
+        for epoch in range(learning.epochs):
+            yield from self.read(self.splits.train, batch_size, epoch)
 
     def scored(self, part: Source) -> Iterator[Samples]:
         """`SCORED_BLOCKS` blocks, alike in size but for one sample."""
@@ -179,3 +176,25 @@ def block_aucs(scores: Tensor, blocks: Sequence[Tensor]) -> list[float]:
         auc(part, label) if bool(torch.isfinite(part).all()) else 0.5
         for part, label in zip(parts, blocks, strict=True)
     ]
+
+
+class Curve:
+    """Mean AUC of the test blocks at `num_scored` steps, evenly spread over the run; the last step is one of them."""
+
+    def __init__(
+        self, data: Data, learning: Learning, test: Sequence[Samples], num_scored: int
+    ) -> None:
+        assert data.splits.train.num_samples is not None
+        self.num_steps = -(-data.splits.train.num_samples // (RANKS * PER_RANK)) * learning.epochs
+        self.labels, self.num_scored = [block.label for block in test], num_scored
+        self.aucs: dict[int, float] = {}
+
+    def score_if_due(self, step: int, score: Callable[[], Tensor]) -> None:
+        number = step * self.num_scored // self.num_steps
+        if self.num_scored > 1 and number > (step - 1) * self.num_scored // self.num_steps:
+            self.aucs[step] = fmean(block_aucs(score(), self.labels))
+            print(
+                f"step {step:,} of {self.num_steps:,}: AUC {self.aucs[step]:.5f}",
+                file=sys.stderr,
+                flush=True,
+            )

@@ -1,16 +1,8 @@
-"""One system of `bench quality_staleness`, trained by Colonnade on a mesh: its own rows, exchange and consistency.
-
-Under torchrun: a few steps of every kind of system in float64, left in a file, for comparison with what one process
-makes of the same global batches.
-"""
+"""One plan of `bench quality`, suite cache, trained by Colonnade on a mesh: its own rows, exchange and consistency."""
 
 from __future__ import annotations
 
-import json
-import sys
-import time
-from collections.abc import Iterable, Iterator
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from statistics import fmean
 
 import torch
@@ -27,45 +19,26 @@ from colonnade import (
     Table,
     Uniform,
     build_plan,
-    close_mesh,
-    open_mesh,
 )
 from colonnade.comm.mesh import Mesh
 from colonnade.config.plan import CacheConfig
 from colonnade.data.contract import rank_block
-from colonnade.staleness import row_clock
 from colonnade.train.dense import DenseGradients
 from workers.staleness_model import (
     DIM,
     INIT_SCALE,
     PER_RANK,
     RANKS,
+    Curve,
     Data,
     Learning,
     Samples,
     System,
     Trained,
     build_network,
-    open_stream,
 )
 
 ROWS, POLICY = "rows", "lfu"
-WORLD = (
-    System("synchronous"),
-    System("bounded(4)", late=4),
-    System("row_clock(7)", clock=row_clock(7)),
-    System("row_clock(60), all kept", clock=row_clock(60), cached_share=1.0),
-)
-"""Systems that are trained both ways: leases end, sums are sent when due and as rows are driven out."""
-WORLD_STEPS = 60
-WORLD_LEARNING = (
-    Learning("adagrad", 0.1, dtype="float64"),
-    Learning("sgd", 1.0, dtype="float64"),
-)
-
-
-def world_data() -> Data:
-    return open_stream(WORLD_STEPS * RANKS * PER_RANK, 2_000, max_cardinality=300)
 
 
 def open_rows(data: Data, learning: Learning, system: System, mesh: Mesh) -> EmbeddingCollection:
@@ -101,21 +74,21 @@ def train(
     learning: Learning,
     system: System,
     mesh: Mesh,
-    test: Iterable[Samples],
+    test: Sequence[Samples],
     *,
-    num_steps: int | None = None,
+    num_scored: int = 1,
     keeps_logits: bool = False,
 ) -> Trained:
     """Train on global batches of RANKS x PER_RANK samples, whatever the number of ranks; each rank scores all of
-    `test`."""
-    began, (network, optimizer) = time.perf_counter(), build_network(data, learning)
+    `test`, num_scored times."""
+    network, optimizer = build_network(data, learning)
     collection = open_rows(data, learning, system, mesh)
     rows, dense = RowOptimizer(collection), DenseGradients(list(network.parameters()), mesh)
     dense.build_buckets()
     dtype = getattr(torch, learning.dtype)
 
     def batches() -> Iterator[Batch]:
-        for samples in data.training(learning, RANKS * PER_RANK, num_steps):
+        for samples in data.training(learning, RANKS * PER_RANK):
             begin, end = rank_block(len(samples), mesh.rank, mesh.num_ranks)
             yield as_batch(samples[begin:end])
 
@@ -123,8 +96,15 @@ def train(
         read = collection(batch)["ids"].view(batch.size, -1, DIM + 1)
         return network(read, batch.dense.to(dtype))
 
-    retained, steps = [], 0
-    for batch in collection.lookahead(batches()):
+    def score() -> Tensor:
+        collection.eval()
+        with rows.synchronized_view(), torch.no_grad():
+            scores = torch.cat([logits_of(as_batch(samples)).flatten() for samples in test])
+        collection.train()
+        return scores
+
+    retained, curve = [], Curve(data, learning, test, num_scored)
+    for step, batch in enumerate(collection.lookahead(batches()), 1):
         dense.zero_gradients()
         logits = logits_of(batch)
         assert batch.label is not None
@@ -134,19 +114,12 @@ def train(
         dense.reduce(finite=True, stop=False)
         rows.step(agreed=True)
         optimizer.step()
-        steps += 1
         if keeps_logits:
             text = mesh.all_gather_bytes("gather", logits.detach().numpy().tobytes())
             retained.append(torch.frombuffer(bytearray(b"".join(text)), dtype=dtype))
-    collection.eval()
-    with rows.synchronized_view(), torch.no_grad():
-        scores = torch.cat([logits_of(as_batch(samples)).flatten() for samples in test])
-    seconds = time.perf_counter() - began
-    facts = {
-        "updates missed": fmean(collection.pipeline.missed.elements()),
-        "samples/s": steps * RANKS * PER_RANK / seconds,
-    }
-    return Trained(scores, retained, facts)
+        curve.score_if_due(step, score)
+    facts = {"updates missed": fmean(collection.pipeline.missed.elements())}
+    return Trained(score(), retained, facts, curve.aucs)
 
 
 def as_batch(samples: Samples) -> Batch:
@@ -158,22 +131,3 @@ def as_batch(samples: Samples) -> Batch:
         ids={"ids": Ids(samples.ids.flatten(), offsets)},
         label=samples.label,
     )
-
-
-def main(path: Path) -> None:
-    torch.set_num_threads(1)
-    mesh, data = open_mesh(), world_data()
-    assert data.splits.test is not None
-    test, results = list(data.scored(data.splits.test)), {}
-    for learning in WORLD_LEARNING:
-        for system in WORLD:
-            done = train(data, learning, system, mesh, test, keeps_logits=True)
-            results[f"{learning.optimizer} {system.name}"] = torch.cat([*done.logits, done.scores])
-    if mesh.rank == 0:
-        torch.save(results, path)
-        print(json.dumps({"ranks": mesh.num_ranks}), flush=True)
-    close_mesh(mesh)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

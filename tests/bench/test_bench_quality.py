@@ -1,202 +1,283 @@
-"""`bench quality_partials`: one stream for all, workers that miss what they should, paired intervals."""
+"""`bench quality`: arms share their base, a file is continued, and what is compared is paired."""
 
 import json
 import sys
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from torch import nn
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 sys.path.insert(0, str(BENCH))  # benches are scripts, not part of the package
 
-import quality_partials as bench  # noqa: E402
+import quality as bench  # noqa: E402
 from harness import ArmFile, BenchError, Measured  # noqa: E402
-from tables import quality  # noqa: E402
+from tables import quality as tables  # noqa: E402
 from tables.pilot import choose_next_rate, find_best_rate  # noqa: E402
-from workers import quality_arms  # noqa: E402
-from workers.ads import EACH, FIELDS, LIFE_BITS, Ads, open_ads  # noqa: E402
-from workers.quality_arms import Arm, train  # noqa: E402
+from workers.quality_case import Run  # noqa: E402
 
-from colonnade import (  # noqa: E402
-    SGD,
-    Batch,
-    EmbeddingCollection,
-    Feature,
-    Ids,
-    PlanConfig,
-    RowOptimizer,
-    Table,
-    Uniform,
-    build_plan,
-)
-from colonnade.train.metrics import auc  # noqa: E402
+from colonnade.errors import DataError  # noqa: E402
 
 
-@pytest.fixture(scope="module")
-def stream() -> Ads:
-    return open_ads(1 << 22)
+class Calls:
+    """Training that records its runs: half of the AUC is lost by each unit of the settings."""
+
+    def __init__(self, num_runs: int = 1000) -> None:
+        self.runs: list[tuple[float, Run]] = []
+        self.num_runs = num_runs
+
+    def __call__(self, settings: float, run: Run) -> dict[str, list[float]]:
+        if len(self.runs) == self.num_runs:
+            raise KeyboardInterrupt
+        self.runs.append((settings, run))
+        score = 0.8 - settings / 2 + 0.01 * run.seed - abs(run.lr - 0.2)
+        return {"AUC": [score] * 3, "row messages saved": [0.7]}
 
 
-def test_a_sample_is_a_pure_function_of_its_number(stream: Ads) -> None:
-    whole, part = stream.read(1000, 3000), stream.read(1700, 1900)
-    assert len(whole.ids) == FIELDS and len(whole.ids["A1"].values) == 2000 * EACH
-    assert torch.equal(whole.label[700:900], part.label)
-    assert torch.equal(whole.key[700:900], part.key)
-    for name, ids in part.ids.items():
-        assert torch.equal(whole.ids[name].values[700 * EACH : 900 * EACH], ids.values)
-    ranks = [next(stream.batches(2000, rank=r, num_ranks=4)) for r in range(4)]
-    labels = torch.cat([batch.label for batch in ranks])
-    assert torch.equal(labels, stream.read(0, 2000).label)
-
-
-def test_popular_ids_come_and_go_and_the_ceiling_stays(stream: Ads) -> None:
-    life, outputs = 1 << LIFE_BITS, []
-    for first in (0, life // 4, life + 20_000, 3 * life):
-        batch = stream.read(first, first + 20_000)
-        outputs.append(set(batch.ids["A3"].values.tolist()))
-        assert auc(batch.key, batch.label) == pytest.approx(0.79, abs=0.02)
-        assert float(batch.label.mean()) == pytest.approx(0.25, abs=0.02)
-    shares = [len(outputs[0] & later) / len(outputs[0]) for later in outputs[1:]]
-    assert 0.3 < shares[0] < 0.75, "after a quarter of a life"
-    assert shares[1:] == [0, 0], "nobody lives longer"
-
-
-class Counts(nn.Module):
-    """A row and a dense weight that grow by one with every update."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        table = Table("count", 1, rows=1, optimizer=SGD(lr=1.0), initializer=Uniform(scale=0.0))
-        self.embeddings = EmbeddingCollection([table], [Feature("one", "count")])
-        self.weight = nn.Parameter(torch.zeros(1))
-
-
-def test_a_worker_computes_on_what_was_there_when_it_began() -> None:
-    model, num_workers, outputs, applied = Counts(), 5, [], 0
-    collection = model.embeddings
-    collection.open(build_plan(collection.tables, 1, PlanConfig(lookahead=0, staleness_steps=1)))
-    rows, dense = RowOptimizer(collection), torch.optim.SGD(model.parameters(), lr=1.0)
-    zero = torch.zeros(1, dtype=torch.int64)
-    batches = (Batch(1, torch.zeros(1, 0), {"one": Ids(zero)}) for _ in range(200))
-
-    def gradients(batch: Batch) -> None:
-        dense.zero_grad()
-        value = collection(batch)["one"]
-        assert value.item() == model.weight.item()
-        outputs.append(int(value.item()))
-        (-value.sum() - model.weight.sum()).backward()
-
-    def step(_: int) -> None:
-        nonlocal applied
-        rows.step()
-        dense.step()
-        applied += 1
-
-    missed: Counter[int] = Counter()
-    quality_arms._race(model, collection, batches, num_workers, 0, gradients, step, missed)
-    assert applied == 200 == collection.rows("count", zero).item() == model.weight.item()
-    assert Counter(update - value for update, value in enumerate(outputs)) == missed
-    assert len(missed) > 3, "they race"
-    whole = sorted(missed.elements())[num_workers:-num_workers]
-    assert np.mean(whole) == pytest.approx(num_workers - 1, abs=0.25)
-
-
-@pytest.mark.parametrize("kind", bench.KINDS)
-def test_one_worker_is_synchronous(stream: Ads, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    monkeypatch.setattr(quality_arms, "BLOCK", 64)
-    one, other, asynchronous = (
-        train(kind, arm, stream, 16, lr=0.01, tail_blocks=1)
-        for arm in (Arm("one", 64), Arm("other", 64, workers=1), Arm("late", 64, workers=3))
+def group_of(calls: Calls, **more: object) -> bench.Group:
+    arms = {"synchronous": 0.0, "default": 0.001, "late": 0.004}
+    return bench.Group(
+        "cache", "stream adagrad", arms, calls, **{"samples": 1000, "seeds": 2, **more}
     )
-    assert one.auc == other.auc and one.tail_auc == other.tail_auc
-    assert len(one.auc) == 2 and one.auc[1:] != asynchronous.auc[1:]
-    assert one.missed == other.missed == {0: 14}
 
 
-def test_an_interval_covers_what_it_should() -> None:
-    random, hits = np.random.default_rng(0), 0
-    for _ in range(60):
-        blocks = [0.01 + 0.1 * random.standard_normal(80) for _ in range(2)]
-        mean, low, high = quality.interval(blocks)
-        assert low < mean < high
-        hits += low <= 0.01 <= high
-    assert hits >= 51  # 57 are expected
-    assert quality.interval([np.full(30, 0.25)]) == pytest.approx((0.25, 0.25, 0.25))
+def test_arms_share_the_base_and_its_rate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls, path = Calls(), tmp_path / "quality.json"
+    monkeypatch.setattr(bench, "GROUPS", [group_of(calls, rates=(0.1, 0.2, 0.4))])
+    bench.main(["--json", str(path)])
+    pilots = [run for _, run in calls.runs if run.is_pilot]
+    assert sorted(run.lr for run in pilots) == [0.1, 0.2, 0.4]
+    runs = [(settings, run.seed) for settings, run in calls.runs if not run.is_pilot]
+    assert runs == [(s, seed) for seed in (0, 1) for s in (0.0, 0.001, 0.004)], "one base a seed"
+    assert {run.lr for _, run in calls.runs if not run.is_pilot} == {0.2}
+    result = json.loads(path.read_text())
+    assert result["bench"] == "quality"
+    assert result["ratios"]["auc_lost stream adagrad late"] == pytest.approx(0.002)
+    assert "+0.00200" in capsys.readouterr().out
 
 
-def test_differences_are_of_the_same_seed_and_model() -> None:
+def test_a_cut_file_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, cut = tmp_path / "quality.json", Calls(num_runs=4)
+    monkeypatch.setattr(bench, "GROUPS", [group_of(cut)])
+    with pytest.raises(KeyboardInterrupt):
+        bench.main(["--json", str(path)])
+    before = json.loads(path.read_text())["cases"]
+    assert len(before) == 8
+    rest = Calls()
+    monkeypatch.setattr(bench, "GROUPS", [group_of(rest)])
+    bench.main(["--json", str(path), "--arms", "synchronous", "late"])
+    assert [(settings, run.seed) for settings, run in rest.runs] == [(0.004, 1)]
+    bench.main(["--json", str(path), "--seeds", "3", "--seconds", "0"])
+    assert len(rest.runs) == 1, "no time left"
+    bench.main(["--json", str(path)])
+    assert [(settings, run.seed) for settings, run in rest.runs[1:]] == [(0.001, 1)]
+    after = json.loads(path.read_text())["cases"]
+    assert after[:8] == before and len(after) == 12
+    bench.main(["--json", str(path), "--samples", "500", "--seeds", "1"])
+    assert {run.samples for _, run in rest.runs[2:]} == {500} and len(rest.runs) == 5
+
+
+def test_a_group_without_its_data_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(settings: float, run: Run) -> dict[str, list[float]]:
+        raise DataError("no file ratings.parquet")
+
+    calls = Calls()
+    monkeypatch.setattr(bench, "GROUPS", [group_of(fail, samples=0), group_of(calls)])
+    bench.main(["--quick"])
+    assert "left out, no file ratings.parquet" in capsys.readouterr().err
+    assert [run.samples for _, run in calls.runs] == [bench.QUICK_SAMPLES] * 3
+
+
+def test_groups_differ_and_have_a_base_first() -> None:
+    names = [group.name for group in bench.GROUPS]
+    assert len(set(names)) == len(names)
+    assert {next(iter(group.arms)) for group in bench.GROUPS} == set(tables.BASES)
+
+
+@pytest.mark.parametrize(
+    ("file", "group", "loss"),
+    [
+        ("towers_quality.json", "dlrm", "auc_lost dlrm 4 learned towers CR 2"),
+        ("quality_partials.json", "lr", "tail_auc_lost lr 16 x 256 against synchronous, 256"),
+    ],
+)
+def test_files_of_former_benches_are_printed(
+    file: str, group: str, loss: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = BENCH / "results" / file
+    text = path.read_text()
+    bench.main(["--json", str(path), "--seeds", "0"])
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith(group) and "+" in line for line in lines)
+    ratios = tables.ratios_of(
+        ArmFile(path, "quality", tables.ratios_of, {}, bench.FORMER_NAMES).measured
+    )
+    former = json.loads(text)["ratios"]
+    name = loss.replace("auc_lost dlrm", "loss dlrm /")
+    assert ratios[loss] == pytest.approx(former[name], abs=1e-6)
+    assert path.read_text() == text
+
+
+def test_the_real_runner_runs_end_to_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench, "QUICK_SAMPLES", 6 * 512)
+    path = tmp_path / "quality.json"
+    words = [
+        "--quick",
+        "--suite",
+        "stream adagrad",
+        "--arms",
+        "synchronous",
+        "default",
+    ]
+    bench.main(["--json", str(path), *words])
+    result = json.loads(path.read_text())
+    wanted = {
+        "auc_lost_at_default",
+        "auc_lost_at_default high",
+        "saved_at_default",
+    }
+    assert wanted <= set(result["ratios"])
+    assert (
+        0 < result["ratios"]["saved_at_default"] < 1
+        and "saved_at_share_0.1" not in result["ratios"]
+    )
+    units = {(case["system"], case["unit"]) for case in result["cases"]}
+    assert {
+        ("synchronous", "ceiling"),
+        ("default", "row messages saved"),
+        ("default", "AUC by step"),
+    } <= units
+    assert "stream adagrad of 3,072" in capsys.readouterr().out
+
+
+def lost(name: str, **seeds: float) -> list[Measured]:
+    """AUC of `default` against `synchronous` with messages saved, by seed."""
+    rows = []
+    for seed, loss in seeds.items():
+        case = f"{name} seed {seed[1:]}"
+        rows += [
+            Measured(case, "synchronous", "AUC", [0.8, 0.9]),
+            Measured(case, "default", "AUC", [0.8 - loss, 0.9 - loss]),
+            Measured(case, "default", "row messages saved", [0.7 + loss]),
+        ]
+    return rows
+
+
+def test_the_worst_data_set_counts() -> None:
+    measured = [
+        *lost("ml-1m adagrad", s0=0.001, s1=0.003), *lost("stream adagrad", s0=0.0001),
+        *lost("stream sgd", s0=0.02), *lost("ml-1m sgd", s0=0.05), *lost("dlrm", s0=0.5),
+    ]  # fmt: skip
+    ratios = tables.ratios_of(measured)
+    assert ratios["auc_lost ml-1m adagrad default"] == pytest.approx(0.002)
+    assert ratios["auc_lost_at_default"] == pytest.approx(0.002)
+    half = ratios["auc_lost ml-1m adagrad default +-"]
+    assert ratios["auc_lost_at_default high"] == pytest.approx(0.002 + half)
+    assert ratios["saved_at_default"] == pytest.approx(0.7001)
+    assert ratios["sgd_lost"] == pytest.approx(0.02)
+
+
+def test_steps_to_score_are_of_the_mean_curve_of_common_seeds() -> None:
+    def case(seed: int, arm: str, curve: list[float]) -> list[Measured]:
+        name = f"fm seed {seed}"
+        return [
+            Measured(name, arm, "AUC", [curve[-1]] * 2), Measured(name, arm, "AUC by step", curve),
+            Measured(name, arm, "scored steps", [10.0, 20.0, 30.0, 40.0]),
+        ]  # fmt: skip
+
+    measured = [
+        *case(0, "synchronous", [0.5, 0.7, 0.8, 0.79]), *case(1, "synchronous", [0.5, 0.72, 0.80, 0.81]),
+        *case(0, "default", [0.4, 0.6, 0.79, 0.80]), *case(1, "default", [0.4, 0.6, 0.79, 0.80]),
+        *case(0, "late", [0.4, 0.5, 0.6, 0.7896]), *case(2, "late", [0.9, 0.9, 0.9, 0.9]),
+    ]  # fmt: skip
+    ratios = tables.ratios_of(measured)
+    assert ratios["steps_to_score fm synchronous"] == 30
+    assert ratios["steps_to_score fm default"] == 40
+    assert "steps_to_score fm late" not in ratios
+    assert ratios["steps_to_near_score fm late"] == 40
+
+
+def test_differences_are_of_the_same_seed_and_group() -> None:
     measured = [
         Measured("fm seed 0", "synchronous", "AUC", [0.7, 0.8]),
-        Measured("fm seed 0", "late", "AUC", [0.6, 0.6]),
-        Measured("fm seed 1", "late", "AUC", [0.1, 0.1]),  # the other has not been trained yet
-        Measured("fm pilot", "late", "AUC at 0.01", [0.1]),
+        Measured("fm seed 0", "synchronous, 256", "AUC", [0.8, 0.8]),
+        Measured("fm seed 0", "16 x 256", "AUC", [0.6, 0.6]),
+        Measured("fm seed 0", "16 x 256", "AUC of the tail", [0.6, 0.6]),
+        Measured("fm seed 1", "16 x 256", "AUC", [0.1, 0.1]),  # the others are not there yet
+        Measured("fm pilot", "16 x 256", "AUC at 0.01", [0.1]),
+        Measured("fm seed 0", "ceiling", "AUC", [0.9, 0.9]),
         Measured("deepfm seed 0", "synchronous", "AUC", [0.9, 0.9]),
+        Measured("world", "1 rank", "AUC of fm", [0.9, 0.9]),
     ]
-    (result,) = quality.differences_of(measured, "fm", "late", "AUC")
+    groups = tables.groups_of(measured)
+    assert list(groups) == ["fm", "deepfm"]
+    (result,) = tables.differences_of(groups["fm"], "16 x 256", "synchronous", "AUC")
     assert result == pytest.approx([0.1, 0.2])
-    ratios = quality.ratios_of(measured)
-    assert ratios["auc_lost fm late against synchronous"] == pytest.approx(0.15)
-    assert ratios["late_auc_lost fm late against synchronous"] == pytest.approx(0.2)
-    assert quality.bases_of("64 x 256") == ["synchronous", "synchronous, 256"]
-    assert not any("deepfm" in name for name in ratios)
+    ratios = {
+        name: value for name, value in tables.ratios_of(measured).items() if name[-2:] != "+-"
+    }
+    assert ratios == {
+        "auc_lost fm synchronous, 256": pytest.approx(-0.05),
+        "auc_lost fm 16 x 256": pytest.approx(0.15),
+        "auc_lost fm 16 x 256 against synchronous, 256": pytest.approx(0.2),
+    }
 
 
-def test_the_pilot_stops_between_two_worse_rates() -> None:
-    def climb(best: float) -> dict[float, float]:
+def test_an_interval_covers_samples_and_seeds() -> None:
+    """Interval contains the true difference, 0.01."""
+    random, hits, alone = np.random.default_rng(0), 0, 0
+    for _ in range(200):
+        of_blocks = 0.02 * random.standard_normal(50)
+        differences = [
+            0.01 + of_blocks + 0.003 * random.standard_normal() + 0.005 * random.standard_normal(50)
+            for _ in range(3)
+        ]
+        mean, half = tables.interval(differences)
+        hits += abs(mean - 0.01) <= half
+        one, narrow = tables.interval(differences[:1])
+        alone += abs(one - 0.01) <= narrow
+        assert half > 0 and narrow > 0
+    assert hits >= 184  # 190 are expected, or more
+    assert 100 < alone < 196  # one seed says nothing of seeds
+
+
+@pytest.mark.parametrize("choices", bench.RATES.values(), ids=list(bench.RATES))
+def test_the_pilot_stops_between_two_worse_rates(choices: tuple[float, ...]) -> None:
+    for best in choices:
         rates: dict[float, float] = {}
-        while (lr := choose_next_rate(bench.RATES, rates)) is not None:
+        while (lr := choose_next_rate(choices, rates)) is not None:
             rates[lr] = -abs(np.log(lr / best))
-        return rates
-
-    for best in bench.RATES:
-        rates = climb(best)
-        assert max(rates, key=lambda lr: rates[lr]) == best
-    assert len(climb(bench.RATES[len(bench.RATES) // 2])) == 3
+        assert max(rates, key=lambda rate: rates[rate]) == best
 
 
-def test_a_file_is_gone_on_with(tmp_path: Path) -> None:
-    def open_file(path: Path | None, name: str = "quality_partials", samples: int = 64) -> ArmFile:
-        return ArmFile(path, name, bench.compute_ratios, {"torch": "1"}, samples=samples)
-
+def test_a_file_of_another_bench_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
-    rows = [
-        Measured("fm seed 0", "synchronous", "AUC", [0.5]),
-        Measured("world", "1 rank", "AUC of fm", [0.5, 0.75]),
-        Measured("world", "4 ranks, partials", "AUC of fm", [0.5, 0.5]),
-    ]
-    open_file(path).add(rows[:1])
-    file = open_file(path)
-    assert file.measured == rows[:1]
-    file.add(rows[1:])
-    assert open_file(path).measured == rows
-    result = json.loads(path.read_text())
-    assert result["bench"] == "quality_partials" and result["ratios"] == {"world_auc_gap": 0.25}
-    assert result["machine"].items() >= {"samples": 64, "versions": {"torch": "1"}}.items()
+    row = Measured("fm seed 0", "synchronous", "AUC", [0.5])
+    ArmFile(path, "train", lambda _: {}, {"torch": "1"}).add([row])
+    with pytest.raises(BenchError, match="holds train"):
+        ArmFile(path, "quality", tables.ratios_of, {}, bench.FORMER_NAMES)
+    assert ArmFile(path, "train", lambda _: {}, {}).measured == [row]
     assert list(tmp_path.iterdir()) == [path]
-    with pytest.raises(BenchError, match="other extent"):
-        open_file(path, samples=65)
-    with pytest.raises(BenchError, match="holds quality_partials"):
-        open_file(path, "quality_staleness")
-    assert open_file(tmp_path / "none.json").measured == open_file(None).measured == []
+    missing = tmp_path / "none.json"
+    assert ArmFile(missing, "quality", tables.ratios_of, {}).measured == []
 
 
 def test_a_pilot_goes_on_with_the_rates_of_the_file() -> None:
-    file = ArmFile(None, "quality_partials", lambda _: {}, {})
+    file = ArmFile(None, "quality", lambda _: {}, {})
     tried: list[float] = []
 
     def run_pilot(lr: float) -> list[float]:
         tried.append(lr)
         return [0.0, -abs(np.log(lr / 0.02))]
 
-    choices = (0.01, 0.02, 0.04, 0.08)
-    arguments = file, "fm pilot", "synchronous", choices, run_pilot
+    arguments = file, "fm pilot", "synchronous", (0.01, 0.02, 0.04, 0.08), run_pilot
     assert find_best_rate(*arguments, is_quick=True) == 0.04 and tried == [0.04]
     assert find_best_rate(*arguments) == 0.02 and tried == [0.04, 0.02, 0.01]
     assert find_best_rate(*arguments) == 0.02 and len(tried) == 3
     assert [m.unit for m in file.measured] == ["AUC at 0.04", "AUC at 0.02", "AUC at 0.01"]
-    # The mean decides: here that of the first values, which are all equal, so that the first one is the best.
-    assert find_best_rate(*arguments, mean=lambda values: values[0], is_quick=True) == 0.04

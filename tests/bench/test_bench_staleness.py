@@ -1,4 +1,4 @@
-"""`bench quality_staleness`: row clocks in one process are those of real ranks, and what is compared is paired."""
+"""`bench quality`, suite cache: one process computes what real ranks do, and counts the rows that they send."""
 
 import sys
 from pathlib import Path
@@ -11,10 +11,7 @@ from ranks import run_ranks
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 sys.path.insert(0, str(BENCH))  # benches are scripts, not part of the package
 
-import quality_staleness as bench  # noqa: E402
-from harness import Measured  # noqa: E402
-from tables import staleness as tables  # noqa: E402
-from tables.pilot import choose_next_rate, read_scored_rates  # noqa: E402
+import quality as bench  # noqa: E402
 from workers import staleness_copies, staleness_ranks  # noqa: E402
 from workers.staleness_model import (  # noqa: E402
     Learning,
@@ -24,15 +21,20 @@ from workers.staleness_model import (  # noqa: E402
     open_stream,
 )
 
-from colonnade import Mesh  # noqa: E402
-from colonnade.staleness import row_clock  # noqa: E402
+from colonnade import Mesh, Table  # noqa: E402
+from colonnade.cache.directory import HIT  # noqa: E402
+from colonnade.config.plan import CacheConfig  # noqa: E402
+from colonnade.plan.caching import build_table_caches  # noqa: E402
+from colonnade.staleness import RowClock, row_clock  # noqa: E402
 
 SGD, ADAGRAD = (Learning(name, lr, dtype="float64") for name, lr in (("sgd", 1.0), ("adagrad", 0.1)))  # fmt: skip
-SYNCHRONOUS = System("synchronous")
+SYNCHRONOUS = System()
 CLOCKS = (
-    System("short leases", clock=row_clock(5), cached_share=0.2),
-    System("long ones", clock=row_clock(11, read_bound=2), cached_share=1.0),
+    System(clock=row_clock(5), cached_share=0.2),
+    System(clock=row_clock(11, read_bound=2), cached_share=1.0),
+    System(clock=RowClock(4, 50, write_share=0.4, step_bound=3), cached_share=1.0),
 )
+CASES = ((SGD, CLOCKS[1]), (ADAGRAD, CLOCKS[0]), (ADAGRAD, CLOCKS[2]))
 
 
 def trained(where, learning, system, *mesh, **how):
@@ -44,28 +46,24 @@ def trained(where, learning, system, *mesh, **how):
 
 
 def on_ranks(mesh):
-    return [
-        trained(staleness_ranks, learning, system, mesh)[0]
-        for learning in (SGD, ADAGRAD)
-        for system in CLOCKS
-    ]
+    return [trained(staleness_ranks, learning, system, mesh)[0] for learning, system in CASES]
 
 
 def test_row_clocks_in_one_process_are_those_of_ranks() -> None:
     results, *_ = run_ranks(3, on_ranks)
-    cases = [(learning, system) for learning in (SGD, ADAGRAD) for system in CLOCKS]
-    for real, (learning, system) in zip(results, cases, strict=True):
+    for real, (learning, system) in zip(results, CASES, strict=True):
         local, facts = trained(staleness_copies, learning, system, num_ranks=3)
         torch.testing.assert_close(local, real, rtol=1e-9, atol=1e-11)
-        assert 0.05 < facts["used without a word"] < 0.95
+        assert 0.05 < facts["used without a request"] < 0.95
         late = trained(staleness_ranks, learning, SYNCHRONOUS, Mesh())[0]
         assert float((late - local).abs().max()) > 1e-3, "lateness shows"
 
 
 @pytest.mark.parametrize("learning", [SGD, ADAGRAD])
 def test_without_staleness_they_are_synchronous(learning: Learning) -> None:
-    local, facts = trained(staleness_copies, learning, System("none", clock=row_clock(0)))
-    assert facts["used without a word"] == 0
+    local, facts = trained(staleness_copies, learning, System(clock=row_clock(0)))
+    assert facts["used without a request"] == 0
+    assert facts["row messages saved"] == 0, "every use fetches its row and sends its gradient"
     one, late = trained(staleness_ranks, learning, SYNCHRONOUS, Mesh())
     torch.testing.assert_close(local, one, rtol=1e-9, atol=1e-11)
     assert late["updates missed"] == 0
@@ -97,52 +95,43 @@ def test_blocks_that_cannot_be_ranked_count_as_chance() -> None:
     assert len(part) == 2 and torch.equal(part.label, label[1:3])
 
 
-def test_an_interval_covers_samples_and_seeds() -> None:
-    """Interval contains the true difference, 0.01."""
-    random, hits, alone = np.random.default_rng(0), 0, 0
-    for _ in range(200):
-        of_blocks = 0.02 * random.standard_normal(50)
-        differences = [
-            0.01 + of_blocks + 0.003 * random.standard_normal() + 0.005 * random.standard_normal(50)
-            for _ in range(3)
-        ]
-        mean, half = tables.interval(differences)
-        hits += abs(mean - 0.01) <= half
-        one, narrow = tables.interval(differences[:1])
-        alone += abs(one - 0.01) <= narrow
-        assert half > 0 and narrow > 0
-    assert hits >= 184  # 190 are expected, or more
-    assert 100 < alone < 196  # one seed says nothing of seeds
+def test_rows_that_are_sent_are_counted() -> None:
+    """Two ranks and one row: by hand."""
+    from workers.staleness_copies import CachedRows
+
+    rule = SGD.rule
+    copies = CachedRows(
+        torch.zeros(2, 3), rule, RowClock(2, 1), 2, num_ranks=2, most_lookups=2
+    )  # fmt: skip
+    first, pair = np.array([0]), np.array([0, 1])
+    for ids in [[first, pair]] * 3:
+        values, _ = copies.read(ids)
+        copies.write(torch.ones_like(values))
+    # Three batches of three uses. All are fetched once, sent after the second batch, and wait after the third.
+    assert (copies.used, copies.fetches, copies.pushes) == (9, 3, 3)
+    assert copies.saved_share() == pytest.approx(1 - (3 + 3 + 3) / 18)
+    before = copies.owners.weights.clone()
+    rows = copies.synchronized_rows()
+    assert torch.equal(copies.owners.weights, before), "scoring changes nothing"
+    assert rows[:, 0].tolist() == [-6.0, -3.0]
+    assert all((decision.outcomes == HIT).all() for decision in copies.decisions)
 
 
-def test_differences_are_of_the_same_seed_data_and_optimizer() -> None:
-    measured = [
-        Measured("ml-1m sgd seed 0", "synchronous", "AUC", [0.7, 0.8, 0.9]),
-        Measured("ml-1m sgd seed 0", "late", "AUC", [0.6, 0.7, 0.7]),
-        Measured("ml-1m sgd seed 1", "late", "AUC", [0.1, 0.1, 0.1]),  # the other is not there yet
-        Measured("ml-1m adagrad seed 0", "synchronous", "AUC", [0.9, 0.9, 0.9]),
-        Measured("ml-1m sgd pilot", "synchronous", "AUC at 1.0", [0.9]),
-        Measured("world", "sgd bounded(4)", "largest gap to 4 ranks", [1e-12]),
-        Measured("stream of 10", "ceiling", "AUC", [0.8]),
-    ]
-    (result,) = tables.differences_of(measured, "ml-1m sgd", "late")
-    assert result == pytest.approx([0.1, 0.1, 0.2])
-    assert tables.groups_of(measured) == {
-        "ml-1m sgd": ["synchronous", "late"],
-        "ml-1m adagrad": ["synchronous"],
-    }
-    ratios = tables.ratios_of(measured)
-    assert ratios["auc_lost ml-1m sgd late"] == pytest.approx(0.4 / 3, abs=1e-6)
-    assert ratios["world_gap"] == 1e-12 and len(ratios) == 3
+def test_a_run_is_scored_along_the_way() -> None:
+    data = open_stream(12 * 512 - 5, 1_000, max_cardinality=200)
+    test = list(data.scored(data.splits.test))
+    labels = [block.label for block in test]
+    for where, system, mesh in (
+        (staleness_ranks, SYNCHRONOUS, [Mesh()]), (staleness_copies, CLOCKS[2], []),
+    ):  # fmt: skip
+        done = where.train(data, ADAGRAD, system, *mesh, test, num_scored=5)
+        assert list(done.curve) == [3, 5, 8, 10, 12]
+        assert done.curve[12] == pytest.approx(np.mean(block_aucs(done.scores, labels)))
+        again = where.train(data, ADAGRAD, system, *mesh, test)
+        assert torch.equal(again.scores, done.scores) and not again.curve, "scoring changes nothing"
 
 
-def test_the_pilot_stops_between_two_worse_rates() -> None:
-    for choices in bench.RATES.values():
-        for best in choices:
-            rates: dict[float, float] = {}
-            while (lr := choose_next_rate(choices, rates)) is not None:
-                rates[lr] = -abs(np.log(lr / best))
-            assert max(rates, key=lambda rate: rates[rate]) == best
-    assert read_scored_rates(
-        [Measured("a pilot", "synchronous", "AUC at 0.5", [0.6, 0.8])], "a pilot", "synchronous"
-    ) == {0.5: pytest.approx(0.7)}
+def test_the_default_arm_is_the_default_cache() -> None:
+    table = Table("rows", 4, rows=10)
+    default = build_table_caches(CacheConfig(), [table])["rows"]
+    assert bench.PLANS["default"] == System(clock=default.clock, cached_share=default.rows / 10)

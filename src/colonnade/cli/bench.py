@@ -16,7 +16,7 @@ SCRIPTS = Path(__file__).resolve().parents[3] / "bench"
 
 EXAMPLES = (
     "[bold]Examples[/bold]\n\n  colonnade bench train --quick\n\n  colonnade bench kernels --json kernels.json\n\n"
-    "  colonnade bench towers-quality --samples 1000000 --seeds 3 --json quality.json"
+    "  colonnade bench quality --suite towers --seeds 3 --json quality.json"
 )
 
 
@@ -32,7 +32,7 @@ def bench(
 ) -> None:
     """Compare the speed of Colonnade and other libraries, interleaved in one run.
 
-    Options that only one bench has (towers-quality: --samples, --seeds) are passed on to it."""
+    Options that only one bench has (quality: --suite, --arms, --seeds) are passed on to it."""
     name = name.replace("-", "_")
     bench_names = sorted(path.stem for path in SCRIPTS.glob("*.py") if path.stem != "harness")
     if name not in bench_names:

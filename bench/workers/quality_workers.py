@@ -1,5 +1,9 @@
-"""One arm of `bench quality_partials`: a model, trained on a stream by steps in turn or by workers that race, and
-scored along the way.
+"""Arms of `bench quality`, suite workers: a model, trained on a stream of ads by steps in turn or by workers that race.
+
+Every eighth block of 4,096 samples is never trained, but scored when as many samples have been trained as precede it
+outside such blocks; the tail's blocks, after the last trained one, are scored at the end. Asynchronous workers of a
+parameter server are simulated: each computes on rows and dense weights as they were when it began with its batch, and
+takes log-normal time. So W - 1 updates are missed on the mean, in rows and dense weights.
 
 Legend: W workers.
 """
@@ -7,10 +11,10 @@ Legend: W workers.
 from __future__ import annotations
 
 import heapq
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from statistics import fmean
 
 import numpy as np
 import torch
@@ -25,7 +29,8 @@ from colonnade.models.linear import LR, DeepFM, WideDeep
 from colonnade.models.split import Scorer
 from colonnade.pipeline.prepared_batches import as_prepared
 from colonnade.train.metrics import auc
-from workers.ads import FIELDS, Ads
+from workers.ads import FIELDS, Ads, open_ads
+from workers.quality_case import Run
 
 DIM, TOP = 8, (64, 32)
 DENSE_LR = 1e-3
@@ -37,12 +42,14 @@ SPREAD = 0.3
 """Standard deviation of the logarithm of the time that a worker takes for a batch."""
 
 
-@dataclass(frozen=True)
-class Arm:
-    """Arm: order of updates and reads. workers: number of asynchronous workers, each with rows and dense weights as
-    they were when it began; 0: steps in turn."""
+PILOT_SEED, PILOT_BLOCKS = 1000, 96
 
-    name: str
+
+@dataclass(frozen=True)
+class Order:
+    """Order of updates and reads. workers: number of asynchronous workers, each with rows and dense weights as they
+    were when it began; 0: steps in turn."""
+
     batch_size: int = BLOCK
     workers: int = 0
 
@@ -55,7 +62,6 @@ class Scores:
     log_loss: list[float] = field(default_factory=list)
     tail_auc: list[float] = field(default_factory=list)
     missed: Counter[int] = field(default_factory=Counter)
-    seconds: float = 0.0
 
 
 def build(kind: str, lr: float, dtype: str = "float32") -> Scorer:
@@ -80,18 +86,25 @@ def build(kind: str, lr: float, dtype: str = "float32") -> Scorer:
 
 
 def train(
-    kind: str, arm: Arm, stream: Ads, num_blocks: int, *, lr: float, tail_blocks: int, seed: int = 0
+    kind: str,
+    order: Order,
+    stream: Ads,
+    num_blocks: int,
+    *,
+    lr: float,
+    tail_blocks: int,
+    seed: int = 0,
 ) -> Scores:
     """The first `num_blocks` blocks of the stream are trained or scored, and those behind them scored at the end."""
-    model, scores, began = build(kind, lr), Scores(), time.perf_counter()
+    model, scores = build(kind, lr), Scores()
     collection = model.embeddings
     # Workers that race fetch by hand; what they read must be copied, as under staleness.
     plan = build_plan(
-        collection.tables, 1, PlanConfig(lookahead=0, staleness_steps=int(arm.workers > 0))
+        collection.tables, 1, PlanConfig(lookahead=0, staleness_steps=int(order.workers > 0))
     )
     collection.open(plan, Mesh())
     rows, dense = RowOptimizer(collection), torch.optim.Adam(model.parameters(), lr=DENSE_LR)
-    batches = training_batches(stream, arm.batch_size, num_blocks)
+    batches = training_batches(stream, order.batch_size, num_blocks)
     done = 0
 
     def apply(batch: Batch) -> None:
@@ -110,8 +123,8 @@ def train(
             if block < num_blocks:
                 add_score(model, stream, block, scores.auc, scores.log_loss)
 
-    if arm.workers:
-        _race(model, collection, batches, arm.workers, seed, apply, step, scores.missed)
+    if order.workers:
+        _race(model, collection, batches, order.workers, seed, apply, step, scores.missed)
     else:
         for batch in collection.lookahead(batches):
             scores.missed[0] += 1
@@ -119,8 +132,34 @@ def train(
             step(batch.size)
     for block in range(num_blocks, num_blocks + tail_blocks):
         add_score(model, stream, block, scores.tail_auc)
-    scores.seconds = time.perf_counter() - began
     return scores
+
+
+def train_order(kind: str, order: Order, run: Run) -> dict[str, list[float]]:
+    """Train a model on run.samples samples of ads, scored blocks included, and score a tail of an eighth behind them.
+
+    A pilot is on fewer samples of another stream; its AUC is that of the second half."""
+    num_blocks = run.samples // BLOCK
+    if run.is_pilot:
+        num_blocks = min(num_blocks, PILOT_BLOCKS)
+        stream = open_ads(num_blocks * BLOCK, seed=PILOT_SEED)
+        aucs = train(kind, order, stream, num_blocks, lr=run.lr, tail_blocks=0).auc
+        return {"AUC": aucs[len(aucs) // 2 :]}
+    tail_blocks = num_blocks // 8
+    stream = open_ads((num_blocks + tail_blocks) * BLOCK, seed=run.seed)
+    scores = train(
+        kind, order, stream, num_blocks, lr=run.lr, tail_blocks=tail_blocks, seed=run.seed
+    )
+    scored = range(SCORED_EVERY - 1, num_blocks, SCORED_EVERY)
+    batches = (stream.read(block * BLOCK, (block + 1) * BLOCK) for block in scored)
+    return {
+        "AUC": scores.auc,
+        "AUC, second half": scores.auc[len(scores.auc) // 2 :],
+        "AUC of the tail": scores.tail_auc,
+        "log loss": scores.log_loss,
+        "updates missed": [fmean(scores.missed.elements())],
+        "ceiling": [fmean(auc(batch.key, batch.label) for batch in batches)],
+    }
 
 
 def _race(
