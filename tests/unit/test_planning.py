@@ -285,7 +285,7 @@ def test_plan_prints_a_table_and_json(capsys, tmp_path, monkeypatch, quick):
     assert result["plan"]["prediction"]["samples_per_second"] > 0
     assert len(result["plan"]["tables"]) == 8 and result["device"]["directories"]
     assert result["costs"]["step_seconds"] > 0
-    assert (result["cache_bytes"], result["left_out"]) == (0, [])
+    assert result["cache_bytes"] == 0
     assert not list(tmp_path.iterdir())
 
 
@@ -319,17 +319,19 @@ def test_plan_of_a_world_fits_a_terminal_and_shows_a_table_s_choices(
     assert "HOSTSxRANKS" in capsys.readouterr().err
 
 
-def test_plan_says_that_copies_are_left_out(capsys, tmp_path, monkeypatch, quick):
-    """And what they take; nothing is chosen that they cannot go with."""
+def test_plan_predicts_cached_rows(capsys, tmp_path, monkeypatch, quick):
+    """Their memory, and what they save; nothing is chosen that they cannot go with."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
     command = ["plan", *EIGHT_TABLES, "--set", "model.dim=4", "--world", "2x1"]
     assert app.run_command([*command, "--set", "plan.cache.staleness=10"]) == 0
     message = " ".join(capsys.readouterr().out.split())
-    assert "more for plan.cache" in message and "plan.cache is not predicted" in message
+    assert "more for plan.cache" in message and "plan.cache: of " in message
     assert app.run_command([*command, "--set", "plan.cache.size=7", "--json"]) == 0
     message = json.loads(capsys.readouterr().out)
-    assert len(message["left_out"]) == 1 and "plan.cache" in message["left_out"][0]
+    for table in message["choices"].values():
+        assert table[0]["exchange"] == "cached"
+        assert {"rows", "pooled"} < {other["exchange"] for other in table}
     kinds = {(item["cache"]["rows"], item["exchange"]) for item in message["plan"]["tables"]}
     assert kinds == {(7, "cached")}
     config = override_settings(build_config({}), {"model.dim": 4})

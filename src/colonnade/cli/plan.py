@@ -139,7 +139,7 @@ def _build_plan_world(
 
 def _default_to_automatic(config: Path | None, set_: list[str] | None) -> dict[str, str]:
     """Return `auto` for shardings and exchanges, which this command chooses if the user sets neither. Return nothing
-    with `plan.cache`: cached rows need the exchange rows."""
+    with `plan.cache`, whose tables a run caches unless an exchange is set."""
     from colonnade.cli.train import parse_set_options
     from colonnade.formats import parse_yaml, read_text_file
 
@@ -158,13 +158,10 @@ def _default_to_automatic(config: Path | None, set_: list[str] | None) -> dict[s
 
 
 def convert_plan_to_json(planned: PlanningResult, tables: Sequence[Table]) -> dict[str, Any]:
-    """Return JSON values of the plan: its prediction, the measured costs, device and links, the alternatives, and notes
-    on what the prediction leaves out."""
+    """Return JSON values of the plan: its prediction, the measured costs, device and links, and the alternatives."""
     from dataclasses import asdict
 
-    from colonnade.cli.plan_tables import CACHE_NOT_PREDICTED, cache_bytes
-
-    cached_bytes = cache_bytes(planned, tables)
+    from colonnade.cli.plan_tables import cache_bytes
 
     def cost_values(cost: Any) -> dict[str, Any]:
         return {
@@ -185,7 +182,6 @@ def convert_plan_to_json(planned: PlanningResult, tables: Sequence[Table]) -> di
             for table in planned.choice.tables
         },
         "consumers": [asdict(consumer) for consumer in planned.choice.consumers],
-        "cache_bytes": cached_bytes,
-        "left_out": [CACHE_NOT_PREDICTED] if cached_bytes else [],
+        "cache_bytes": cache_bytes(planned, tables),
         "sample": {"samples": planned.profile.samples, "batches": planned.profile.batches},
     }

@@ -25,10 +25,6 @@ from colonnade.terminal import Terminal
 from colonnade.topology.sharding import Sharding
 
 MAX_LINES = 40
-CACHE_NOT_PREDICTED = (
-    "plan.cache is not predicted: bytes and seconds are those of a run without it. Its savings depend on the order of "
-    "batches: train some steps with it and look at `cache` and `sent` of the record, or the report"
-)
 
 
 def print_plan(
@@ -258,13 +254,37 @@ def _print_total_costs(console: Console, result: PlanningResult, tables: Sequenc
     )
     if result.world.num_ranks > 1:
         _print_link_costs(console, result.choice, result)
-    if cached_bytes:
-        console.print(CACHE_NOT_PREDICTED, markup=False)
+    if cached_bytes and result.world.num_ranks > 1:
+        _print_cached_rows(console, result)
     console.print(
         f"predicted: {prediction.samples_per_second:,.0f} samples/s, "
         f"{prediction.samples_per_second / prediction.all_in_memory:.0%} of {prediction.all_in_memory:,.0f} with all "
         f"rows in memory; what limits: {prediction.limit}",
         style="bold",
+    )
+
+
+def _print_cached_rows(console: Console, result: PlanningResult) -> None:
+    """Print the rows that caches do not request, and the bytes of the same tables under exchange `rows`."""
+    cached = [table for table in result.choice.tables if table.chosen.exchange == "cached"]
+    loads = {load.name: load for load in result.loads}
+    requested = used = fetched = pushed = sent = sent_without = 0.0
+    for table in cached:
+        load = loads[table.name]
+        assert load.cache is not None
+        used += load.unique_rank
+        requested += load.cache.requested
+        fetched += load.cache.fetched
+        pushed += load.cache.pushed
+        rows = [other for other in table.others if other.exchange == "rows"]
+        same = [other for other in rows if other.sharding.kind == table.chosen.sharding.kind]
+        sent += sum(table.chosen.sent.values())
+        sent_without += sum((same or rows)[0].sent.values())
+    console.print(
+        f"plan.cache: of {used:,.0f} rows of a batch, a rank requests {requested / used:.0%}, receives "
+        f"{fetched / used:.0%} and sends gradients of {pushed / used:.0%}: {format_bytes(sent)} per step; without it, "
+        f"{format_bytes(sent_without)}",
+        markup=False,
     )
 
 

@@ -62,6 +62,14 @@ SHARED_BYTES = float(BATCH_WEIGHT.size)
 LIST_FLAG_BYTES = 1.0
 """Bytes that each rank sends every other rank for each list of unique ids: a flag for whether ids follow."""
 
+CACHE_HEAD_BYTES = 5.0
+"""Bytes that each rank with cached rows sends every other rank: a size, and half a byte after each of two lists of
+bits (cache/messages.py)."""
+LISTED_BITS = 3
+"""Bits of each listed row in a message of a rank with cached rows."""
+RENEWED_BITS = 17
+"""Bits of each renewed copy in addition: its age, and the owner's reply."""
+
 
 @dataclass(frozen=True, slots=True)
 class Flow:
@@ -383,25 +391,56 @@ class RelayHop(Hop):
 
 @dataclass(frozen=True, slots=True)
 class CachedHop(Hop):
-    """Copies of rows stay on the ranks of the samples for some steps, and their gradients wait there.
-
-    The planner predicts the hop without copies: an upper bound."""
+    """Copies of rows stay on the ranks of the samples for some steps, and their gradients wait there."""
 
     rows: RowsHop
     """Hop of the rows that are not copied."""
     name: ClassVar[str] = "cached"
     sends_unique_ids: ClassVar[bool] = True
+    shardings: ClassVar[tuple[Kind, ...]] = WHOLE_ROWS
     implied_by: ClassVar[str | None] = "plan.cache"
 
     @property
+    def calls(self) -> tuple[int, int, int]:
+        return (1, 1, 1)  # The first one sends the bits of renewed copies.
+
+    @property
     def fixed_flows(self) -> tuple[Flow, ...]:
-        return self.rows.fixed_flows
+        return (*self.rows.fixed_flows, Flow("route", "everyone", CACHE_HEAD_BYTES))
 
     def flows(self, table_load: TableLoad, rank_split: Split) -> tuple[Flow, ...]:
-        return self.rows.flows(table_load, rank_split)
+        cache = table_load.cache
+        if cache is None:
+            return self.rows.flows(table_load, rank_split)
+        n = rank_split.owners
+        ids = table_load.list_ratio * expected_id_list_bytes(
+            cache.listed / n, table_load.vocabulary, n
+        )
+        flags = (LISTED_BITS * cache.listed + RENEWED_BITS * cache.renewed) / (8 * n)
+        return (
+            Flow("route", "owners", ids - LIST_FLAG_BYTES + flags),
+            Flow("route", "everyone", LIST_FLAG_BYTES),
+            Flow("fetch", "owners", cache.fetched / n * cache.record_bytes),
+            Flow("push", "owners", cache.pushed / n * table_load.gradient_bytes),
+        )
 
     def work(self, table_load: TableLoad, rank_split: Split) -> tuple[RowWork, RowWork]:
-        return self.rows.work(table_load, rank_split)
+        cache = table_load.cache
+        if cache is None:
+            return self.rows.work(table_load, rank_split)
+        # Each batch updates its copies, and adds its gradients to the pending ones.
+        trainer = RowWork(
+            gathered=2 * table_load.lookups + table_load.unique_rank + cache.fetched + cache.pushed,
+            updated=table_load.unique_rank,
+            planned=table_load.lookups + table_load.unique_rank + cache.listed,
+        )
+        served = rank_split.trainers / rank_split.owners
+        owner = RowWork(
+            gathered=served * (cache.fetched + cache.pushed),
+            updated=min(served * cache.pushed, table_load.unique_world / rank_split.owners),
+            planned=served * (cache.listed + cache.pushed),
+        )
+        return trainer, owner
 
 
 EXCHANGES: dict[str, tuple[Hop, ...]] = {

@@ -26,6 +26,24 @@ class ColumnLoad:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class CacheLoad:
+    """Rows of one rank's row cache in the messages of a step, the mean over steps."""
+
+    requested: float
+    """Number of rows that are requested: those without a copy, and those with a copy that is older than allowed."""
+    listed: float
+    """Number of rows whose ids are sent: requested rows, and those with a sum of gradients."""
+    renewed: float
+    """Number of requested rows with a copy, which is sent again only if the row has changed."""
+    fetched: float
+    """Number of rows that owners send."""
+    pushed: float
+    """Number of rows whose sum of gradients is sent."""
+    record_bytes: int
+    """Bytes of a row that an owner sends."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TableLoad:
     """Load of one table per step, the mean over steps. Rows are distinct rows; lookups and bags include repeats."""
 
@@ -72,6 +90,8 @@ class TableLoad:
     """Measured size of a list of ids with repeats, relative to evenly spread ids."""
     may_be_cut: bool = False
     """True if rows may be cut by columns, because nothing needs whole rows."""
+    cache: CacheLoad | None = None
+    """Messages under exchange "cached"; None: each rank has no cache of the table."""
     births: float = 0.0
     """Number of rows in all ranks' batches that were never used before."""
 

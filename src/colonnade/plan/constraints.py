@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from colonnade.config.plan import PlanConfig, TablePlanConfig
 from colonnade.errors import ConfigError
 from colonnade.hops.kinds import BY_TOWERS
+from colonnade.plan.caching import restrict_caches
 from colonnade.plan.names import Constraint
 from colonnade.table import Feature, Table
 from colonnade.topology.sharding import (
@@ -186,10 +187,16 @@ def resolve_plan_config(
     none. One rank sends nothing, so every exchange is "rows" there. Raises ConfigError.
     """
     own_settings = {}
+    uncached: list[str] = []
     for name, resolved in resolve_fixed_tables(config, tables, world).items():
         if resolved is None and plan_decision is not None:
             side = name if name in plan_decision.shardings else f"{name}[cold]"
-            resolved = plan_decision.shardings[side], plan_decision.exchanges[side]
+            exchange = plan_decision.exchanges[side]
+            if exchange == "cached":  # as settings have it: rows beside `plan.cache`
+                exchange = "rows"
+            elif side == name and _exchange(config, name) == "auto":
+                uncached.append(name)
+            resolved = plan_decision.shardings[side], exchange
         sharding, exchange = resolved or (row_wise_over_owners(world), "rows")
         own = config.tables.get(name, TablePlanConfig())
         ids = (table_hot_ids or {}).get(name)
@@ -206,7 +213,10 @@ def resolve_plan_config(
                 "replicated_rows": () if is_copied else tuple(ids),
             }
         )
-    return config.model_copy(update={"tables": own_settings})
+    cache = config.cache
+    if cache is not None and uncached:
+        cache = restrict_caches(cache, [name for name in own_settings if name not in uncached])
+    return config.model_copy(update={"tables": own_settings, "cache": cache})
 
 
 OPEN_ROWS = 1_000_000

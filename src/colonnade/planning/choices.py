@@ -27,6 +27,7 @@ from colonnade.lookup.hot import split_hot_rows
 from colonnade.lookup.layout import EmbeddingDeclaration
 from colonnade.lookup.stacking import hashed_tables_by_feature
 from colonnade.lookup.views import slices_of
+from colonnade.plan.caching import build_table_caches
 from colonnade.plan.constraints import apply_towers, read_table_constraints
 from colonnade.plan.cost.consumers import build_model_load, check_whole_bags
 from colonnade.plan.cost.memory import Budgets, MemoryDemand, divide
@@ -122,6 +123,7 @@ def estimate_sampled_loads(
             last_batch=last_step,
         ),
         Codecs(codec.values, codec.gradients, codec.dense),
+        build_table_caches(setup.config.plan.cache, declared.tables) if world.num_ranks > 1 else {},
     )
     bags = multi_id_columns(train_data.schema) | set(hashed_tables_by_feature(declared))
     return SampledLoads(sides, loads, bags, hot_ids)
@@ -144,6 +146,9 @@ def choose_shardings_and_exchanges(
     for name in sampled.hot:
         constraints[f"{name}[cold]"] = constraints[name]
         constraints[f"{name}[hot]"] = Constraint("replicated")
+    for load in sampled.loads:
+        if load.cache is not None and constraints[load.name].exchange == "rows":
+            constraints[load.name] = replace(constraints[load.name], exchange="cached")
     budget = config.memory.dram
     memory = Memory(budget)
     if budget is not None and memory_demands:

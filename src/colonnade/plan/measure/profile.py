@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from colonnade.batch import Batch
+from colonnade.cache import count_sent_record_bytes
 from colonnade.errors import ConfigError, CorruptionError
 from colonnade.formats import make_format_stamp, parse_stamped_json
 from colonnade.hops.load import ColumnLoad, TableLoad
@@ -30,8 +31,10 @@ from colonnade.plan.measure.popularity import (
     Popularity,
     estimate_from_spectrum,
     expected_used_rows,
+    predict_cache_load,
 )
 from colonnade.plan.plan import EXACT, Codecs
+from colonnade.staleness import TableCache
 from colonnade.store.budget import slot_bytes
 from colonnade.table import Feature, Table, TableSide, describe_whole_row_setting
 from colonnade.topology.world import World
@@ -130,6 +133,10 @@ class FeatureProfile:
     longest: int
     """Largest number of lookups of a sample."""
     is_weighted: bool
+
+    def scale(self, factor: float) -> ColumnLoad:
+        """Return the lookups of `factor` times as many samples."""
+        return ColumnLoad(self.lookups * factor, self.longest, self.is_weighted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -373,11 +380,12 @@ def build_table_loads(
     world: World,
     batches: RunBatches,
     codecs: Codecs = EXACT,
+    caches: Mapping[str, TableCache] | None = None,
 ) -> list[TableLoad]:
     """Predict the load of each table per step from a profile of a sample.
 
     batches: of all ranks together; the last one determines the rows of open tables and the births per step. codecs:
-    encoding of rows and gradients."""
+    encoding of rows and gradients. caches: row cache of each rank, by name of the table."""
     batch_size = batches.batch_size
     last_batch = batches.last_batch
     rank_samples = batch_size / world.num_trainers
@@ -390,6 +398,8 @@ def build_table_loads(
             popularity, sample_lookups * batch_size, min(last_batch, batches.batches_per_epoch)
         )
         unique_world = profile.expected_unique_rows(t, batch_size, popularity)
+        unique_rank = profile.expected_unique_rows(t, rank_samples, popularity)
+        cache = (caches or {}).get(table.name)
         readers = [feature for feature in features if feature.table == table.name]
         columns = [profiled[feature.name] for feature in readers if feature.name in profiled]
         dims = [part.dim for part in table.parts]
@@ -412,20 +422,13 @@ def build_table_loads(
                 rows=float(table.rows) if table.rows else max(used_rows * OPEN_ROOM, unique_world),
                 slot_bytes=slot_bytes(table),
                 samples=rank_samples,
-                unique_rank=profile.expected_unique_rows(t, rank_samples, popularity),
+                unique_rank=unique_rank,
                 unique_host=profile.expected_unique_rows(
                     t, rank_samples * world.trainers_per_host, popularity
                 ),
                 unique_world=unique_world,
                 lookups=sample_lookups * rank_samples,
-                columns=tuple(
-                    ColumnLoad(
-                        column.lookups * rank_samples / profile.samples,
-                        column.longest,
-                        column.is_weighted,
-                    )
-                    for column in columns
-                ),
+                columns=tuple(column.scale(rank_samples / profile.samples) for column in columns),
                 vocabulary=table.rows or 0,
                 is_pooled=all(feature.pooling != "sequence" for feature in readers),
                 may_be_cut=not isinstance(table, TableSide)
@@ -433,6 +436,17 @@ def build_table_loads(
                     table, [p.name for p in table.parts if p.dim > 1]
                 ),
                 births=used_rows / last_batch if last_batch else 0.0,
+                cache=None
+                if cache is None
+                else predict_cache_load(
+                    popularity,
+                    sample_lookups * rank_samples,
+                    cache,
+                    world.num_trainers,
+                    (0, last_batch),
+                    count_sent_record_bytes(table, cache.clock.is_late),
+                    unique_rank,
+                ),
             )
         )
     return loads

@@ -172,9 +172,12 @@ class Search:
         )
 
     def is_worth_trying(self, table_index: int, exchange: str) -> bool:
-        """Return whether a free table may gain from an exchange: towers are for modules, partials for consumers."""
+        """Return whether a free table may gain from an exchange: towers are for modules, partials for consumers, and
+        `cached` is for tables that may be late."""
         if exchange == "partials":
             return table_index in self.partials_tables
+        if exchange == "cached":
+            return self.loads[table_index].cache is not None
         return exchange not in BY_TOWERS
 
     def _is_kind_possible(self, table_index: int, exchange: str, kind: Kind) -> bool:
