@@ -39,6 +39,7 @@ from tables.cache import (
     HET_POLICY,
     OPTIMUM,
     OURS,
+    PREDICTED,
     Figures,
     Point,
     print_figures,
@@ -54,6 +55,7 @@ from workers.cache_traffic import (
     foreseen,
     het,
     open_directory,
+    predict_payload,
     row_clock,
 )
 
@@ -148,6 +150,10 @@ def count_traffic(stream: Stream, next_uses: NextUses, to: Figures) -> None:
                 if share < 1 or system == "lru":  # who leaves where nobody has to?
                     counted = row_clock(stream, next_uses, policy, capacity, staleness)
                     point = add(share, staleness, system, counted)
+                    if system in PREDICTED:
+                        for dim in DIMS:
+                            size = predict_payload(stream, policy, capacity, staleness, dim)
+                            to.predicted[point, dim, system] = size / counted.payload(dim)
             add(share, staleness, HET, het(stream, policies[HET_POLICY], capacity, staleness))
             if share < 1:
                 to.windows[point] = window

@@ -11,6 +11,7 @@ from rich.table import Table
 
 DIMS = (16, 128)
 OURS, OPTIMUM, HET_POLICY, HET = "lookahead", "optimum", "light_lfu", "HET"
+PREDICTED = ("lru", "lfu", OURS)
 PHASES = ("plan", "decide", "gather", "update")
 
 
@@ -31,6 +32,8 @@ class Point:
 class Figures:
     saved: dict[tuple[Point, int, str], float] = field(default_factory=dict)
     """Share, by point, dim and system, of a parameter server's bytes that it saves."""
+    predicted: dict[tuple[Point, int, str], float] = field(default_factory=dict)
+    """Predicted bytes over counted ones, by point, dim and system."""
     windows: dict[Point, int] = field(default_factory=dict)
     """Batches that `OURS` sees ahead."""
     recovery: dict[tuple[str, str], int | None] = field(default_factory=dict)
@@ -67,6 +70,10 @@ class Figures:
                 for (point, dim, system), saved in self.saved.items()
             ),
             *(
+                Measured(f"{point} D={dim}", system, "bytes predicted", [round(ratio, 4)])
+                for (point, dim, system), ratio in self.predicted.items()
+            ),
+            *(
                 Measured(f"zipf {batch} after a change", policy, "batches", [float(batches)])
                 for (batch, policy), batches in self.recovery.items()
                 if batches is not None
@@ -87,6 +94,8 @@ def ratios_of(figures: Figures) -> dict[str, float]:
         ratios["gap_to_optimum_closed_mean"] = fmean(gaps)
     if full := figures.full().values():
         ratios["saved_row_clock_100_full"] = min(full)
+    if predicted := figures.predicted.values():
+        ratios["predicted_bytes_error"] = max(abs(ratio - 1) for ratio in predicted)
     for policy in ("lfu", OURS):
         results = [
             n for (_, value), n in figures.recovery.items() if value == policy and n is not None
@@ -107,6 +116,7 @@ def ratios_of(figures: Figures) -> dict[str, float]:
 WANTED = {
     "gap_to_optimum_closed": ">= 0.8",
     "saved_row_clock_100_full": ">= 0.88",
+    "predicted_bytes_error": "<= 0.10",
     "batches_to_recover_lfu": "<= 20",
     "cache_keys_per_second_d16": ">= 20,000,000",
     "cache_keys_per_second_d128": ">= 6,000,000",

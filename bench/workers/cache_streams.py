@@ -49,6 +49,7 @@ class Stream:
     shape: Shape
     num_rows: int
     batches: list[list[Ids]]  # [step][rank] (U,) ascending, each once
+    counts: Ids  # (N,) lookups of a row in all steps
 
     def next_uses(self) -> list[list[NDArray[np.int32]]]:
         """Return [step][rank] (U,): steps until the same rank uses the row again; 0: not in this stream."""
@@ -72,10 +73,15 @@ def open_stream(
         num_rows, lookups = shape.rows, _zipf(shape, seed, shift_at)
     else:
         num_rows, lookups = _criteo(shape, seed)
-    batches = [
-        [np.unique(lookups(step, rank)) for rank in range(num_ranks)] for step in range(shape.steps)
-    ]
-    return Stream(shape, num_rows, batches)
+    counts = np.zeros(num_rows, np.int64)
+
+    def unique(step: int, rank: int) -> Ids:
+        ids, number = np.unique(lookups(step, rank), return_counts=True)
+        counts[ids] += number
+        return ids
+
+    batches = [[unique(step, rank) for rank in range(num_ranks)] for step in range(shape.steps)]
+    return Stream(shape, num_rows, batches, counts)
 
 
 Lookups = Callable[[int, int], Ids]

@@ -24,7 +24,9 @@ from numpy.typing import NDArray
 
 from colonnade.cache.directory import EXPIRED, HIT, MISS, Directory
 from colonnade.cache.next_use import NextUseWindow, RowNextUses
-from colonnade.staleness import RowClock
+from colonnade.plan.measure.popularity import estimate_from_spectrum, predict_cache_load
+from colonnade.staleness import RowClock, TableCache
+from colonnade.staleness import row_clock as row_clock_of
 from workers.cache_streams import RANKS, Ids, Stream
 from workers.light_lfu import LightLfu
 
@@ -43,11 +45,28 @@ class Traffic:
     hits: int = 0  # of these, those about which nothing was asked
 
     def payload(self, dim: int) -> float:
+        """Return the bytes of all ranks in the measured steps."""
         return self.name_bytes + self.rows * 4.0 * dim
 
     def saved(self, dim: int) -> float:
         """Return the saved part of the bytes of a parameter server without caches: 0 nothing, 1 all."""
         return 1 - self.payload(dim) / (self.uses * (NAME + 8.0 * dim))
+
+
+def predict_payload(
+    stream: Stream, policy: Policy, capacity: int, staleness: int, dim: int
+) -> float:
+    """Predict the payload of `row_clock`, as `colonnade plan` does from counts of lookups."""
+    shape = stream.shape
+    counts, rows = np.unique(stream.counts[stream.counts > 0], return_counts=True)
+    popularity = estimate_from_spectrum(counts.astype(float), rows.astype(float), stream.num_rows)
+    clock = row_clock_of(staleness)
+    cache = TableCache(capacity, clock, policy.name, policy.window or 0)
+    batches = (shape.warm, shape.warm + shape.measured)
+    load = predict_cache_load(popularity, shape.lookups, cache, RANKS, batches, 4 * dim)
+    names = load.listed * (NAME + FLAGS) + load.renewed * (AGE + BIT)
+    step = names + (load.fetched + load.pushed) * 4.0 * dim
+    return step * RANKS * shape.measured
 
 
 @dataclass(frozen=True)
@@ -127,8 +146,8 @@ def row_clock(
     stream: Stream, next_uses: NextUses, policy: Policy, capacity: int, staleness: int
 ) -> Traffic:
     """Copies of `staleness` // 2 batches are used unasked, the rest is the bound of writes."""
-    read = staleness // 2
-    caches = Caches(stream, next_uses, policy, capacity, read, staleness - read)
+    clock = row_clock_of(staleness)
+    caches = Caches(stream, next_uses, policy, capacity, clock.read_bound, clock.write_bound)
     changed = np.full(stream.num_rows, -1, np.int32)  # the step of a row's last update
     result = Traffic()
     for step, batches in enumerate(stream.batches[: stream.shape.warm + stream.shape.measured]):

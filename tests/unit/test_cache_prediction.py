@@ -109,8 +109,11 @@ def test_messages_are_those_that_directories_decide(stream, bound, share, num_ra
     check_prediction(stream, cache, num_ranks, (0, 500))
 
 
-@pytest.mark.parametrize("rule", [RowClock(5, 50), RowClock(50, 5), RowClock(20, 60, 0.3, 8)])
-def test_bounds_may_differ_and_a_step_limits_rows_of_most_batches(rule):
+@pytest.mark.parametrize(
+    "rule",
+    [RowClock(5, 50), RowClock(50, 5), RowClock(20, 60, 0.3, 8), RowClock(50, 50, 0.05, 4)],
+)
+def test_bounds_may_differ_and_steps_limit_rows_of_most_batches(rule):
     predicted, counted = check_prediction("zipf", TableCache(3000, rule), 2, (0, 400))
     assert predicted["pushed"] == pytest.approx(counted["pushed"], rel=0.1)
 

@@ -13,19 +13,21 @@ import torch
 from own_model import Net, columns
 from rich.console import Console
 
-from colonnade import Plan, fit
+from colonnade import Plan, PlanConfig, Table, build_plan, fit
 from colonnade.cli import app
 from colonnade.cli.plan import _default_to_automatic
 from colonnade.comm.mesh import Mesh
+from colonnade.config.plan import CacheConfig, TablePlanConfig
 from colonnade.config.run import build_config, override_settings
 from colonnade.data import open_source, open_tensors
 from colonnade.embedding import find_collection
 from colonnade.errors import BudgetExceeded, DataError
 from colonnade.models.build import build_model
-from colonnade.plan.caching import remote_copy_bytes
+from colonnade.plan.caching import build_table_caches, remote_copy_bytes
 from colonnade.plan.cost.prediction import StepCosts
 from colonnade.plan.measure.device import Device
 from colonnade.planning import planner, timing
+from colonnade.planning.planner import fix_choices
 from colonnade.planning.timing import choose_resident_rows
 from colonnade.run.run import open_run, plan_run
 from colonnade.store.budget import slot_bytes
@@ -341,6 +343,40 @@ def test_plan_predicts_cached_rows(capsys, tmp_path, monkeypatch, quick):
     assert message["cache_bytes"] == sum(
         min(7, table.rows) * remote_copy_bytes(table) for table in tables
     )
+
+
+@pytest.mark.parametrize(("uplink", "is_cached"), [("5Mbit", True), ("100Gbit", False)])
+def test_auto_caches_where_links_are_slow(capsys, tmp_path, monkeypatch, quick, uplink, is_cached):
+    monkeypatch.chdir(tmp_path)
+    settings = ["plan.cache.staleness=100", "plan.exchange=auto", "plan.sharding=auto"]
+    options = [word for item in settings for word in ("--set", item)]
+    command = ["plan", *EIGHT_TABLES, *options, "--world", "2x1", "--uplink", uplink, "--json"]
+    assert app.run_command(command) == 0
+    planned = json.loads(capsys.readouterr().out)
+    tables = planned["plan"]["tables"]
+    for table in tables:
+        assert (table["cache"] is not None) == (table["exchange"] == "cached")
+        assert planned["choices"][table["name"]][0]["exchange"] == table["exchange"]
+    assert ("cached" in {table["exchange"] for table in tables}) == is_cached
+    assert (planned["cache_bytes"] > 0) == is_cached
+
+
+def test_a_choice_without_a_cache_drops_it_where_it_was_free():
+    """A resumed run reads its choice, too."""
+    tables = [Table("a", 4, rows=50), Table("b", 4, rows=50)]
+    open_config = PlanConfig(exchange="auto", sharding="auto", cache=CacheConfig(size="10%"))
+    only_a = open_config.model_copy(
+        update={"tables": {"b": TablePlanConfig(exchange="rows", sharding="row_wise")}}
+    )
+    uncached = build_plan(tables, 2, PlanConfig(exchange="pooled"))
+    for config, dropped in ((open_config, {"a", "b"}), (only_a, {"a"})):
+        fixed = fix_choices(config, uncached)
+        caches = build_table_caches(fixed.cache, tables)
+        assert set(caches) == {"a", "b"} - dropped
+        assert all(cache.rows == 5 for cache in caches.values())
+    cached = build_plan(tables, 2, PlanConfig(cache=CacheConfig(size="10%")))
+    fixed = fix_choices(open_config, cached)
+    assert build_plan(tables, 2, fixed).tables == cached.tables
 
 
 def test_only_copies_that_there_are_leave_exchanges_alone(tmp_path):

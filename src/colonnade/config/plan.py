@@ -316,7 +316,8 @@ class TableCacheConfig(Section):
 
 
 class CacheConfig(Section):
-    """Cache of other ranks' rows on each rank (exchange rows only). One rank alone has no use for it."""
+    """Cache of other ranks' rows on each rank, with exchange rows; with exchange auto, of the tables for which it is
+    faster. One rank alone has no use for it."""
 
     size: SizeOfCache | None = CacheSize("100%", part=1.0)
     """Size of each table's cache on each rank: a fraction of its rows, bytes such as 64MiB, or a number of rows; none:

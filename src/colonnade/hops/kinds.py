@@ -471,6 +471,12 @@ def check_hops(hops: Sequence[Hop]) -> None:
         raise ConfigError(f"got hops {list(hops)}, wanted those of an exchange: {valid}")
 
 
+def get_exchange_setting(exchange: str) -> str:
+    """Return the value of `plan.exchange` with which a table has an exchange: cached rows are `rows` with a cache."""
+    hop = EXCHANGES[exchange][0]
+    return hop.rows.name if isinstance(hop, CachedHop) else exchange
+
+
 def list_flows(exchange: str, load: TableLoad, split: Split) -> tuple[Flow, ...]:
     """Return what all hops of an exchange send for one table in a step."""
     return tuple(flow for hop in EXCHANGES[exchange] for flow in hop.flows(load, split))

@@ -7,12 +7,12 @@ A table belongs to the tower of the features that read it. Its rows are sharded 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from colonnade.config.plan import PlanConfig, TablePlanConfig
+from colonnade.config.plan import CacheConfig, PlanConfig, TablePlanConfig
 from colonnade.errors import ConfigError
-from colonnade.hops.kinds import BY_TOWERS
+from colonnade.hops.kinds import BY_TOWERS, get_exchange_setting
 from colonnade.plan.caching import restrict_caches
 from colonnade.plan.names import Constraint
 from colonnade.table import Feature, Table
@@ -192,11 +192,9 @@ def resolve_plan_config(
         if resolved is None and plan_decision is not None:
             side = name if name in plan_decision.shardings else f"{name}[cold]"
             exchange = plan_decision.exchanges[side]
-            if exchange == "cached":  # as settings have it: rows beside `plan.cache`
-                exchange = "rows"
-            elif side == name and _exchange(config, name) == "auto":
+            if side == name and exchange != "cached":
                 uncached.append(name)
-            resolved = plan_decision.shardings[side], exchange
+            resolved = plan_decision.shardings[side], get_exchange_setting(exchange)
         sharding, exchange = resolved or (row_wise_over_owners(world), "rows")
         own = config.tables.get(name, TablePlanConfig())
         ids = (table_hot_ids or {}).get(name)
@@ -213,10 +211,22 @@ def resolve_plan_config(
                 "replicated_rows": () if is_copied else tuple(ids),
             }
         )
-    cache = config.cache
-    if cache is not None and uncached:
-        cache = restrict_caches(cache, [name for name in own_settings if name not in uncached])
-    return config.model_copy(update={"tables": own_settings, "cache": cache})
+    return config.model_copy(
+        update={
+            "tables": own_settings,
+            "cache": drop_unchosen_caches(config, own_settings, uncached),
+        }
+    )
+
+
+def drop_unchosen_caches(
+    config: PlanConfig, table_names: Iterable[str], uncached: Collection[str]
+) -> CacheConfig | None:
+    """Return `plan.cache` without the tables of `uncached` whose exchange is "auto": a choice dropped their caches."""
+    dropped = {name for name in uncached if _exchange(config, name) == "auto"}
+    if config.cache is None or not dropped:
+        return config.cache
+    return restrict_caches(config.cache, [name for name in table_names if name not in dropped])
 
 
 OPEN_ROWS = 1_000_000

@@ -13,11 +13,17 @@ from colonnade.checkpoint.header import list_checkpoints, read_header
 from colonnade.checkpoint.stores import read_table_shardings
 from colonnade.config.plan import PlanConfig, TablePlanConfig
 from colonnade.errors import ColonnadeError
+from colonnade.hops.kinds import get_exchange_setting
 from colonnade.hops.load import TableLoad
 from colonnade.lookup.stacking import hash_ids
 from colonnade.plan.build import apply_placement, build_plan
 from colonnade.plan.comparison import ComparedPlan, PlanComparison, order_plans_to_time
-from colonnade.plan.constraints import is_settled, read_table_constraints, resolve_plan_config
+from colonnade.plan.constraints import (
+    drop_unchosen_caches,
+    is_settled,
+    read_table_constraints,
+    resolve_plan_config,
+)
 from colonnade.plan.cost.demands import predict_demands
 from colonnade.plan.cost.memory import (
     MemoryDemand,
@@ -454,7 +460,7 @@ def read_recorded_plan(
         plan.tables, read_table_constraints(config, tables, world).values(), strict=True
     ):
         sharding = planned.sharding
-        exchange = None if sharding.is_replicated else planned.exchange
+        exchange = None if sharding.is_replicated else get_exchange_setting(planned.exchange)
         if (
             constraint.kind not in (None, sharding.kind)
             or constraint.exchange not in (None, exchange)
@@ -466,7 +472,7 @@ def read_recorded_plan(
 
 
 def fix_choices(plan_config: PlanConfig, chosen_plan: Plan) -> PlanConfig:
-    """Return settings with the shardings and exchanges of a plan; hot rows stay as they are set. Pure."""
+    """Return settings with the shardings, exchanges and caches of a plan; hot rows stay as they are set. Pure."""
     own_settings = {}
     for planned in chosen_plan.tables:
         own = plan_config.tables.get(planned.name, TablePlanConfig())
@@ -475,7 +481,9 @@ def fix_choices(plan_config: PlanConfig, chosen_plan: Plan) -> PlanConfig:
             update={
                 "sharding": replace(planned.sharding, hot=None),
                 "ranks": None,
-                "exchange": None if is_copied else planned.exchange,
+                "exchange": None if is_copied else get_exchange_setting(planned.exchange),
             }
         )
-    return plan_config.model_copy(update={"tables": own_settings})
+    uncached = [planned.name for planned in chosen_plan.tables if planned.cache is None]
+    cache = drop_unchosen_caches(plan_config, own_settings, uncached)
+    return plan_config.model_copy(update={"tables": own_settings, "cache": cache})

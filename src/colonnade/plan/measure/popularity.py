@@ -208,7 +208,10 @@ def predict_cache_load(
     evicting = np.maximum(time, full)
     rule = _PushRule.build(clock, use)
     misses = copies.count_misses(time)
-    expired = copies.count_expired(filling, evicting, clock.read_bound)
+    read_bound = np.full_like(use, clock.read_bound)
+    if clock.step_bound is not None:  # Popular rows expire sooner.
+        read_bound = np.floor(np.minimum(read_bound, clock.step_bound / use**2))
+    expired = copies.count_expired(filling, evicting, read_bound)
     ruled = rule.count_pushes(filling, np.ones_like(use)) + rule.count_pushes(evicting, copies.stay)
     evicted = use * copies.miss * rule.pending_chance(copies.stay) * (evicting - full)
 
@@ -219,7 +222,7 @@ def predict_cache_load(
     changed = expired
     if clock.is_late:  # Otherwise owners send every requested row.
         pushes_per_use = np.clip((ruled + evicted) / use, 1e-9, 1.0)
-        changed = expired * _predict_changed(use, pushes_per_use, clock.read_bound, num_ranks)
+        changed = expired * _predict_changed(use, pushes_per_use, read_bound, num_ranks)
     # A row that is requested and pushed in one batch is listed once.
     listed_twice = misses * (rule.uses[0] == 1) + expired * np.minimum(ruled / use, 1)
     listed_twice += (misses + expired) / use * evicted * copies.leaving
@@ -285,18 +288,18 @@ class _Copies:
         first_uses = -np.expm1(np.minimum(time, evicting) * unused)
         return first_uses + self.use * self.miss * np.maximum(time - evicting, 0)
 
-    def count_expired(self, filling: Floats, evicting: Floats, read_bound: int) -> Floats:
-        """Return the requests of copies older than `read_bound` batches, (E, K), up to moments before and after the
-        cache is full."""
+    def count_expired(self, filling: Floats, evicting: Floats, read_bound: Floats) -> Floats:
+        """Return the requests of copies older than `read_bound` batches (K,), (E, K), up to moments before and after
+        the cache is full."""
         use = self.use
         cycle = read_bound + 1 / use
         ends = use * self.miss
-        rate = np.maximum(1 / cycle - ends, 0)
-        if self.lifetime < read_bound:
-            # A copy must outlast several uses to expire.
-            gap = np.maximum((self.stay - self.lifetime * ends) / (use * self.stay), 1)
-            hazard = -np.log(np.maximum(self.stay, 1e-300)) / gap
-            rate = ends / np.expm1(np.clip(hazard * (read_bound + gap), 1e-12, 700))
+        # A copy that is evicted earlier than it expires must outlast several uses to expire.
+        stay = np.maximum(self.stay, 1e-300)
+        gap = np.maximum((stay - self.lifetime * ends) / (use * stay), 1)
+        hazard = -np.log(stay) / gap
+        often = ends / np.expm1(np.clip(hazard * (read_bound + gap), 1e-12, 700))
+        rate = np.where(self.lifetime < read_bound, often, np.maximum(1 / cycle - ends, 0))
         # Renewals begin later than the first use: the renewal theorem's constant.
         delay = (cycle - (1 - use) / use**2 / cycle) / 2
 
@@ -320,8 +323,8 @@ class _PushRule:
     @classmethod
     def build(cls, clock: RowClock, use: Floats) -> _PushRule:
         limit = np.full(use.shape, float(clock.write_bound))
-        if clock.write_step is not None:
-            limit = np.floor(np.minimum(limit, clock.write_step / use))
+        if clock.step_bound is not None:
+            limit = np.floor(np.minimum(limit, clock.step_bound / use))
         growth = np.inf
         if clock.write_share < 1:
             growth = max(clock.write_share / (1 - clock.write_share), 1e-9)
@@ -361,7 +364,7 @@ class _PushRule:
 
 
 def _predict_changed(
-    use: Floats, pushes_per_use: Floats, read_bound: int, num_ranks: int
+    use: Floats, pushes_per_use: Floats, read_bound: Floats, num_ranks: int
 ) -> Floats:
     """Return the probability that a rank has pushed a row since a copy that expires now was read, (E, K)."""
     unchanged = np.zeros_like(pushes_per_use)
@@ -370,7 +373,7 @@ def _predict_changed(
         unchanged += weight * _chance_of_no_push(use, pushes_per_use, age) ** (num_ranks - 1)
     # The rank itself used the row when it read it, which may have been a push, and then not after `read_bound`.
     other_uses = pushes_per_use / np.maximum(1 - pushes_per_use, 1e-9)
-    own = _chance_of_no_push(use, other_uses, np.full_like(use, read_bound))
+    own = _chance_of_no_push(use, other_uses, read_bound)
     return 1 - (1 - pushes_per_use) * own * unchanged
 
 
