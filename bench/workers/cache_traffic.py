@@ -63,7 +63,8 @@ def predict_payload(
     clock = row_clock_of(staleness)
     cache = TableCache(capacity, clock, policy.name, policy.window or 0)
     batches = (shape.warm, shape.warm + shape.measured)
-    load = predict_cache_load(popularity, shape.lookups, cache, RANKS, batches, 4 * dim)
+    unique = popularity.unique(shape.lookups)
+    load = predict_cache_load(popularity, shape.lookups, unique, cache, RANKS, batches, 4 * dim)
     names = load.listed * (NAME + FLAGS) + load.renewed * (AGE + BIT)
     step = names + (load.fetched + load.pushed) * 4.0 * dim
     return step * RANKS * shape.measured

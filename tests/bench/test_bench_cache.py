@@ -135,12 +135,17 @@ def test_the_report_has_the_ratios(stream, monkeypatch):
     figures.seconds[16, 104] = {name: [1e-6, 2e-6] for name in (*cache_rate.PHASES, "roofline")}
     ratios = ratios_of(figures)
     assert {
-        "gap_to_optimum_closed", "saved_row_clock_100_full",
+        "gap_to_optimum_closed", "saved_row_clock_100_full", "predicted_bytes_error",
         "cache_keys_per_second_d16", "cache_of_roofline_d16",
     } <= set(ratios)  # fmt: skip
     assert ratios["cache_keys_per_second_d16"] == pytest.approx(104 / 6e-6)
     for measured in figures.measured():
-        assert measured.values and measured.unit in ("bytes saved", "batches", "ms")
+        assert measured.values and measured.unit in (
+            "bytes saved",
+            "bytes predicted",
+            "batches",
+            "ms",
+        )
     console = Console(width=180, record=True, file=io.StringIO())
     print_figures(console, figures)
     print_ratios(console, ratios)

@@ -24,6 +24,11 @@ def draw_popularity(stream: str) -> tuple[np.ndarray, Popularity]:
     return chance, Popularity(rows, np.add.reduceat(chance, starts) / rows)
 
 
+def predict(popularity, lookups, cache, num_ranks, batches):
+    unique = popularity.unique(lookups)
+    return predict_cache_load(popularity, lookups, unique, cache, num_ranks, batches, RECORD_BYTES)
+
+
 def count_messages(
     stream: str, cache: TableCache, num_ranks: int, batches: tuple[int, int]
 ) -> dict[str, float]:
@@ -35,7 +40,7 @@ def count_messages(
     ends = chance.cumsum() / chance.sum()
     directories = [Directory(cache.rows, cache.clock, cache.policy) for _ in range(num_ranks)]
     log = VersionLog([num_rows])
-    counts = dict.fromkeys(("requested", "listed", "renewed", "fetched", "pushed"), 0)
+    counts = dict.fromkeys(("listed", "renewed", "fetched", "pushed"), 0)
     for number in range(batches[1]):
         decisions = []
         for directory in directories:
@@ -47,7 +52,6 @@ def count_messages(
             changed = log.has_changed_since(0, ids[is_expired], decision.number - age)
             sent = changed.sum() if cache.clock.is_late else is_expired.sum()
             num_evicted = len(decision.evicted_ids)
-            counts["requested"] += (decision.outcomes != HIT).sum()
             counts["listed"] += ((decision.outcomes != HIT) | decision.pushed).sum() + num_evicted
             counts["renewed"] += is_expired.sum() if cache.clock.is_late else 0
             counts["fetched"] += (decision.outcomes == MISS).sum() + sent
@@ -71,9 +75,7 @@ def message_bytes(counts: dict[str, float]) -> float:
 def check_prediction(stream, cache, num_ranks, batches):
     counted = count_messages(stream, cache, num_ranks, batches)
     _, popularity = draw_popularity(stream)
-    load = predict_cache_load(
-        popularity, STREAMS[stream][1], cache, num_ranks, batches, RECORD_BYTES
-    )
+    load = predict(popularity, STREAMS[stream][1], cache, num_ranks, batches)
     predicted = {name: getattr(load, name) for name in counted}
     assert message_bytes(predicted) == pytest.approx(message_bytes(counted), rel=0.1), (
         predicted,
@@ -121,7 +123,7 @@ def test_bounds_may_differ_and_steps_limit_rows_of_most_batches(rule):
 def test_a_run_that_is_under_way_has_fewer_first_uses():
     cache = TableCache(3000, RowClock(20, 20, 0.1))
     _, popularity = draw_popularity("zipf")
-    load = predict_cache_load(popularity, 400, cache, 4, (0, 100), RECORD_BYTES)
+    load = predict(popularity, 400, cache, 4, (0, 100))
     predicted, _ = check_prediction("zipf", cache, 4, (300, 400))
     assert predicted["fetched"] < load.fetched and predicted["pushed"] < 0.5 * load.pushed
 
@@ -130,7 +132,7 @@ def test_a_run_that_is_under_way_has_fewer_first_uses():
 def test_pushes_by_a_share_are_those_of_a_row_that_every_batch_uses(share):
     row = Popularity(np.ones(1), np.ones(1))
     cache = TableCache(1, RowClock(50, 10**6, share))
-    load = predict_cache_load(row, 1e6, cache, 1, (0, 20_000), RECORD_BYTES)
+    load = predict(row, 1e6, cache, 1, (0, 20_000))
     pushes = waiting = 0
     for use in range(1, 20_001):
         waiting += 1
@@ -143,7 +145,7 @@ def test_lookahead_misses_less_than_lru():
     _, popularity = draw_popularity("zipf")
     clock = RowClock(50, 50)
     lru, ahead = (
-        predict_cache_load(popularity, 400, TableCache(300, clock, *policy), 4, (0, 500), 64)
+        predict(popularity, 400, TableCache(300, clock, *policy), 4, (0, 500))
         for policy in (("lru", 0), ("lookahead", 64))
     )
     assert ahead.fetched < 0.7 * lru.fetched
@@ -152,7 +154,7 @@ def test_lookahead_misses_less_than_lru():
 def test_the_measured_number_of_rows_scales_the_result():
     _, popularity = draw_popularity("zipf")
     cache = TableCache(300, RowClock(5, 5))
-    load = predict_cache_load(popularity, 400, cache, 2, (0, 100), 64)
-    unique = popularity.unique(400)
-    half = predict_cache_load(popularity, 400, cache, 2, (0, 100), 64, unique / 2)
-    assert half.listed == pytest.approx(load.listed / 2)
+    load = predict(popularity, 400, cache, 2, (0, 100))
+    half = popularity.unique(400) / 2
+    scaled = predict_cache_load(popularity, 400, half, cache, 2, (0, 100), RECORD_BYTES)
+    assert scaled.listed == pytest.approx(load.listed / 2)

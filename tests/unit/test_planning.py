@@ -328,7 +328,9 @@ def test_plan_predicts_cached_rows(capsys, tmp_path, monkeypatch, quick):
     command = ["plan", *EIGHT_TABLES, "--set", "model.dim=4", "--world", "2x1"]
     assert app.run_command([*command, "--set", "plan.cache.staleness=10"]) == 0
     message = " ".join(capsys.readouterr().out.split())
-    assert "more for plan.cache" in message and "plan.cache: of " in message
+    assert (
+        "more for plan.cache" in message and "plan.cache: with cached rows of 8 tables" in message
+    )
     assert app.run_command([*command, "--set", "plan.cache.size=7", "--json"]) == 0
     message = json.loads(capsys.readouterr().out)
     for table in message["choices"].values():

@@ -265,25 +265,16 @@ def _print_total_costs(console: Console, result: PlanningResult, tables: Sequenc
 
 
 def _print_cached_rows(console: Console, result: PlanningResult) -> None:
-    """Print the rows that caches do not request, and the bytes of the same tables under exchange `rows`."""
+    """Print the bytes of tables with cached rows, and those of the same tables under exchange `rows`."""
     cached = [table for table in result.choice.tables if table.chosen.exchange == "cached"]
-    loads = {load.name: load for load in result.loads}
-    requested = used = fetched = pushed = sent = sent_without = 0.0
-    for table in cached:
-        load = loads[table.name]
-        assert load.cache is not None
-        used += load.unique_rank
-        requested += load.cache.requested
-        fetched += load.cache.fetched
-        pushed += load.cache.pushed
-        rows = [other for other in table.others if other.exchange == "rows"]
-        same = [other for other in rows if other.sharding.kind == table.chosen.sharding.kind]
-        sent += sum(table.chosen.sent.values())
-        sent_without += sum((same or rows)[0].sent.values())
+    sent = sum(sum(table.chosen.sent.values()) for table in cached)
+    without = sum(
+        next(sum(cost.sent.values()) for cost in table.others if cost.exchange == "rows")
+        for table in cached
+    )
     console.print(
-        f"plan.cache: of {used:,.0f} rows of a batch, a rank requests {requested / used:.0%}, receives "
-        f"{fetched / used:.0%} and sends gradients of {pushed / used:.0%}: {format_bytes(sent)} per step; without it, "
-        f"{format_bytes(sent_without)}",
+        f"plan.cache: with cached rows of {len(cached)} tables a rank sends {format_bytes(sent)} for them per step; "
+        f"with exchange rows and no cache {format_bytes(without)}",
         markup=False,
     )
 

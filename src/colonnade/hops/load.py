@@ -29,10 +29,8 @@ class ColumnLoad:
 class CacheLoad:
     """Rows of one rank's row cache in the messages of a step, the mean over steps."""
 
-    requested: float
-    """Number of rows that are requested: those without a copy, and those with a copy that is older than allowed."""
     listed: float
-    """Number of rows whose ids are sent: requested rows, and those with a sum of gradients."""
+    """Number of rows whose ids are sent: without a copy, with one that is too old, or with a sum of gradients."""
     renewed: float
     """Number of requested rows with a copy, which is sent again only if the row has changed."""
     fetched: float

@@ -99,15 +99,6 @@ def build_table_caches(
     return caches
 
 
-def restrict_caches(config: CacheConfig, table_names: Sequence[str]) -> CacheConfig:
-    """Return `config` with caches of these tables only."""
-    tables = {}
-    for name in table_names:
-        own = config.tables.get(name, TableCacheConfig())
-        tables[name] = own.model_copy(update={"size": own.size or config.size})
-    return config.model_copy(update={"size": None, "tables": tables})
-
-
 def check_cache_settings(
     config: PlanConfig,
     caches: Mapping[str, TableCache],

@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from colonnade.config.plan import CacheConfig, PlanConfig, TablePlanConfig
+from colonnade.config.plan import CacheConfig, PlanConfig, TableCacheConfig, TablePlanConfig
 from colonnade.errors import ConfigError
 from colonnade.hops.kinds import BY_TOWERS, get_exchange_setting
-from colonnade.plan.caching import restrict_caches
 from colonnade.plan.names import Constraint
 from colonnade.table import Feature, Table
 from colonnade.topology.sharding import (
@@ -224,9 +223,15 @@ def drop_unchosen_caches(
 ) -> CacheConfig | None:
     """Return `plan.cache` without the tables of `uncached` whose exchange is "auto": a choice dropped their caches."""
     dropped = {name for name in uncached if _exchange(config, name) == "auto"}
-    if config.cache is None or not dropped:
-        return config.cache
-    return restrict_caches(config.cache, [name for name in table_names if name not in dropped])
+    cache = config.cache
+    if cache is None or not dropped:
+        return cache
+    tables = {}
+    for name in table_names:
+        if name not in dropped:
+            own = cache.tables.get(name, TableCacheConfig())
+            tables[name] = own.model_copy(update={"size": own.size or cache.size})
+    return cache.model_copy(update={"size": None, "tables": tables})
 
 
 OPEN_ROWS = 1_000_000

@@ -146,9 +146,11 @@ def choose_shardings_and_exchanges(
     for name in sampled.hot:
         constraints[f"{name}[cold]"] = constraints[name]
         constraints[f"{name}[hot]"] = Constraint("replicated")
-    for load in sampled.loads:
-        if load.cache is not None and constraints[load.name].exchange == "rows":
-            constraints[load.name] = replace(constraints[load.name], exchange="cached")
+    constraints |= {
+        load.name: replace(constraints[load.name], exchange="cached")
+        for load in sampled.loads
+        if load.cache is not None and constraints[load.name].exchange == "rows"
+    }
     budget = config.memory.dram
     memory = Memory(budget)
     if budget is not None and memory_demands:

@@ -25,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 
 from colonnade.hops.load import CacheLoad
-from colonnade.staleness import RowClock, TableCache
+from colonnade.staleness import TableCache
 
 Floats = NDArray[np.float64]
 
@@ -186,204 +186,146 @@ def predict_counting_cache_reads(
 def predict_cache_load(
     popularity: Popularity,
     lookups: float,
+    unique_rank: float,
     cache: TableCache,
     num_ranks: int,
     batches: tuple[int, int],
     record_bytes: int,
-    unique_rank: float | None = None,
 ) -> CacheLoad:
     """Predict the mean messages of one rank's cache over the batches from `batches[0]` to before `batches[1]`.
 
-    lookups: of one rank's batch; all of `num_ranks` ranks have such a cache. record_bytes: those of a row that an owner
-    sends. unique_rank: measured number of distinct rows of one rank's batch, for which the result is scaled."""
+    lookups, unique_rank: lookups, and measured number of distinct rows, of one rank's batch; all of `num_ranks` ranks
+    have such a cache. record_bytes: those of a row that an owner sends."""
     clock = cache.clock
-    first, last = batches
-    moments = np.geomspace(first + 1, max(last, first + 1) + 1, NUM_SPANS + 1) - 1
-    time = moments[:, None]
     use = np.clip(popularity.use_probability(lookups), 1e-12, 1 - 1e-9)
-    copies = _Copies.build(popularity.rows, use, cache)
-    # Copies are evicted after the moment at which the cache is full.
-    full = min(copies.full, moments[-1])
+    lifetime = _solve_lifetime(popularity.rows, use, cache)
+    miss = np.maximum(np.exp(lifetime * np.log1p(-use)), 1e-15)
+    moments = np.geomspace(batches[0] + 1, max(batches) + 2, NUM_SPANS + 1) - 1
+    time = moments[:, None]
+    # Until the cache is full, rows miss at their first use. Then copies are evicted, too.
+    full = min(lifetime, moments[-1])
     filling = np.minimum(time, full)
-    evicting = np.maximum(time, full)
-    rule = _PushRule.build(clock, use)
-    misses = copies.count_misses(time)
-    read_bound = np.full_like(use, clock.read_bound)
-    if clock.step_bound is not None:  # Popular rows expire sooner.
-        read_bound = np.floor(np.minimum(read_bound, clock.step_bound / use**2))
-    expired = copies.count_expired(filling, evicting, read_bound)
-    ruled = rule.count_pushes(filling, np.ones_like(use)) + rule.count_pushes(evicting, copies.stay)
-    evicted = use * copies.miss * rule.pending_chance(copies.stay) * (evicting - full)
+    evicting = np.maximum(time, full) - full
+    step_bound = clock.step_bound or np.inf
+    read_bound = np.floor(np.minimum(clock.read_bound, step_bound / use**2))
+    write_bound = np.floor(np.minimum(clock.write_bound, step_bound / use))
+    push_uses, growth = _list_push_uses(write_bound, clock.write_share)
+    misses = -np.expm1(filling * np.log1p(-use)) + use * miss * evicting
+    expired = _count_expired(use, miss, lifetime, read_bound, filling, evicting + full)
+    ruled = sum(
+        _count_pushes(use, stay, push_uses, write_bound, growth, until)
+        for stay, until in ((np.ones_like(use), filling), (1 - miss, evicting + full))
+    )
+    # A copy that is evicted between two pushes sends its pending gradients.
+    pending = 1 - miss * ((1 - miss) ** (push_uses - 1)).sum(0)
+    evicted = use * miss * pending * evicting
 
     spans = np.diff(time, axis=0)
     misses, expired, ruled, evicted = (
         np.diff(counts, axis=0) / spans for counts in (misses, expired, ruled, evicted)
     )
-    changed = expired
-    if clock.is_late:  # Otherwise owners send every requested row.
-        pushes_per_use = np.clip((ruled + evicted) / use, 1e-9, 1.0)
-        changed = expired * _predict_changed(use, pushes_per_use, read_bound, num_ranks)
+    push_share = np.clip((ruled + evicted) / use, 1e-9, 1.0)
+    changed = expired * _predict_changed(use, push_share, read_bound, num_ranks)
     # A row that is requested and pushed in one batch is listed once.
-    listed_twice = misses * (rule.uses[0] == 1) + expired * np.minimum(ruled / use, 1)
-    listed_twice += (misses + expired) / use * evicted * copies.leaving
-
-    scale = 1.0 if unique_rank is None else unique_rank / float(use @ popularity.rows)
-
-    def average(rates: Floats) -> float:
-        return scale * float((rates * spans).sum(0) @ popularity.rows / spans.sum())
-
+    listed_twice = misses * (push_uses[0] == 1) + expired * np.minimum(ruled / use, 1)
+    if lifetime <= cache.window or lifetime < 1:  # Copies leave with the batch that used them.
+        listed_twice += (misses + expired) / use * evicted
+    weights = popularity.rows * unique_rank / (use @ popularity.rows) * spans / spans.sum()
     return CacheLoad(
-        requested=average(misses + expired),
-        listed=average(misses + expired + ruled + evicted - listed_twice),
-        renewed=average(expired) if clock.is_late else 0.0,
-        fetched=average(misses + changed),
-        pushed=average(ruled + evicted),
+        listed=float((weights * (misses + expired + ruled + evicted - listed_twice)).sum()),
+        # Without bounds, owners send every requested row.
+        renewed=float((weights * expired).sum()) if clock.is_late else 0.0,
+        fetched=float((weights * (misses + (changed if clock.is_late else expired))).sum()),
+        pushed=float((weights * (ruled + evicted)).sum()),
         record_bytes=record_bytes,
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Copies:
-    """Lives of a cache's copies."""
+def _solve_lifetime(rows: Floats, use: Floats, cache: TableCache) -> float:
+    """Return the number of batches without a use after which copies are evicted; with lookahead, between two uses.
 
-    use: Floats  # (K,)
-    miss: Floats  # (K,) probability that a use finds the copy evicted
-    lifetime: float
-    """Number of batches without a use after which a copy is evicted; with lookahead, between two uses."""
-    full: float
-    """Number of batches after which the cache is full."""
-    leaving: float
-    """Part of the evicted copies that leave with the batch that used them."""
+    Lookahead keeps rows until their next use, in the next `window` batches, and others after them."""
 
-    @classmethod
-    def build(cls, rows: Floats, use: Floats, cache: TableCache) -> _Copies:
-        unused = np.log1p(-use)
+    def count_free_rows(log_batches: float) -> float:
+        batches = math.exp(log_batches)
+        absent = np.exp(batches * np.log1p(-use)) * (1 + min(batches, cache.window) * use)
+        return cache.rows - float(rows @ (1 - absent))
 
-        def count_used(batches: float) -> float:
-            return float(rows @ -np.expm1(batches * unused))
-
-        def count_cached(batches: float) -> float:
-            # Lookahead keeps rows until their next use, in the next `window` batches, and no others.
-            window = min(batches, cache.window)
-            return float(rows @ (1 - np.exp(batches * unused) * (1 + window * use)))
-
-        lifetime = _batches_until(count_cached, cache.rows)
-        return cls(
-            use,
-            np.maximum(np.exp(lifetime * unused), 1e-15),
-            lifetime,
-            _batches_until(count_used, cache.rows),
-            float(np.clip(1 - max(lifetime - cache.window, 0), 0, 1)),
-        )
-
-    @property
-    def stay(self) -> Floats:
-        """Probability that a use finds a copy, (K,)."""
-        return 1 - self.miss
-
-    def count_misses(self, time: Floats) -> Floats:
-        """Return the misses of the first `time` batches, (E, K)."""
-        unused = np.log1p(-self.use)
-        evicting = np.log(self.miss) / unused  # Before this batch, only first uses miss.
-        first_uses = -np.expm1(np.minimum(time, evicting) * unused)
-        return first_uses + self.use * self.miss * np.maximum(time - evicting, 0)
-
-    def count_expired(self, filling: Floats, evicting: Floats, read_bound: Floats) -> Floats:
-        """Return the requests of copies older than `read_bound` batches (K,), (E, K), up to moments before and after
-        the cache is full."""
-        use = self.use
-        cycle = read_bound + 1 / use
-        ends = use * self.miss
-        # A copy that is evicted earlier than it expires must outlast several uses to expire.
-        stay = np.maximum(self.stay, 1e-300)
-        gap = np.maximum((stay - self.lifetime * ends) / (use * stay), 1)
-        hazard = -np.log(stay) / gap
-        often = ends / np.expm1(np.clip(hazard * (read_bound + gap), 1e-12, 700))
-        rate = np.where(self.lifetime < read_bound, often, np.maximum(1 / cycle - ends, 0))
-        # Renewals begin later than the first use: the renewal theorem's constant.
-        delay = (cycle - (1 - use) / use**2 / cycle) / 2
-
-        def count_later_uses(time: Floats) -> Floats:
-            time = np.maximum(time - delay, 0)
-            return use * time + np.expm1(time * np.log1p(-use))
-
-        return (count_later_uses(filling) / cycle + count_later_uses(evicting) * rate) / use
+    return math.exp(_solve_falling_function(count_free_rows, 0.0, -20.0, math.log(FOREVER)))
 
 
-@dataclass(frozen=True, slots=True)
-class _PushRule:
-    """Uses of a copy with which its pending gradients are sent: `RowClock`'s write rule."""
-
-    use: Floats  # (K,)
-    limit: Floats  # (K,) largest number of pending batches
-    growth: float
-    """Number of pending batches for each use before them."""
-    uses: Floats  # (J, K) number of uses with the first pushes of a copy
-
-    @classmethod
-    def build(cls, clock: RowClock, use: Floats) -> _PushRule:
-        limit = np.full(use.shape, float(clock.write_bound))
-        if clock.step_bound is not None:
-            limit = np.floor(np.minimum(limit, clock.step_bound / use))
-        growth = np.inf
-        if clock.write_share < 1:
-            growth = max(clock.write_share / (1 - clock.write_share), 1e-9)
-        uses = []
-        count = np.zeros_like(use)
-        for _ in range(COUNTED_PUSHES):
-            pending = limit if growth == np.inf else np.minimum(limit, growth * count + 1e-9)
-            count = count + np.floor(pending) + 1
-            uses.append(count)
-        return cls(use, limit, growth, np.stack(uses))
-
-    def count_pushes(self, time: Floats, stay: Floats) -> Floats:
-        """Return the pushes by the rule in the first `time` batches, (E, K), of copies with a next use with
-        probability `stay`."""
-        mean = self.use * time
-        pushes = np.zeros(mean.shape)
-        for count in self.uses:
-            chance = _chance_of_uses(count, self.use, time)
-            if (stay < 1).any():  # Further copies of the row begin to count anew.
-                more = mean * chance - count * _chance_of_uses(count + 1, self.use, time)
-                chance = chance + (1 - stay) * np.maximum(more, 0)
-            pushes += stay ** (count - 1) * chance
-        last = self.uses[-1]
-        grown = np.maximum(self.limit / self.growth, last)  # From here on, `limit` counts.
-        later = np.maximum(mean - grown, 0) / (self.limit + 1)
-        if self.growth < np.inf:
-            between = np.clip(mean, last, grown)
-            later += np.log((self.growth * between + 1) / (self.growth * last + 1)) / self.growth
-        return pushes + stay ** (last - 1) * later
-
-    def pending_chance(self, stay: Floats) -> Floats:
-        """Return the probability that an evicted copy has pending gradients, (K,)."""
-        last = self.uses[-1]
-        gap = np.minimum(self.limit, self.growth * last) + 1
-        later = stay**gap / np.maximum(1 - stay**gap, 1e-15)
-        return 1 - (1 - stay) * ((stay ** (self.uses - 1)).sum(0) + stay ** (last - 1) * later)
-
-
-def _predict_changed(
-    use: Floats, pushes_per_use: Floats, read_bound: Floats, num_ranks: int
+def _count_expired(
+    use: Floats,
+    miss: Floats,
+    lifetime: float,
+    read_bound: Floats,
+    filling: Floats,
+    evicting: Floats,
 ) -> Floats:
+    """Return the requests of copies older than `read_bound` batches (K,), (E, K), up to moments before and after the
+    cache is full."""
+    cycle = read_bound + 1 / use
+    ends = use * miss
+    # A copy that is evicted earlier than it expires must outlast several uses to expire.
+    stay = np.maximum(1 - miss, 1e-300)
+    gap = np.maximum((stay - lifetime * ends) / (use * stay), 1)
+    often = ends / np.expm1(np.clip(-np.log(stay) / gap * (read_bound + gap), 1e-12, 700))
+    rate = np.where(lifetime < read_bound, often, np.maximum(1 / cycle - ends, 0))
+    # Renewals begin later than the first use: the renewal theorem's constant.
+    delay = (cycle - (1 - use) / use**2 / cycle) / 2
+    before, after = (np.maximum(time - delay, 0) for time in (filling, evicting))
+    later_uses, uses = (use * time + np.expm1(time * np.log1p(-use)) for time in (before, after))
+    return np.asarray((later_uses / cycle + uses * rate) / use)
+
+
+def _list_push_uses(write_bound: Floats, write_share: float) -> tuple[Floats, float]:
+    """Return the number of uses of a copy with each of its first pushes by the write rule, (J, K), and the number of
+    pending batches that the share allows for each use before them."""
+    growth = max(write_share / max(1 - write_share, 1e-9), 1e-9)
+    uses = [write_bound * (write_share == 1) + 1]
+    for _ in range(COUNTED_PUSHES - 1):
+        uses.append(uses[-1] + np.floor(np.minimum(write_bound, growth * uses[-1] + 1e-9)) + 1)
+    return np.stack(uses), growth
+
+
+def _count_pushes(
+    use: Floats, stay: Floats, push_uses: Floats, write_bound: Floats, growth: float, time: Floats
+) -> Floats:
+    """Return the pushes by the write rule in the first `time` batches, (E, K), of copies with a next use with
+    probability `stay`."""
+    mean = use * time
+    last = push_uses[-1]
+    # Later pushes grow with the logarithm of uses, then by the write bound.
+    bounded = np.maximum(write_bound / growth, last)
+    between = np.clip(mean, last, bounded)
+    later = np.log((growth * between + 1) / (growth * last + 1)) / growth
+    later += np.maximum(mean - bounded, 0) / (write_bound + 1)
+    pushes: Floats = stay ** (last - 1) * later
+    for count in push_uses:
+        chance = _chance_of_uses(count, use, time)
+        if (stay < 1).any():  # Further copies of the row begin to count anew.
+            more = mean * chance - count * _chance_of_uses(count + 1, use, time)
+            chance = chance + (1 - stay) * np.maximum(more, 0)
+        pushes += stay ** (count - 1) * chance
+    return pushes
+
+
+def _predict_changed(use: Floats, push_share: Floats, read_bound: Floats, num_ranks: int) -> Floats:
     """Return the probability that a rank has pushed a row since a copy that expires now was read, (E, K)."""
-    unchanged = np.zeros_like(pushes_per_use)
+    unchanged = np.zeros_like(push_share)
     for wait, weight in zip(WAITS, WAIT_WEIGHTS, strict=True):
         age = read_bound + 1 + (1 / use - 1) * wait
-        unchanged += weight * _chance_of_no_push(use, pushes_per_use, age) ** (num_ranks - 1)
+        unchanged += weight * _chance_of_no_push(use, push_share, age) ** (num_ranks - 1)
     # The rank itself used the row when it read it, which may have been a push, and then not after `read_bound`.
-    other_uses = pushes_per_use / np.maximum(1 - pushes_per_use, 1e-9)
-    own = _chance_of_no_push(use, other_uses, read_bound)
-    return 1 - (1 - pushes_per_use) * own * unchanged
+    other_uses = push_share / np.maximum(1 - push_share, 1e-9)
+    return 1 - (1 - push_share) * _chance_of_no_push(use, other_uses, read_bound) * unchanged
 
 
-def _chance_of_no_push(use: Floats, pushes_per_use: Floats, batches: Floats) -> Floats:
+def _chance_of_no_push(use: Floats, push_share: Floats, batches: Floats) -> Floats:
     """Return the probability that none of `batches` batches of a rank pushes a row, if uses are pushed at equal
     intervals."""
-    interval = 1 / pushes_per_use
-    chance = 1 - _chance_of_uses(interval + 1, use, batches)
-    pushes = pushes_per_use * use * batches * (1 - _chance_of_uses(interval, use, batches))
-    return np.clip(chance - pushes, 0.0, 1.0)
+    fewer_uses, uses = (1 - _chance_of_uses(1 / push_share + more, use, batches) for more in (1, 0))
+    return np.clip(fewer_uses - push_share * use * batches * uses, 0.0, 1.0)
 
 
 def _chance_of_uses(count: Floats, use: Floats, batches: Floats) -> Floats:
@@ -391,17 +333,7 @@ def _chance_of_uses(count: Floats, use: Floats, batches: Floats) -> Floats:
     mean and the variance of the binomial one."""
     shape = np.maximum((count - use / 2) / (1 - use), 1e-300)
     scaled = use * batches / (1 - use)
-    chance: Floats = torch.special.gammainc(torch.tensor(shape), torch.tensor(scaled)).numpy()
-    return chance
-
-
-def _batches_until(count_rows: Callable[[float], float], num_rows: float) -> float:
-    """Return the number of batches after which a rising count reaches `num_rows`; FOREVER if it never does."""
-    return math.exp(
-        _solve_falling_function(
-            lambda x: -count_rows(math.exp(x)), -num_rows, -20.0, math.log(FOREVER)
-        )
-    )
+    return np.asarray(torch.special.gammainc(torch.tensor(shape), torch.tensor(scaled)))
 
 
 def _poisson_at_least(thresholds: Floats, expected_counts: torch.Tensor) -> Floats:

@@ -441,11 +441,11 @@ def build_table_loads(
                 else predict_cache_load(
                     popularity,
                     sample_lookups * rank_samples,
+                    unique_rank,
                     cache,
                     world.num_trainers,
                     (0, last_batch),
                     count_sent_record_bytes(table, cache.clock.is_late),
-                    unique_rank,
                 ),
             )
         )
