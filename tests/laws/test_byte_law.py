@@ -191,6 +191,8 @@ CACHES = {
     "all rows, by a share of uses": {"size": "100%", "staleness": 20},
     "some rows": {"size": 300, "staleness": 10, "write_share": 0.2, "policy": "lfu"},
     "never late": {"size": 500, "staleness": 0},
+    "cut by columns": {"size": 800, "staleness": 10},
+    "coded": {"size": 800, "staleness": 10},
     "one table's": {"size": None, "tables": {"big": {"size": "20%", "staleness": 30}}},
 }
 
@@ -199,7 +201,7 @@ def counted_cached(mesh, case):
     """Return bytes by (channel, link), this rank's of all steps, with cached rows."""
     alone = replace(mesh, traffic=Traffic())
     collection = EmbeddingCollection(TABLES, FEATURES)
-    plan = build_plan(TABLES, mesh.num_ranks, PlanConfig(cache=cache_of(case)))
+    plan = build_plan(TABLES, mesh.num_ranks, config_of(case))
     collection.open(plan, alone)
     rows = RowOptimizer(collection)
     own_batches = (
@@ -209,6 +211,15 @@ def counted_cached(mesh, case):
         sum(value.sum() for value in collection(batch).values()).backward()
         rows.step()
     return dict(alone.traffic.sent_bytes)
+
+
+def config_of(case):
+    settings = {}
+    if case == "cut by columns":
+        settings = {"tables": by_table(sharding=shardings_of(CUT))}
+    elif case == "coded":
+        settings = {"codec": asdict(CODED)}
+    return PlanConfig(cache=cache_of(case), **settings)
 
 
 def cache_of(case):
@@ -223,13 +234,18 @@ def test_what_cached_rows_send_is_predicted(profiles, case):
     """Bytes of a run from its first step, when no rank has a copy."""
     everyone = run_ranks(RANKS, counted_cached, case)
     world = World(ranks_per_host=RANKS)
-    config = PlanConfig(cache=cache_of(case))
+    config = config_of(case)
     caches = build_table_caches(config.cache, TABLES)
     batches = RunBatches(batch_size=SIZE, last_batch=CACHED_STEPS)
-    loads = build_table_loads(TABLES, FEATURES, profiles["spread"], world, batches, caches=caches)
+    codecs = CODED if case == "coded" else EXACT
+    loads = build_table_loads(
+        TABLES, FEATURES, profiles["spread"], world, batches, codecs=codecs, caches=caches
+    )
     forced = {
         name: Constraint("row_wise", "cached" if name in caches else "rows") for name in NAMES
     }
+    if case == "cut by columns":
+        forced |= {name: replace(CUT[name], exchange="cached") for name in CUT}
     choice = choose(Problem(loads, world, forced=forced))
     for channel in CHANNELS:
         sent = sum(item[channel, "local"] for item in everyone) / (RANKS * CACHED_STEPS)

@@ -397,7 +397,7 @@ class CachedHop(Hop):
     """Hop of the rows that are not copied."""
     name: ClassVar[str] = "cached"
     sends_unique_ids: ClassVar[bool] = True
-    shardings: ClassVar[tuple[Kind, ...]] = WHOLE_ROWS
+    shardings: ClassVar[tuple[Kind, ...]] = WHOLE_ROWS + COLUMNS
     implied_by: ClassVar[str | None] = "plan.cache"
 
     @property
@@ -416,12 +416,13 @@ class CachedHop(Hop):
         ids = table_load.list_ratio * expected_id_list_bytes(
             cache.listed / n, table_load.vocabulary, n
         )
+        shards = n * rank_split.slices
         flags = (LISTED_BITS * cache.listed + RENEWED_BITS * cache.renewed) / (8 * n)
         return (
             Flow("route", "owners", ids - LIST_FLAG_BYTES + flags),
-            Flow("route", "everyone", LIST_FLAG_BYTES),
-            Flow("fetch", "owners", cache.fetched / n * cache.record_bytes),
-            Flow("push", "owners", cache.pushed / n * table_load.gradient_bytes),
+            Flow("route", "everyone", LIST_FLAG_BYTES * rank_split.slices),
+            Flow("fetch", "owners", cache.fetched / shards * cache.record_bytes),
+            Flow("push", "owners", cache.pushed / shards * table_load.gradient_bytes),
         )
 
     def work(self, table_load: TableLoad, rank_split: Split) -> tuple[RowWork, RowWork]:

@@ -399,7 +399,7 @@ def build_table_loads(
         )
         unique_world = profile.expected_unique_rows(t, batch_size, popularity)
         unique_rank = profile.expected_unique_rows(t, rank_samples, popularity)
-        cache = (caches or {}).get(table.name)
+        cache = (caches or {}).get(table.name.removesuffix("[cold]"))
         readers = [feature for feature in features if feature.table == table.name]
         columns = [profiled[feature.name] for feature in readers if feature.name in profiled]
         dims = [part.dim for part in table.parts]
@@ -445,7 +445,10 @@ def build_table_loads(
                     cache,
                     world.num_trainers,
                     (0, last_batch),
-                    count_sent_record_bytes(table, cache.clock.is_late),
+                    # A codec of values shortens the weights alone.
+                    count_sent_record_bytes(table, cache.clock.is_late)
+                    + values.row_bytes(dims, dtype)
+                    - table.width * dtype.itemsize,
                 ),
             )
         )
