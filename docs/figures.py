@@ -305,6 +305,27 @@ def cached_rows() -> Iterable[tuple[str | Figure, ...]]:
         yield (label, *(Best("staleness", f"2x2 mixed {link} Gbit/s", system) for link in LINKS))
 
 
+def cached_quality() -> Iterable[tuple[str | Figure, ...]]:
+    for label, arm in (
+        ("`write_share` 0.05, the default", "default"),
+        ("`write_share` 0.1", "share 0.1"),
+        ("`write_share` 0.2", "share 0.2"),
+    ):
+        names = (
+            f"auc_lost ml-1m adagrad {arm}",
+            f"auc_lost ml-1m adagrad {arm} +-",
+            f"saved ml-1m adagrad {arm}",
+        )
+        digits = (4, 4, 2)
+        yield (
+            label,
+            *(
+                Ratio("quality", name, count, False)
+                for name, count in zip(names, digits, strict=True)
+            ),
+        )
+
+
 def exchange_rows() -> Iterable[tuple[str | Figure, ...]]:
     for label, case in (("D=64", "2x2 D=64"), ("D=128", "2x2 D=128")):
         for link in ("1", "10"):
@@ -464,6 +485,7 @@ TABLES = {
         tuple(tower_rows()),
     ),
     "cached": Table(("", *LINKS.values()), tuple(cached_rows())),
+    "cached_quality": Table(("", "AUC lost", "± (95 %)", "row messages saved"), tuple(cached_quality())),
     "crowded": Table(
         ("", "alone", "beside 1", "beside 2", "beside 4", "quota of 1", "quota of 1.5"),
         tuple(crowded_rows()),
