@@ -71,7 +71,13 @@ std::uint32_t encode_uses(std::int64_t id, std::int64_t number, std::uint32_t us
   return 16 * shift + (uses >> shift) + (random < remainder);
 }
 
+constexpr std::uint32_t kMostStamp = 255, kMostGap = 256;
 std::uint8_t stamp_of(std::int64_t number) { return static_cast<std::uint8_t>(number); }
+
+// Return the batches since the use with this stamp, 1 .. kMostGap; of an earlier one, any of them.
+std::uint32_t gap_since(std::uint32_t stamp, std::int64_t number) {
+  return ((static_cast<std::uint32_t>(number) - stamp - 1) & kMostStamp) + 1;
+}
 
 void check_ascending(std::span<const std::int64_t> ids, const char* name) {
   bool descends = false;
@@ -228,7 +234,6 @@ std::uint32_t Directory::score_after_use(std::uint32_t score, std::uint32_t now)
 void Directory::find(std::span<const std::int64_t> wanted, std::span<const std::int32_t> next_uses, DirectoryStep& done) {
   const auto number = static_cast<std::uint32_t>(number_);
   const auto read_bound = static_cast<std::uint64_t>(settings_.clock.read_bound);
-  const auto counted = static_cast<double>(std::min<std::int64_t>(number_, kUses[kMostUsesCode]));
   Buffer<std::uint32_t> low_slots(wanted.size());
   std::atomic<std::size_t> num_low{0};
   // Local copies: byte stores below may alias anything reached through `this` or `done`.
@@ -255,13 +260,14 @@ void Directory::find(std::span<const std::int64_t> wanted, std::span<const std::
       Row row = rows[slot];
       const std::uint32_t score = scores[slot];
       before[i] = {static_cast<std::uint32_t>(row.copied), static_cast<std::uint32_t>(row.ticks),
-                   static_cast<std::uint32_t>(row.uses), score};
+                   static_cast<std::uint32_t>(row.uses), static_cast<std::uint32_t>(row.stamp), score};
       const std::uint32_t age = number - before[i].copied;
       const std::uint32_t uses = kUses[before[i].uses] + before[i].ticks + 1;
-      // The copy has made a step of its own for each of its uses, a share of the batches since it was read.
-      const bool is_expired = age > read_bound || age * (uses / counted) > step_limit(uses);
+      const std::uint32_t gap = gap_since(before[i].stamp, number_);
+      // The copy has made a step of its own for about every `gap`th batch since it was read.
+      const bool is_expired = age > read_bound || exceeds_step_bound(age / gap, gap);
       const std::uint32_t ticks = before[i].ticks + 1;
-      const bool is_pushed = is_due(ticks, uses);
+      const bool is_pushed = is_due(ticks, uses, gap);
       if (is_expired) row.copied = number;
       if (is_pushed) row.uses = encode_uses(row.id, number, uses) & kMostUsesCode;
       row.ticks = is_pushed ? 0 : ticks & kMostTicks;
@@ -280,24 +286,23 @@ void Directory::find(std::span<const std::int64_t> wanted, std::span<const std::
 }
 
 // Return whether pending gradients of `ticks` batches are sent, for a row that `uses` batches have used.
-bool Directory::is_due(std::uint32_t ticks, std::uint32_t uses) const noexcept {
+bool Directory::is_due(std::uint32_t ticks, std::uint32_t uses, std::uint32_t gap) const noexcept {
   const DirectoryClock& clock = settings_.clock;
   if (ticks > clock.write_bound || ticks == kMostTicks) return true;
   if (ticks > clock.write_share * uses) return true;
-  return ticks > step_limit(uses);
+  return exceeds_step_bound(ticks, gap);
 }
 
-// Return the number of a row's own batches that may be applied apart from the owner's row: `step_bound` of a row that
-// every batch uses, and of one that `uses` batches have used as many more as it is used less.
-double Directory::step_limit(std::uint32_t uses) const noexcept {
-  if (settings_.clock.step_bound == 0) return std::numeric_limits<double>::infinity();
-  const auto number = static_cast<double>(std::min<std::int64_t>(number_, kUses[kMostUsesCode]));
-  return static_cast<double>(settings_.clock.step_bound) * number / uses;
+// Return whether a row's `steps` apart from its owner's row are too many. A row used every batch may make `step_bound`,
+// one whose last two uses are `gap` batches apart `gap` times as many.
+bool Directory::exceeds_step_bound(std::uint64_t steps, std::uint32_t gap) const noexcept {
+  const auto bound = static_cast<std::uint64_t>(settings_.clock.step_bound);
+  return bound && steps > bound * gap;
 }
 
 // Add copies for rows without one.
 void Directory::admit(std::span<const std::int64_t> wanted, std::span<const std::int32_t> next_uses, DirectoryStep& done) {
-  const bool is_pushed = is_due(1, 1);
+  const bool is_pushed = is_due(1, 1, kMostGap);
   Buffer<std::uint32_t> missing(wanted.size());
   std::uint32_t* const rows = missing.data();
   std::int32_t* const slots = done.slots.data();
@@ -314,8 +319,7 @@ void Directory::admit(std::span<const std::int64_t> wanted, std::span<const std:
   const auto number = static_cast<std::uint32_t>(number_);
   for (std::size_t m = 0; m < num_missing; ++m) {
     const std::uint32_t i = rows[m], slot = static_cast<std::uint32_t>(slots[i]);
-    insert({wanted[i], slot, number, is_pushed ? 0u : 1u, is_pushed ? 1u : 0u, initial_score(next_uses.empty() ? 0 : next_uses[i])});
-    rows_[slot].stamp = stamp_of(number_);
+    insert({wanted[i], slot, number, is_pushed ? 0u : 1u, is_pushed ? 1u : 0u, stamp_of(number_), initial_score(next_uses.empty() ? 0 : next_uses[i])});
     done.ages[i] = 0;
     done.outcomes[i] = static_cast<std::uint8_t>(Outcome::miss);
     done.ticks[i] = 1;
@@ -408,6 +412,7 @@ void Directory::undo(std::span<const std::int64_t> ids, const DirectoryStep& don
     rows_[slot].copied = before.copied & kMostNumber;
     rows_[slot].ticks = before.ticks & kMostTicks;
     rows_[slot].uses = before.uses & kMostUsesCode;
+    rows_[slot].stamp = before.stamp & kMostStamp;
     scores_[slot] = before.score;
     note_score_changed(slot);
   }
@@ -425,7 +430,7 @@ void Directory::undo(std::span<const std::int64_t> ids, const DirectoryStep& don
 DirectoryRow Directory::row_at(std::uint32_t slot) const noexcept {
   const Row& row = rows_[slot];
   const auto narrow = [](std::uint64_t bits) { return static_cast<std::uint32_t>(bits); };
-  return {row.id, slot, narrow(row.copied), narrow(row.ticks), narrow(row.uses), scores_[slot]};
+  return {row.id, slot, narrow(row.copied), narrow(row.ticks), narrow(row.uses), narrow(row.stamp), scores_[slot]};
 }
 
 std::vector<DirectoryRow> Directory::rows() const {
@@ -517,7 +522,7 @@ void Directory::insert(const DirectoryRow& row) {
   at.copied = row.copied & kMostNumber;
   at.ticks = row.ticks & kMostTicks;
   at.uses = row.uses & kMostUsesCode;
-  at.stamp = 0;
+  at.stamp = row.stamp & kMostStamp;
   scores_[row.slot] = row.score;
   index_.insert(row.id, row.slot);
   ++num_rows_;

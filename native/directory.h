@@ -38,7 +38,7 @@ enum class Outcome : std::uint8_t { hit, miss, expired };
 // Row of the directory in a checkpoint.
 struct DirectoryRow {
   std::int64_t id;
-  std::uint32_t slot, copied, ticks, uses, score;  // uses: encoded, `decode_uses`
+  std::uint32_t slot, copied, ticks, uses, stamp, score;  // uses: as one byte encodes them; stamp: of the last use
 };
 
 // Decision for one batch, and what it changed, for `undo`.
@@ -52,7 +52,7 @@ struct DirectoryStep {
   Buffer<std::int32_t> evicted_slots, evicted_ticks;
 
   struct Before {
-    std::uint32_t copied, ticks, uses, score;
+    std::uint32_t copied, ticks, uses, stamp, score;
   };
   Buffer<Before> before;                     // (U,) state of rows that had a copy
   std::vector<DirectoryRow> evicted;            // all evicted rows, in the batch or not
@@ -142,8 +142,8 @@ class Directory {
   void admit(std::span<const std::int64_t> wanted, std::span<const std::int32_t> next_uses, DirectoryStep& done);
   void evict(std::span<const std::int64_t> wanted, DirectoryStep& done);
   DirectoryRow row_at(std::uint32_t slot) const noexcept;
-  double step_limit(std::uint32_t uses) const noexcept;
-  bool is_due(std::uint32_t ticks, std::uint32_t uses) const noexcept;
+  bool exceeds_step_bound(std::uint64_t steps, std::uint32_t gap) const noexcept;
+  bool is_due(std::uint32_t ticks, std::uint32_t uses, std::uint32_t gap) const noexcept;
   bool is_low(std::uint32_t score, std::int64_t id) const { return std::pair(score, id) <= threshold_; }
   void note_score_changed(std::uint32_t slot) {
     if (is_low(scores_[slot], rows_[slot].id)) add_late({scores_[slot], slot, rows_[slot].id});

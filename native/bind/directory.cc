@@ -16,17 +16,18 @@ CachePolicy policy_named(const std::string& name) {
 
 auto columns(const std::vector<DirectoryRow>& rows) {
   std::vector<int64_t> ids(rows.size());
-  std::vector<int32_t> slots(rows.size()), copied(rows.size()), ticks(rows.size()), uses(rows.size()), scores(rows.size());
+  std::vector<int32_t> slots(rows.size()), copied(rows.size()), ticks(rows.size()), uses(rows.size()), stamps(rows.size()), scores(rows.size());
   for (size_t i = 0; i < rows.size(); ++i) {
     ids[i] = rows[i].id;
     slots[i] = static_cast<int32_t>(rows[i].slot);
     copied[i] = static_cast<int32_t>(rows[i].copied);
     ticks[i] = static_cast<int32_t>(rows[i].ticks);
     uses[i] = static_cast<int32_t>(rows[i].uses);
+    stamps[i] = static_cast<int32_t>(rows[i].stamp);
     scores[i] = static_cast<int32_t>(rows[i].score);
   }
   return std::tuple(tensor(std::move(ids)), tensor(std::move(slots)), tensor(std::move(copied)),
-                    tensor(std::move(ticks)), tensor(std::move(uses)), tensor(std::move(scores)));
+                    tensor(std::move(ticks)), tensor(std::move(uses)), tensor(std::move(stamps)), tensor(std::move(scores)));
 }
 
 DirectoryStep step(Directory& self, In ids, std::optional<In> next_uses, std::optional<In> entering, int64_t window) {
@@ -115,20 +116,21 @@ void bind_directory(nb::module_& m) {
            })
       .def(
           "load",
-          [](Directory& self, In ids, In slots, In copied, In ticks, In uses, In scores, int64_t number, uint64_t time) {
+          [](Directory& self, In ids, In slots, In copied, In ticks, In uses, In stamps, In scores, int64_t number, uint64_t time) {
             const auto i = elements<const int64_t>(ids, "ids", {-1});
             const auto s = unsigned_bits(elements<const int32_t>(slots, "slots", {length(i)}));
             const auto c = unsigned_bits(elements<const int32_t>(copied, "copied", {length(i)}));
             const auto t = unsigned_bits(elements<const int32_t>(ticks, "ticks", {length(i)}));
             const auto u = unsigned_bits(elements<const int32_t>(uses, "uses", {length(i)}));
+            const auto p = unsigned_bits(elements<const int32_t>(stamps, "stamps", {length(i)}));
             const auto w = unsigned_bits(elements<const int32_t>(scores, "scores", {length(i)}));
             nb::gil_scoped_release release;
             std::vector<DirectoryRow> rows;
             rows.reserve(i.size());
-            for (size_t k = 0; k < i.size(); ++k) rows.push_back({i[k], s[k], c[k], t[k], u[k], w[k]});
+            for (size_t k = 0; k < i.size(); ++k) rows.push_back({i[k], s[k], c[k], t[k], u[k], p[k], w[k]});
             self.load(rows, number, time);
           },
-          "ids"_a, "slots"_a, "copied"_a, "ticks"_a, "uses"_a, "scores"_a, "number"_a, "time"_a)
+          "ids"_a, "slots"_a, "copied"_a, "ticks"_a, "uses"_a, "stamps"_a, "scores"_a, "number"_a, "time"_a)
       .def("__len__", &Directory::size)
       .def_prop_ro("number", &Directory::number)
       .def_prop_ro("time", &Directory::time)

@@ -417,13 +417,13 @@ class Directory:
         ascending."""
     def undo(self, ids: Array, done: DirectoryStep) -> None:
         """Undo the newest step. ids: those of that step. ValueError unless it is the newest."""
-    def flush(self, above: int) -> tuple[Array, Array, Array, Array, Array, Array]:
+    def flush(self, above: int) -> tuple[Array, ...]:
         """Return, as `rows`, the rows with more than `above` pending batches, and clear their pending counts."""
     def set_clock(self, clock: DirectoryClock) -> None:
         """Set bounds and write rule from the next step on."""
-    def rows(self) -> tuple[Array, Array, Array, Array, Array, Array]:
-        """Return ids (R,) int64 ascending; slots, copied, ticks, uses, scores (R,) int32. uses: encoded in a byte;
-        scores: uint32 bits."""
+    def rows(self) -> tuple[Array, ...]:
+        """Return ids (R,) int64 ascending; slots, copied, ticks, uses, stamps, scores (R,) int32. uses: encoded in a
+        byte; scores: uint32 bits."""
     def load(
         self,
         ids: Array,
@@ -431,6 +431,7 @@ class Directory:
         copied: Array,
         ticks: Array,
         uses: Array,
+        stamps: Array,
         scores: Array,
         number: int,
         time: int,

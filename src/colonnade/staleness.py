@@ -53,7 +53,7 @@ class RowClock:
     step_bound: int | None = None
     """Batches of a rank whose gradients of a row that every batch uses may be applied apart from the owner's row: in a
     sum that waits, or in steps of the copy since it was read. The ranks' steps add up, as one step at a many times
-    higher rate. Of a row that a part q of the batches uses, step_bound / q. None: no such limit."""
+    higher rate. Of a row whose last two uses are g batches apart, step_bound * g. None: no such limit."""
 
     def __post_init__(self) -> None:
         for name in ("read_bound", "write_bound"):

@@ -42,6 +42,7 @@ class Row:
     last: int = 0
     uses: int = 0
     sent_uses: int = 0  # as encoded
+    used: int = 0  # last batch
     score: int = 0  # of lfu
     next: int = 0  # of lookahead: the batch, 0: not known
 
@@ -116,17 +117,19 @@ class SlowDirectory:
                     row.next, row.last = 0, 1
         decision, free = SlowDecision(), self.free_slots(len(ids))
         for id, distance in zip(ids, next_uses or [0] * len(ids), strict=True):
-            row, outcome, age = self.rows.get(id), MISS, 0
+            row, outcome, age, gap = self.rows.get(id), MISS, 0, 256
             if row is not None:
+                gap = (self.number - row.used - 1) % 256 + 1
                 age = self.number - row.copied
-                outcome = EXPIRED if self.is_expired(row, age) else HIT
+                outcome = EXPIRED if self.is_expired(age, gap) else HIT
             else:
                 row = self.rows[id] = Row(free.pop(0), self.number)
             if outcome != HIT:
                 row.copied = self.number
             self.use(row, distance)
+            row.used = self.number
             row.ticks += 1
-            is_pushed = self.is_due(row)
+            is_pushed = self.is_due(row, gap)
             decision.by_row[id] = [row.slot, outcome, age, row.ticks, is_pushed, False]
             if is_pushed:
                 row.sent_uses, row.ticks = round_uses(id, self.number, row.sent_uses + row.ticks), 0
@@ -142,20 +145,16 @@ class SlowDirectory:
                 decision.evicted[id] = [row.slot, row.ticks]
         return decision
 
-    def is_due(self, row: Row) -> bool:
+    def is_due(self, row: Row, gap: int) -> bool:
         uses = row.sent_uses + row.ticks
-        limits = [self.write_bound, self.write_share * uses]
-        return row.ticks > min(*limits, self.step_limit(uses))
+        limits = self.write_bound, self.write_share * uses, self.most_steps(gap)
+        return row.ticks > min(limits)
 
-    def step_limit(self, uses: int) -> float:
-        if self.step_bound is None:
-            return math.inf
-        return self.step_bound * min(self.number, MOST_USES) / uses
+    def is_expired(self, age: int, gap: int) -> bool:
+        return age > self.read_bound or age // gap > self.most_steps(gap)
 
-    def is_expired(self, row: Row, age: int) -> bool:
-        uses = row.sent_uses + row.ticks + 1
-        steps = age * (uses / min(self.number, MOST_USES))
-        return age > self.read_bound or steps > self.step_limit(uses)
+    def most_steps(self, gap: int) -> float:
+        return math.inf if self.step_bound is None else self.step_bound * gap
 
     def use(self, row: Row, distance: int) -> None:
         now = (self.time >> 20) + 1

@@ -119,6 +119,6 @@ def test_results_are_tensors_of_their_dtype():
     directory = _native.Directory(3, _native.DirectoryClock(1, 1, 1.0, 0), "lru")
     directory.step(ids, None, None, 0)
     columns = directory.rows()
-    assert [array.dtype for array in columns] == [torch.int64] + [torch.int32] * 5
+    assert [array.dtype for array in columns] == [torch.int64] + [torch.int32] * 6
     assert columns[0].tolist() == [4, 9] and not columns[0].requires_grad
     assert a_plan(ids[:0]).entries.shape == slots.shape

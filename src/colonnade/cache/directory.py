@@ -30,8 +30,8 @@ class OverwrittenVersions:
 class VersionLog:
     """Version of each of this rank's rows: the number of the batch that last changed it.
 
-    Rows of a table may share a version, the newest of theirs: an unchanged row may count as changed, but a changed row
-    never as unchanged.
+    Rows of an open table, or of one with more than MAX_VERSIONS rows, may share a version, the newest of theirs: an
+    unchanged row may count as changed, but a changed row never as unchanged.
     """
 
     def __init__(self, rows: Sequence[int | None]) -> None:
@@ -46,6 +46,7 @@ class VersionLog:
             for num_rows in rows
         ]
         self._shifts = np.array([64 - num_bits for num_bits in bits], np.uint64)
+        self._is_own = np.array([count is not None and count <= MAX_VERSIONS for count in rows])
         self._firsts = np.cumsum([0, *(1 << num_bits for num_bits in bits)])
         self._newest = np.zeros(self._firsts[-1], np.int32)
 
@@ -90,8 +91,8 @@ class VersionLog:
         self._newest = np.maximum(self._newest - shift, 0)
 
     def _version_indices(self, tables: np.ndarray | int, ids: np.ndarray) -> np.ndarray:
-        mixed = ids.astype(np.uint64) * MIX >> self._shifts[tables]
-        return np.asarray(mixed.astype(np.int64) + self._firsts[tables])
+        mixed = (ids.astype(np.uint64) * MIX >> self._shifts[tables]).astype(np.int64)
+        return np.asarray(np.where(self._is_own[tables], ids, mixed) + self._firsts[tables])
 
 
 HIT = 0
@@ -332,7 +333,7 @@ class Directory:
     def flush(self, above: int = 0) -> FlushedRows:
         """Send the pending gradients of rows with more than `above` batches of them. Copies and their ages do not
         change. No step may be undone afterwards."""
-        ids, slots, _, ticks, _, _ = (part.numpy() for part in self._native.flush(above))
+        ids, slots, _, ticks, *_ = (part.numpy() for part in self._native.flush(above))
         return FlushedRows(ids, slots, ticks)
 
     def set_clock(self, clock: RowClock) -> None:
@@ -364,7 +365,9 @@ class Directory:
                 self._native.step(*journal.arguments)
 
     def _export_row_arrays(self) -> dict[str, np.ndarray]:
-        ids, slots, copied, ticks, uses, score = (part.numpy() for part in self._native.rows())
+        ids, slots, copied, ticks, uses, stamps, score = (
+            part.numpy() for part in self._native.rows()
+        )
         return {
             "number": np.array([self.number], np.int64),
             "time": np.array([self._native.time], np.int64),
@@ -374,6 +377,7 @@ class Directory:
             "copied": copied.astype(np.int64),
             "ticks": ticks,
             "uses": uses.astype(np.uint8),
+            "stamps": stamps.astype(np.uint8),
             "score": score.view(np.uint32).astype(np.int64),
         }
 
@@ -389,11 +393,13 @@ class Directory:
         """Load a state, its bounds included, into an empty directory, which keeps its own capacity.
 
         The next step evicts rows beyond the capacity and sends their pending gradients. Slots do not change. Rows of an
-        older state, without `uses`, count as never used. Raises ValueError for rows that no directory has.
+        older state, without `uses` and `stamps`, count as never used. Raises ValueError for rows that no directory has.
         """
         read_bound, write_bound = directory_state["bounds"].tolist()
         ids = directory_state["ids"]
-        uses = directory_state.get("uses", np.zeros(len(ids), np.uint8))
+        none = np.zeros(len(ids), np.uint8)
+        uses = directory_state.get("uses", none)
+        stamps = directory_state.get("stamps", none)
         if not len(self):
             self.set_clock(replace(self.clock, read_bound=read_bound, write_bound=write_bound))
         self._native.load(
@@ -402,6 +408,7 @@ class Directory:
             directory_state["copied"].astype(np.int32),
             directory_state["ticks"],
             uses.astype(np.int32),
+            stamps.astype(np.int32),
             directory_state["score"].astype(np.uint32).view(np.int32),
             int(directory_state["number"][0]),
             int(directory_state["time"][0]),

@@ -285,7 +285,7 @@ SizeOfCache = Annotated[
     SettingWords("part, bytes or rows"),
 ]
 WriteShare = Annotated[float, Field(ge=0, le=1)]
-StepBound = Annotated[int, Field(ge=1)]
+StepBound = Annotated[int, Field(ge=1, le=2**31 - 2)]
 CachePolicy = Literal["lru", "lfu", "lookahead"]
 
 
@@ -338,7 +338,7 @@ class CacheConfig(Section):
     far, so that rows that few batches use reach their owners, too; 1: only the write bound counts."""
     step_bound: StepBound | None = 4
     """Number of batches whose gradients of a row that every batch uses are applied apart from its owner's row, in a sum
-    that waits or at the copy, because the ranks' steps add up; of a row that half of the batches use, twice as many;
+    that waits or at the copy, because the ranks' steps add up; of a row that every second batch uses, twice as many;
     null: no limit."""
     policy: CachePolicy = "lru"
     """Cached row to evict first: least recently used (lru), least frequently used of late (lfu), or used furthest in

@@ -261,7 +261,7 @@ def capture_cache_state(
                 name: torch.from_numpy(values) for name, values in directory_state.items()
             },
             "copies": exchange.cached_rows.export_rows(t, directory_state["slots"].astype("int64")),
-            "changes": torch.from_numpy(version_log[t]),
+            "versions": torch.from_numpy(version_log[t]),
             "before": {"ids": earlier_rows[t].ids, "records": earlier_rows[t].records},
         }
     return {"tables": tables, "rule": exchange.last_optimizers, "number": exchange.number}
@@ -323,7 +323,9 @@ def restore_cache_state(exchange: CachedExchange, saved_state: Mapping[str, Any]
             shift_batch_numbers(directory, table_state["policy"], shift)
         )
         exchange.cached_rows.load_rows(t, directory["slots"].astype("int64"), table_state["copies"])
-        exchange.version_log.table_versions(t)[:] = table_state["changes"].numpy()
+        # Older checkpoints have versions in another order: every row counts as changed.
+        versions = table_state.get("versions", torch.tensor(saved_state["number"]))
+        exchange.version_log.table_versions(t)[:] = versions.numpy()
     exchange.version_log.renumber(shift)
     exchange.last_optimizers = saved_state["rule"]
     exchange.number = saved_state["number"] - shift

@@ -25,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 
 from colonnade.hops.load import CacheLoad
-from colonnade.staleness import TableCache
+from colonnade.staleness import RowClock, TableCache
 
 Floats = NDArray[np.float64]
 
@@ -37,6 +37,8 @@ TAIL_BINS = 64
 HEAD_BINS = 96
 STEPS = np.linspace(0, 1, TAIL_BINS + 1)
 MAX_EXPONENT = 6.0
+MAX_BOUND_BATCHES = 1000
+"""Batches up to which the chance that a step bound ends a copy or a sum is counted one by one."""
 NUM_SPANS = 24
 """Number of spans of a run, in each of which the pushes of a use are constant. Later spans are longer."""
 COUNTED_PUSHES = 48
@@ -206,9 +208,7 @@ def predict_cache_load(
     full = min(lifetime, moments[-1])
     filling = np.minimum(time, full)
     evicting = np.maximum(time, full) - full
-    step_bound = clock.step_bound or np.inf
-    read_bound = np.floor(np.minimum(clock.read_bound, step_bound / use**2))
-    write_bound = np.floor(np.minimum(clock.write_bound, step_bound / use))
+    read_bound, write_bound = _mean_bounds(use, clock)
     push_uses, growth = _list_push_uses(write_bound, clock.write_share)
     misses = -np.expm1(filling * np.log1p(-use)) + use * miss * evicting
     expired = _count_expired(use, miss, lifetime, read_bound, filling, evicting + full)
@@ -276,6 +276,32 @@ def _count_expired(
     before, after = (np.maximum(time - delay, 0) for time in (filling, evicting))
     later_uses, uses = (use * time + np.expm1(time * np.log1p(-use)) for time in (before, after))
     return np.asarray((later_uses / cycle + uses * rate) / use)
+
+
+def _mean_bounds(use: np.ndarray, clock: RowClock) -> tuple[np.ndarray, np.ndarray]:
+    """Return the read and write bounds, in batches, that rows of these use probabilities have in the mean.
+
+    Under `step_bound` a copy or a sum ends at a use that follows the one before by `gap` batches, with the probability
+    1 - (1 - use)**gap that the distance is no longer, once it is old enough for that gap."""
+    bounds = [np.full_like(use, bound) for bound in (clock.read_bound, clock.write_bound)]
+    step_bound = clock.step_bound
+    if step_bound is None:
+        return bounds[0], bounds[1]
+    survival = np.ones_like(use)
+    age = np.ones_like(use)
+    for batch in range(1, min(clock.read_bound, MAX_BOUND_BATCHES) + 1):
+        gap = (math.isqrt(1 + 4 * step_bound * batch) - 1) // (2 * step_bound)
+        survival = survival * (1 - use * (1 - (1 - use) ** gap))
+        age += survival
+    rest = max(0, clock.read_bound - MAX_BOUND_BATCHES)
+    reads = np.maximum(0, age + survival * (rest + 1 / use - 1) - 1 / use)
+    survival = np.ones_like(use)
+    writes = np.zeros_like(use)
+    for ticks in range(1, min(clock.write_bound, MAX_BOUND_BATCHES) + 1):
+        survival = survival * (1 - use) ** ((ticks - 1) // step_bound)
+        writes += survival
+    writes += survival * max(0, clock.write_bound - MAX_BOUND_BATCHES)
+    return np.rint(reads), np.rint(writes)
 
 
 def _list_push_uses(write_bound: Floats, write_share: float) -> tuple[Floats, float]:
