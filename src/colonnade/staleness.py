@@ -48,12 +48,12 @@ class RowClock:
     write_bound: int
     """Batches whose gradients of a row may accumulate in the cache before they are sent."""
     write_share: float = 1.0
-    """Batches whose gradients may accumulate, as a share of the batches of this rank that used the row so far. So rows
-    that few batches use reach their owners, too. 1: no such limit."""
+    """Largest part of the batches of this rank that used the row so far whose gradients may accumulate. So gradients of
+    rows that few batches use reach their owners, too. 1: no limit."""
     step_bound: int | None = None
-    """Batches of a rank whose gradients of a row that every batch uses may be applied apart from the owner's row: in a
-    sum that waits, or in steps of the copy since it was read. The ranks' steps add up, as one step at a many times
-    higher rate. Of a row whose last two uses are g batches apart, step_bound * g. None: no such limit."""
+    """Batches after which a row that every batch uses is sent and read again, whatever the other bounds. Ranks train
+    their copies apart, and the owner adds up all their steps, like one step at a many times higher learning rate. A row
+    whose last two uses are g batches apart may be used g times as often in between. None: no limit."""
 
     def __post_init__(self) -> None:
         for name in ("read_bound", "write_bound"):

@@ -59,6 +59,7 @@ def test_sizes_and_bounds_of_a_configuration():
         "write_share": 1.01,
         "tables__item__write_share": -0.1,
         "step_bound": 0,
+        "tables__item__step_bound": 10**20,
     }.items():
         with pytest.raises(ConfigError, match="got " + str(value)):
             configured(**{name: value})

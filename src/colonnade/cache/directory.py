@@ -30,7 +30,7 @@ class OverwrittenVersions:
 class VersionLog:
     """Version of each of this rank's rows: the number of the batch that last changed it.
 
-    Rows of an open table, or of one with more than MAX_VERSIONS rows, may share a version, the newest of theirs: an
+    Tables of up to MAX_VERSIONS rows have a version for each row. In others, rows with one hash share a version: an
     unchanged row may count as changed, but a changed row never as unchanged.
     """
 
@@ -46,7 +46,9 @@ class VersionLog:
             for num_rows in rows
         ]
         self._shifts = np.array([64 - num_bits for num_bits in bits], np.uint64)
-        self._is_own = np.array([count is not None and count <= MAX_VERSIONS for count in rows])
+        self._is_hashed = np.array(
+            [num_rows is None or num_rows > MAX_VERSIONS for num_rows in rows]
+        )
         self._firsts = np.cumsum([0, *(1 << num_bits for num_bits in bits)])
         self._newest = np.zeros(self._firsts[-1], np.int32)
 
@@ -91,8 +93,8 @@ class VersionLog:
         self._newest = np.maximum(self._newest - shift, 0)
 
     def _version_indices(self, tables: np.ndarray | int, ids: np.ndarray) -> np.ndarray:
-        mixed = (ids.astype(np.uint64) * MIX >> self._shifts[tables]).astype(np.int64)
-        return np.asarray(np.where(self._is_own[tables], ids, mixed) + self._firsts[tables])
+        hashes = (ids.astype(np.uint64) * MIX >> self._shifts[tables]).astype(np.int64)
+        return np.asarray(np.where(self._is_hashed[tables], hashes, ids) + self._firsts[tables])
 
 
 HIT = 0
@@ -103,9 +105,9 @@ POLICIES: tuple[CachePolicy, ...] = get_args(CachePolicy)
 UNBOUNDED = 2**31 - 2
 """Bound that no count exceeds."""
 MAX_FIRST_BATCH = 2**27
+"""Batch number of the 2**28 that a directory counts, from which on a continued run begins with a lower one."""
 SHIFT_UNIT = 2**20
-"""Largest batch number that a continued run begins with, up to SHIFT_UNIT - 1 more, of the 2**28 that a directory
-counts. Numbers are lowered by a multiple of SHIFT_UNIT, on which decisions depend."""
+"""Numbers are lowered by a multiple of this, so that decisions, which depend on a number's last bits, stay the same."""
 KNOWN_USE = 2**31
 """Smallest eviction score of policy `lookahead` that encodes a known next use; earlier uses have higher scores."""
 
@@ -222,7 +224,8 @@ class Directory:
       (`RowClock`), or when the row leaves. Sending them changes neither the copy nor its age. The rule compares with
       the number of batches that used the row since it got its copy. It is stored in one byte, up to 507,904: exactly
       below 32, then with five significant bits, rounded up or down by a hash of id and batch number, so that the mean
-      of its errors is zero. A batch's uses are added when they are sent.
+      of its errors is zero. A batch's uses are added when they are sent. The distance of a row's last two uses, which
+      `step_bound` compares with, is known modulo 256.
     * At most `capacity` copies outlast a step. Of all copies, those of the batch included, the ones with the lowest
       scores leave; of equal scores the one with the smallest id. So a row with a lower score than all others is used
       once, leaves with its step, and evicts no other row. Score, by policy:

@@ -305,10 +305,10 @@ class TableCacheConfig(Section):
     """Number of batches that add their gradients to a cached row before the sum is sent to its owner. Default: the rest
     of the staleness."""
     write_share: WriteShare | None = None
-    """Number of batches that add their gradients before the sum is sent, as a share of the batches that used the row so
-    far. Default: plan.cache.write_share."""
+    """Largest part of the batches that used a row so far whose gradients wait in one sum. Default:
+    plan.cache.write_share."""
     step_bound: StepBound | None = None
-    """Number of batches whose gradients of a row that every batch uses are applied apart from its owner's row. Default:
+    """Number of batches after which a row that every batch uses is sent and read again. Default:
     plan.cache.step_bound."""
     policy: CachePolicy | None = None
     """Cached row to evict first: least recently used (lru), least frequently used of late (lfu), or used furthest in
@@ -334,12 +334,11 @@ class CacheConfig(Section):
     """Number of batches that add their gradients to a cached row before the sum is sent to its owner. Default: the rest
     of the staleness."""
     write_share: WriteShare = 0.05
-    """Number of batches that add their gradients before the sum is sent, as a share of the batches that used the row so
-    far, so that rows that few batches use reach their owners, too; 1: only the write bound counts."""
+    """Largest part of the batches that used a row so far whose gradients wait in one sum, so that the gradients of rows
+    that few batches use reach their owners, too; 1: no limit but write_bound."""
     step_bound: StepBound | None = 4
-    """Number of batches whose gradients of a row that every batch uses are applied apart from its owner's row, in a sum
-    that waits or at the copy, because the ranks' steps add up; of a row that every second batch uses, twice as many;
-    null: no limit."""
+    """Number of batches after which a row that every batch uses is sent and read again, because its owner adds up the
+    steps of all ranks' copies; a row that every second batch uses, after twice as many uses. null: no limit."""
     policy: CachePolicy = "lru"
     """Cached row to evict first: least recently used (lru), least frequently used of late (lfu), or used furthest in
     the future by the batches read ahead (lookahead)."""

@@ -640,8 +640,8 @@ def open_dram_store(
         if mapped is None:
             raise
         raise StorageError(
-            f"could not store rows in mapped files: {error}. Free space there, name another directory, or lower the "
-            "budget of mapped memory"
+            f"could not store rows in mapped files: {error}. Free space on its disk, set another directory, or lower "
+            "the budget of mapped memory"
         ) from None
     return DramStore(tables, native, backings, cache, most_rows)
 
