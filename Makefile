@@ -119,7 +119,7 @@ wheel-check: wheel
 	rm -rf build/wheel-env && $(PYTHON) -m venv build/wheel-env
 	build/wheel-env/bin/python -m pip install --quiet -r constraints.txt
 	build/wheel-env/bin/python -m pip install --quiet -c constraints.txt dist/*.whl pytest
-	build/wheel-env/bin/python -m pytest -q --rootdir tests/unit --noconftest -p no:cacheprovider -o addopts= -o pythonpath= -o timeout= -k tutorial tests/unit/test_pages.py
+	build/wheel-env/bin/python -m pytest -q --rootdir tests/unit --noconftest -p no:cacheprovider -o addopts= -o pythonpath=tests -o timeout= -k tutorial tests/unit/test_pages.py
 
 clean:
 	rm -rf build dist $(VENV) src/*.egg-info
