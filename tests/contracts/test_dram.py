@@ -98,7 +98,7 @@ class TestDramOverCache(TestDramOverFiles):
 
     def test_a_directory_that_cannot_hold_them_is_refused(self, tmp_path):
         (tmp_path / "mapped").write_text("a file")
-        with pytest.raises(StorageError, match=r"mapped files: .*mapped.*name another directory"):
+        with pytest.raises(StorageError, match=r"mapped files: .*mapped.*set another directory"):
             self.open(tmp_path, [9, 9])
         with files_of_at_most(2**20):
             with pytest.raises(StorageError, match=r"could not map a file of .* bytes for rows"):
@@ -132,7 +132,7 @@ class TestMappedOverFiles(TestDramOverFiles):
 
     def test_a_directory_that_cannot_hold_them_is_refused(self, tmp_path):
         (tmp_path / "mapped").write_text("a file")
-        with pytest.raises(StorageError, match=r"mapped files: .*mapped.*name another directory"):
+        with pytest.raises(StorageError, match=r"mapped files: .*mapped.*set another directory"):
             self.open(tmp_path, None)
         full = MappedTier(Path("/dev/full/no"), [0])
         with pytest.raises(StorageError, match="mapped files"):
