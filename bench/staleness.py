@@ -1,15 +1,16 @@
 """Time a step between hosts where ranks cache rows under row clocks, beside steps without a cache.
 
 Hosts are network namespaces on this machine, 2 of 2 ranks, uplinks of 200 Mbit/s, 1 and 10 Gbit/s. Wide & Deep, DeepFM
-and DCN with 13 dense columns and an MLP of 64, 32 over 26 one-hot fields of Criteo's cardinalities, cut; D = 64, SGD,
-1024 samples a rank, and HET's 128; a step is all of it, the sums of dense gradients over the ranks included.
+and DCN with 13 dense columns and an MLP of 64, 32 over 26 one-hot fields of Criteo's cardinalities, cut; GraphSAGE with
+two hops of 4 neighbours over a million nodes, drawn by the same power law; D = 64, SGD, 1024 samples a rank, and HET's
+128; a step is all of it, the sums of dense gradients over the ranks included.
 
     no cache           HET's exchange without one: every batch asks for its different rows, and sends their gradients;
                        nothing of it ahead of the step
     rows row-wise      the same with ids of coming batches ahead: our default
     auto               what is foretold to be fastest between these links, without copies
     row_clock default  plan.cache as it is by default: all rows, staleness=100, write_share=0.05
-    row_clock(s) N %   staleness=s, write_share=1, no step_bound, lfu; copies of N % of the rows of each table
+    row_clock(s)       staleness=s, write_share=1, no step_bound, lfu; copies of all rows
     .. dense int8      the same, and no cache, with plan.codec.dense=int8
 
 A write share sends a row the less often the longer a run has used it; so the default cache is timed after 1,000 steps.
@@ -41,13 +42,15 @@ from harness import BenchError
 from numpy.typing import NDArray
 from tables import clock as tables
 from tables.clock import CLOCK, DEFAULT, INT8, NO_CACHE
-from workers.staleness_colonnade import ClickCase
+from workers.staleness_colonnade import GRAPH, GRAPH_LOOKUPS, ClickCase
 
 from colonnade.data.sets.synthetic import CRITEO_CARDINALITIES
 
 SKEW = 1.1
 DIM = 64
 ROWS = 50_000
+NODES_OF_ROWS = 20
+"""Nodes of a graph for each row of the largest field."""
 LARGE = 10_000
 """Rows of a field from which on ranks may have ids of their own."""
 BOUNDS = (10, 100)
@@ -64,15 +67,14 @@ def steps_of(system: str) -> Steps:
     if system.startswith(DEFAULT):
         return Steps(LONG_HISTORY, PERIOD)
     if system.startswith(CLOCK):
-        bound = next(s for s in BOUNDS if system.startswith(f"{CLOCK}({s})"))
+        bound = next(s for s in BOUNDS if system == f"{CLOCK}({s})")
         return Steps(HISTORY, max(BLOCK, bound // 2 + 1))
     return Steps(0, BLOCK)
 
 
-def copies(staleness: int, size: str) -> dict[str, Any]:
+def copies(staleness: int) -> dict[str, Any]:
     cache = {
         "staleness": staleness,
-        "size": size,
         "policy": "lfu",
         "write_share": 1,
         "step_bound": None,
@@ -88,7 +90,7 @@ COLONNADE: dict[str, dict[str, Any]] = {
     "rows row-wise": {"exchange": "rows", "sharding": "row_wise"},
     DEFAULT: BY_DEFAULT,
     DEFAULT + INT8: {**BY_DEFAULT, "dense": "int8"},
-    **{f"{CLOCK}({s}) {size[:-1]} %": copies(s, size) for s in BOUNDS for size in ("10%", "100%")},
+    **{f"{CLOCK}({s})": copies(s) for s in BOUNDS},
 }
 
 
@@ -106,16 +108,18 @@ FULL = Extent(
     ((2, 2),), (0.2, 1.0, 10.0),
     (
         Workload("mixed"), Workload("own", has_own=True), Workload("mixed DeepFM", model="deepfm"),
-        Workload("mixed DCN", model="dcn"), Workload("mixed 128 samples", batch_size=128),
+        Workload("mixed DCN", model="dcn"), Workload("mixed GraphSAGE", model=GRAPH),
+        Workload("mixed 128 samples", batch_size=128),
         Workload("mixed 128 samples DeepFM", batch_size=128, model="deepfm"),
         Workload("mixed 128 samples DCN", batch_size=128, model="dcn"),
+        Workload("mixed 128 samples GraphSAGE", batch_size=128, model=GRAPH),
     ),
     (), ROWS, rounds=3, block_seconds=0.0, max_steps=LONG_HISTORY, session_steps=0,
     rates={
         name: (0.2,)
         for name in (
-            "own", "mixed DeepFM", "mixed DCN", "mixed 128 samples", "mixed 128 samples DeepFM",
-            "mixed 128 samples DCN",
+            "own", "mixed DeepFM", "mixed DCN", "mixed GraphSAGE", "mixed 128 samples", "mixed 128 samples DeepFM",
+            "mixed 128 samples DCN", "mixed 128 samples GraphSAGE",
         )
     },
 )  # fmt: skip
@@ -127,14 +131,17 @@ QUICK = Extent(
 
 def write_case(folder: Path, workload: Workload, num_ranks: int, max_rows: int) -> ClickCase:
     """Write the case that the workers read."""
+    is_graph = workload.model == GRAPH
     rows = [min(cardinality, max_rows) for cardinality in CRITEO_CARDINALITIES]
-    size = workload.batch_size
-    path = race.write_ids(folder, rows, num_ranks, size, SKEW, workload.num_batches)
+    if is_graph:
+        rows = [NODES_OF_ROWS * max_rows]
+    size, lookups = workload.batch_size, GRAPH_LOOKUPS if is_graph else 1
+    path = race.write_ids(folder, rows, num_ranks, size * lookups, SKEW, workload.num_batches)
     if workload.has_own:
         give_own(np.load(path, mmap_mode="r+"), rows, LARGE)
     return ClickCase(
-        ids=str(path), rows=rows, dim=DIM, batch_size=size, lookups=1, pooled=True, seed=0,
-        model=workload.model,
+        ids=str(path), rows=rows, dim=DIM, batch_size=size, lookups=lookups, pooled=not is_graph,
+        seed=0, model=workload.model,
     )  # fmt: skip
 
 

@@ -9,13 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from colonnade import SGD, Batch, Feature, Mesh, Table
+from colonnade import SGD, Batch, EmbeddingCollection, Feature, Mesh, Table
+from colonnade.data.graph import ROLES
 from colonnade.models.dcn import DCN
+from colonnade.models.graphsage import GraphSAGE
 from colonnade.models.linear import DeepFM, WideDeep
 from colonnade.train.dense import DenseGradients
 from workers import exchange_colonnade
@@ -25,28 +29,55 @@ from workers.exchange_loop import Built, Case, serve
 NUM_DENSE, TOP = 13, (64, 32)
 LR = 0.1
 MODELS = {"wide_deep": WideDeep, "deepfm": DeepFM, "dcn": DCN}
+GRAPH = "graphsage"
+FAN_OUT = (4, 4)
+HOPS = list(accumulate((1, *FAN_OUT), mul))
+"""Nodes at each hop of a node, itself included."""
+GRAPH_LOOKUPS = len(ROLES) * sum(HOPS)
 
 
 @dataclass(frozen=True)
 class ClickCase(Case):
-    """Rows have D elements for the MLP, and, but for DCN, one for the sum of first-order weights; both are trained by
-    SGD."""
+    """Rows have D elements for the MLP or the graph's layers, and of Wide & Deep and DeepFM one for the sum of
+    first-order weights; both are trained by SGD."""
 
     model: str = "wide_deep"
 
     @property
     def width(self) -> int:
-        return self.dim + (self.model != "dcn")
+        return self.dim + (self.model in ("wide_deep", "deepfm"))
 
-    def build_model(self) -> tuple[list[Table], list[Feature], WideDeep | DeepFM | DCN]:
+    def build_model(self) -> tuple[list[Table], list[Feature], Any]:
         """Build the model, and return its tables and features, too."""
-        dims = self.dim if self.model == "dcn" else {"deep": self.dim, "wide": 1}
+        dims = self.dim if self.width == self.dim else {"deep": self.dim, "wide": 1}
         tables = [
             Table(name, dims, rows=rows, optimizer=SGD(lr=LR))
             for name, rows in zip(self.names, self.rows, strict=True)
         ]
+        if self.model == GRAPH:
+            features = [Feature(name, name, pooling="sequence") for name in self.names]
+            return tables, features, Links(tables, features)
         features = [Feature(name, name) for name in self.names]
         return tables, features, MODELS[self.model](tables, features, num_dense=NUM_DENSE, top=TOP)
+
+
+class Links(nn.Module):
+    """GraphSAGE that scores a link: the product of its two nodes' vectors, each from its neighbours' rows, too."""
+
+    def __init__(self, tables: list[Table], features: list[Feature]) -> None:
+        super().__init__()
+        hops = [f"{role}_hop{hop + 1}" for role in ROLES for hop in range(len(FAN_OUT))]
+        nodes = [Feature(name, tables[0].name, pooling="sequence") for name in (*ROLES, *hops)]
+        self.graph = GraphSAGE(tables, nodes)
+        self.embeddings = EmbeddingCollection(tables, features)
+
+    def network(self, result: dict[str, Tensor], columns: Tensor) -> Tensor:
+        """result: rows of a link's two nodes, each before its neighbours, hop after hop -> logits (B, 1)."""
+        (rows,) = result.values()
+        nodes = rows.view(len(ROLES) * len(columns), -1, rows.shape[1])
+        levels = [level.flatten(0, 1) for level in nodes.split(HOPS, dim=1)]
+        ends = self.graph.network(*levels).view(len(columns), len(ROLES), -1)
+        return ends.prod(1).sum(1, keepdim=True)
 
 
 class Trained(exchange_colonnade.Opened):
@@ -78,7 +109,7 @@ class Trained(exchange_colonnade.Opened):
             name: (embeddings.interactions[name], consumer.features)
             for name, consumer in embeddings.declaration.consumers.items()
         }
-        return tables, features, consumers
+        return tables, features, consumers or None
 
     def outputs(self, result: dict[str, Tensor]) -> list[Tensor]:
         return [self.model.network(result, self.columns)]
