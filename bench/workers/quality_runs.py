@@ -54,7 +54,7 @@ STREAM: dict[str, Any] = {
 FALLING = {"name": "linear"}
 DIM, TEST_SAMPLES = 16, 1_000_000
 STREAM_SETTINGS: dict[str, Any] = {
-    # Rows' rate: flat is as good at 0.2, where towers learn later (docs/decisions/earlier_figures.md).
+    # Rows' rate: flat is as good at 0.2, where towers learn later (docs/decisions/measuring.md).
     "model.dim": DIM, "model.top": [64, 32], "embedding.optimizer": "adagrad", "embedding.lr": 0.4,
     "embedding.schedule": FALLING, "dense.lr": 3e-3, "dense.schedule": FALLING, "train.batch_size": 1024,
     "train.epochs": 1,
