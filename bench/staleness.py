@@ -13,7 +13,7 @@ two hops of 4 neighbours over a million nodes, drawn by the same power law; D = 
     row_clock(s)       staleness=s, write_share=1, no step_bound, lfu; copies of all rows
     .. dense int8      the same, and no cache, with plan.codec.dense=int8
 
-A write share sends a row the less often the longer a run has used it; so the default cache is timed after 1,000 steps.
+A write share sends a row the less often the longer a run has used it; so the default cache is timed after 500 steps.
 Two streams, both Zipf 1.1: "mixed", where all ranks draw from all rows, and "own", where in the fields of many rows
 each rank has rows of its own (samples dealt out by user or region). Faster links than 200 Mbit/s: "mixed" with Wide &
 Deep and 1024 samples alone. Copies are filled before anything is timed, and every block is as long as the period after
@@ -56,8 +56,8 @@ LARGE = 10_000
 BOUNDS = (10, 100)
 HISTORY, BLOCK = 153, 12
 """Steps: those that fill copies, those of a block; each at most `Extent.max_steps`."""
-LONG_HISTORY = 1000
-"""Steps after which a row that every batch uses waits for the write bound of the default cache."""
+LONG_HISTORY = 500
+"""Steps before the default cache is timed, which sends rows more often at first."""
 PERIOD = 51
 
 

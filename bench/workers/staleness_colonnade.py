@@ -58,7 +58,10 @@ class ClickCase(Case):
             features = [Feature(name, name, pooling="sequence") for name in self.names]
             return tables, features, Links(tables, features)
         features = [Feature(name, name) for name in self.names]
-        return tables, features, MODELS[self.model](tables, features, num_dense=NUM_DENSE, top=TOP)
+        settings: dict[str, Any] = {"num_dense": NUM_DENSE, "top": TOP}
+        if self.model == "deepfm":
+            settings["bags"] = ()
+        return tables, features, MODELS[self.model](tables, features, **settings)
 
 
 class Links(nn.Module):
