@@ -8,6 +8,7 @@ their seed. The first arm is what the others are compared with, by blocks of tes
                rows. "default" is the default cache; shares are of plan.cache.write_share, else as the default
     workers    LR, Wide & Deep and DeepFM over ids on a stream of ads, 200 ids a sample: synchronous training, in
                batches of 256 and 4,096, and asynchronous workers of a parameter server (`workers/quality_workers.py`)
+    affinity   fields of a flat DLRM, DCN-v2 and DeepFM, grouped by `colonnade towers` on a stream with planted groups
     towers     DLRM and DCN-v2 with tower modules, on a stream with planted groups of fields, and on MovieLens-1M
                (`workers/quality_runs.py`)
     ids        FM, NFM and DeepFM on MovieLens-1M: pairs of ids or of fields, with bags of genres and of 20 films
@@ -41,12 +42,19 @@ from tables import quality as tables
 from tables.pilot import find_best_rate
 from tables.quality import AUC, SEED
 from workers.quality_case import Run
-from workers.quality_runs import Towers, train_ids, train_movielens_towers, train_stream_towers
+from workers.quality_runs import (
+    Towers,
+    measure_purity,
+    train_ids,
+    train_movielens_towers,
+    train_stream_towers,
+)
 from workers.quality_workers import Order, train_order
 from workers.staleness_copies import MOVIELENS, train_plan
 from workers.staleness_model import System
 
 from colonnade.errors import ColonnadeError, DataError
+from colonnade.plan.towers.affinity import AFFINITIES
 from colonnade.staleness import RowClock, row_clock
 
 RATES = {
@@ -121,6 +129,11 @@ def list_groups() -> list[Group]:
     groups += [
         Group("workers", kind, ORDERS, partial(train_order, kind), 1 << 20, RATES["ads"])
         for kind in ("lr", "wide_deep", "deepfm")
+    ]
+    kinds = {kind: kind for kind in AFFINITIES}
+    groups += [
+        Group("affinity", f"fields of {model}", kinds, partial(measure_purity, model), 2_000_000)
+        for model in ("dlrm", "dcnv2", "deepfm")
     ]
     stream, movielens = towers_by_name(STREAM_TOWERS), towers_by_name(MOVIELENS_TOWERS)
     groups += [

@@ -26,7 +26,8 @@ SCORES = {"auc_lost": AUC, "late_auc_lost": "AUC, second half", "tail_auc_lost":
 SAVED, STEPS, CURVE = "row messages saved", "scored steps", "AUC by step"
 NEAR = 0.0005
 """Difference of AUC below which a score counts as reached in `steps_to_near_score`."""
-FACTS = ("rows lr", "updates missed", SAVED, "planted pairs together", CEILING)
+PURITY = "purity"
+FACTS = ("rows lr", "updates missed", SAVED, "planted pairs together", PURITY, "agreement", CEILING)
 CURVE_ARMS = {"default": "default", "share 0.1": "share_0.1", "share 0.2": "share_0.2"}
 """Arms with a worst case over the data sets of their own, and its name."""
 
@@ -67,8 +68,8 @@ def differences_of(
 
 
 def ratios_of(measured: Sequence[Measured]) -> dict[str, float]:
-    """Return AUC lost by group and arm ("... +-": half its interval), messages saved, and steps to the base's score;
-    and the worst cases over the data sets of a row cache."""
+    """Return AUC lost by group and arm ("... +-": half its interval), messages saved, the purity of the worst seed, and
+    steps to the base's score; and the worst cases over the data sets of a row cache."""
     ratios: dict[str, float] = {}
     for group, arms in groups_of(measured).items():
         for arm, seeds in arms.items():
@@ -81,6 +82,8 @@ def ratios_of(measured: Sequence[Measured]) -> dict[str, float]:
                         ratios |= {text: round(mean, 6), f"{text} +-": round(half, 6)}
             if not isnan(saved := mean_of(seeds, SAVED)):
                 ratios[f"saved {group} {arm}"] = round(saved, 4)
+            if purities := [fmean(values[PURITY]) for values in seeds.values() if PURITY in values]:
+                ratios[f"purity {group} {arm}"] = round(min(purities), 4)
             for name, tolerance in (("steps_to_score", 0.0), ("steps_to_near_score", NEAR)):
                 if steps := steps_to_score(arms, arm, tolerance):
                     ratios[f"{name} {group} {arm}"] = steps

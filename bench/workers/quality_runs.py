@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from colonnade import Ids, fit
-from colonnade.cli.feature_sample import measure_affinity
+from colonnade.cli.feature_sample import FeatureSample, measure_affinity
 from colonnade.comm.mesh import Mesh
 from colonnade.config.run import RunConfig, build_config, override_settings
 from colonnade.data import Splits, open_source
@@ -34,8 +34,8 @@ from colonnade.data.batches import read_rank_batches
 from colonnade.data.contract import Column, Source
 from colonnade.data.tensors import TensorSource
 from colonnade.models.build import build_model
-from colonnade.plan.towers.affinity import Affinity
-from colonnade.plan.towers.partition import FeatureLoad, build_tower_map
+from colonnade.plan.towers.affinity import AffinityKind
+from colonnade.plan.towers.partition import build_tower_map
 from colonnade.run.defaults import get_preset
 from colonnade.topology.towers import Partition, build_round_robin_partition
 from colonnade.train.metrics import auc
@@ -63,14 +63,8 @@ MODEL_SETTINGS: dict[str, dict[str, Any]] = {
     "dlrm": {"model.bottom": [64, 32]},
     "dcnv2": {"model.cross_layers": 2, "model.cross_rank": 32},
 }
-LEARNED_SAMPLES = 1_000_000
-LEARNED_SETTINGS: dict[str, Any] = {
-    # Small at first: what vectors turn to is then what pairs asked for, not where they began.
-    "model.name": "fm", "model.top": None, "embedding.lr": 0.05, "embedding.init_scale": 0.05,
-    "embedding.wide.init_scale": 0.05, "embedding.schedule": {}, "dense.schedule": {},
-}  # fmt: skip
-"""Factorization machine that learned towers of the stream are made from: it aligns vectors of fields whose pairs
-matter. Samples and rate were chosen at seed 1 by the planted groups themselves; other seeds are the cleaner check."""
+LEARNED_SAMPLES = 2_000_000
+"""Samples of a flat model's run from which the stream's learned towers are made."""
 PROBED = 8
 """Number of batches that measure the affinity of fields."""
 NATURAL = {
@@ -176,31 +170,48 @@ def movielens_config(model: str, seed: int, **settings: Any) -> RunConfig:
 
 
 @cache
-def train_stream_probe(seed: int) -> tuple[Affinity, list[FeatureLoad]]:
-    """Train a factorization machine on the stream and measure the affinity of its fields."""
-    config, data = stream_config("fm", seed, **LEARNED_SETTINGS), open_stream(LEARNED_SAMPLES)
-    return measure_affinity(train_run(config, data)[1].embeddings, data.train, 1024, PROBED)
+def train_flat(model: str, seed: int, samples: int) -> tuple[list[float], nn.Module, Splits]:
+    """Train the flat model on the stream: block AUCs, the model, and its data."""
+    data = open_stream(samples)
+    return *train_run(stream_config(model, seed), data), data
+
+
+def measure_fields(
+    model: nn.Module, data: Splits, kind: AffinityKind = "interactions"
+) -> FeatureSample:
+    """Measure the affinities of a flat model's fields."""
+    return measure_affinity(model, model.embeddings, data.train, 1024, PROBED, kind=kind)
+
+
+def measure_purity(model: str, kind: AffinityKind, run: Run) -> Values:
+    """Make as many towers as there are planted groups from a flat model, and count the fields in the tower of their
+    group."""
+    aucs, network, data = train_flat(model, run.seed, run.samples)
+    sample = measure_fields(network, data, kind)
+    towers = build_tower_map(
+        sample.affinity, sample.loads, len(GROUPS), silent=sample.silent, halves=sample.halves
+    )
+    assert towers.agreement is not None
+    most = (max(len(set(tower) & set(g)) for g in GROUPS) for tower in towers.partition.towers)
+    return {"AUC": aucs, "purity": [sum(most) / len(NAMES)], "agreement": [towers.agreement]}
 
 
 @cache
-def train_movielens_flat(
-    seed: int, epochs: int
-) -> tuple[list[float], tuple[Affinity, list[FeatureLoad]]]:
+def train_movielens_flat(seed: int, epochs: int) -> tuple[list[float], FeatureSample]:
     """Train the flat model once for itself and for its seed's learned towers: block AUCs, and affinity of fields."""
     config = movielens_config("dlrm", seed, **{"train.epochs": epochs})
     data = open_source("movielens", seed=seed)
     aucs, model = train_run(config, data)
-    return aucs, measure_affinity(model.embeddings, data.train, config.train.batch_size, PROBED)
+    return aucs, measure_fields(model, data)
 
 
 def build_towers(
-    towers: Towers, natural: list[list[str]], probe: tuple[Affinity, list[FeatureLoad]] | None, seed: int
+    towers: Towers, natural: list[list[str]], probe: FeatureSample | None, seed: int
 ) -> Partition:  # fmt: skip
     """Build the partition of a kind. natural: towers of fields that belong together. probe: for learned towers."""
     if probe is not None:
-        affinity, loads = probe
         return build_tower_map(
-            affinity.matrix(), loads, towers.number, silent=affinity.silent, seed=seed
+            probe.affinity, probe.loads, towers.number, silent=probe.silent, seed=seed
         ).partition
     if towers.kind == "striped":
         return build_round_robin_partition(list(chain(*natural)), towers.number)
@@ -234,7 +245,9 @@ def train_stream_towers(model: str, towers: Towers | None, run: Run) -> Values:
             "AUC": train_run(stream_config(model, run.seed), data)[0],
             "ceiling": [block_ceiling(data.test)],
         }
-    probe = train_stream_probe(run.seed) if towers.kind == "learned" else None
+    probe = None
+    if towers.kind == "learned":
+        probe = measure_fields(*train_flat(model, run.seed, min(run.samples, LEARNED_SAMPLES))[1:])
     partition = build_towers(towers, planted_groups(towers.number), probe, run.seed)
     config = stream_config(model, run.seed, **tower_settings(partition, towers.ratio))
     return {

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from browser import CHROMIUM, look
+from torch import nn
 
 from colonnade.batch import Batch, Ids
 from colonnade.cli.feature_sample import measure_affinity, sum_rows_by_sample
 from colonnade.comm.mesh import Mesh
 from colonnade.config.run import RunConfig, override_settings
 from colonnade.embedding import EmbeddingCollection
-from colonnade.errors import DataError
+from colonnade.errors import ConfigError, DataError
 from colonnade.optimizers import SGD
 from colonnade.plan.towers.partition import TowerMap
 from colonnade.report.tower_map import read_tower_map
@@ -98,14 +101,86 @@ def test_vectors_and_loads_of_bags_parts_and_shared_tables():
     np.testing.assert_allclose(result[0][0], (deep[4] + 2 * deep[9]).numpy(), rtol=1e-6)
     assert (result[0][1] == 0).all()  # an empty bag
     np.testing.assert_array_equal(result[1], deep[[3, 2, 1]].numpy())
-    affinity, loads = measure_affinity(collection, ListSource([batch]), 3, 5)
-    assert affinity.num_samples == 3 and affinity.silent == ()
+    sample = measure_affinity(Sums(), collection, ListSource([batch]), 3, 5, kind="cosine")
+    loads = sample.loads
+    assert sample.num_samples == 3 and sample.silent == ()
     assert [(load.table, load.lookups) for load in loads] == [
         ("item", 1.6667), ("item", 1.0), ("open", 1.6667)
     ]  # fmt: skip
     assert loads[0].table_bytes == 50 * tables[0].record_bytes and loads[2].table_bytes == 0
-    with pytest.raises(DataError, match="no samples"):
-        measure_affinity(collection, ListSource([]), 3, 5)
+    for read in ([], [replace(batch, size=1)]):
+        with pytest.raises(DataError, match=f"got {len(read)} samples"):
+            measure_affinity(Sums(), collection, ListSource(read), 3, 5)
+
+
+class Sums(nn.Module):
+    """Logits by the ids alone: what `first` and `bag` say together, and what `other` says."""
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        first, bag, other = (batch.ids[name] for name in ("first", "bag", "other"))
+        bags = torch.zeros(batch.size).index_add_(0, bag.samples, bag.values * bag.weights)
+        return (first.values * bags + other.values)[:, None]
+
+
+def test_interactions_are_those_of_the_logit_and_bags_are_changed_whole():
+    tables = [Table(name, 4, rows=50, optimizer=SGD(lr=0.1)) for name in ("first", "bag", "other")]
+    features = [Feature(t.name, t.name, pooling="sum") for t in tables]
+    collection = EmbeddingCollection(tables, features)
+    generator = torch.Generator().manual_seed(3)
+    counts = torch.randint(4, (64,), generator=generator)
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
+    ids = {name: Ids(torch.randint(50, (64,), generator=generator)) for name in ("first", "other")}
+    bag = torch.randint(50, (int(offsets[-1]),), generator=generator)
+    ids["bag"] = Ids(bag, offsets, torch.rand(len(bag), generator=generator))
+    batch = Batch(size=64, dense=torch.empty(64, 0), ids=ids)
+    collection.rows("first", torch.arange(1))  # opens the collection
+    model = Sums()
+    sample = measure_affinity(model, collection, ListSource([batch]), 64, 5)
+    expected = np.eye(3)
+    expected[0, 1] = expected[1, 0] = 1
+    np.testing.assert_allclose(sample.affinity, expected, atol=1e-4)
+    assert sample.silent == ("other",) and model.training
+    np.testing.assert_allclose(sample.halves[0], sample.halves[1], atol=1e-4)
+
+
+def test_a_model_without_logits_has_no_interactions():
+    class Ranker(nn.Module):
+        objective = SimpleNamespace(monitor="recall", loss=None, evaluate=None)
+
+    collection = EmbeddingCollection([Table("item", 4, rows=5)], [Feature("item", "item")])
+    with pytest.raises(ConfigError, match="set --affinity cosine"):
+        measure_affinity(Ranker(), collection, ListSource([]), 3, 5)
+
+
+@pytest.mark.parametrize("model", ["dlrm", "dcnv2"])
+def test_groups_are_found_in_the_paper_s_models(model, colonnade, tmp_path):
+    """Whose vectors do not turn to each other: by cosines, half of the fields are in the tower of their group."""
+    folder = tmp_path / "run"
+    options = {**SETTINGS["data.options"], "num_train": 40_000}
+    settings = {**SETTINGS, "data.options": options, "model.name": model, "model.dim": 16}
+    run = open_run(override_settings(RunConfig(), settings), Mesh(), folder)
+    run.train()
+    run.close()
+    assert colonnade("towers", folder, "--towers", 3)[0] == 0
+    found = read_tower_map(folder)
+    assert [list(tower) for tower in found.partition.towers] == GROUPS
+    assert found.affinity == "interactions" and found.agreement > 0.6
+    status, output, _ = colonnade("towers", folder, "--towers", 3, "--affinity", "cosine")
+    assert status == 0 and "mean |cosine|" in output
+    assert [list(tower) for tower in read_tower_map(folder).partition.towers] != GROUPS
+
+
+def test_towers_that_nothing_supports_are_called_uncertain(colonnade, tmp_path):
+    folder = tmp_path / "run"
+    options = {**SETTINGS["data.options"], "num_train": 256}
+    settings = {**SETTINGS, "data.options": options, "model.name": "dcnv2"}
+    run = open_run(override_settings(RunConfig(), settings), Mesh(), folder)
+    run.train()
+    run.close()
+    status, output, _ = colonnade("towers", folder, "--towers", 3)
+    found = read_tower_map(folder)
+    assert status == 0 and found.agreement < 0.6
+    assert "These towers are uncertain" in output.replace("\n", " ")
 
 
 def test_the_report_draws_them(trained, colonnade, tmp_path):
@@ -137,6 +212,7 @@ def test_the_report_draws_them(trained, colonnade, tmp_path):
         (("--towers", 10), "10 towers for 9 features"),
         (("--towers", 0), "--towers"),
         (("--towers", 2, "--distance", "near"), "coherent, diverse"),
+        (("--towers", 2, "--affinity", "near"), "interactions, cosine"),
         (("--towers", 2, "--capacity", "rows=2"), "count, bytes, lookups"),
         (("--towers", 2, "--capacity", "bytes=lots"), "bytes=1.5"),
         (("--towers", 2, "--capacity", "bytes=0.5"), "1 or more"),

@@ -14,7 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colonnade.errors import ConfigError, DataError
-from colonnade.plan.towers.affinity import Affinity, affinity_distances, compute_mean_affinities
+from colonnade.plan.towers.affinity import (
+    Cosines,
+    Interactions,
+    affinity_distances,
+    compute_agreement,
+    compute_mean_affinities,
+)
 from colonnade.plan.towers.partition import (
     Capacity,
     FeatureLoad,
@@ -45,7 +51,7 @@ def planted(num: int, groups: int, *, noise: float = 0.8, seed: int = 0):
     group = rng.permutation(num) % groups
     vectors = rng.normal(size=(256, groups, 16))[:, group]
     vectors = vectors + noise * rng.normal(size=vectors.shape)
-    result = Affinity([f"f{i}" for i in range(num)])
+    result = Cosines([f"f{i}" for i in range(num)])
     for half in (vectors[:100], vectors[100:]):
         result.add_batch_vectors(list(half.transpose(1, 0, 2)))
     return result.matrix(), group
@@ -61,7 +67,7 @@ def test_affinity_is_the_mean_over_samples_that_have_both():
     vectors = [rng.normal(size=(40, dim)).astype(np.float32) for dim in (4, 4, 4, 3, 3)]
     vectors[1][::2] = 0.0  # empty bags
     vectors[2][:] = 0.0
-    result = Affinity(list("abcde"))
+    result = Cosines(list("abcde"))
     result.add_batch_vectors(vectors)
     matrix = result.matrix()
     assert result.silent == ("c",) and result.num_samples == 40
@@ -79,7 +85,7 @@ def test_affinity_is_the_mean_over_samples_that_have_both():
 def test_vectors_of_any_length_count_alike():
     rng = np.random.default_rng(2)
     subset = [rng.normal(size=(30, 5)) for _ in range(4)]
-    result, scaled = Affinity("abcd"), Affinity("abcd")
+    result, scaled = Cosines("abcd"), Cosines("abcd")
     result.add_batch_vectors(subset)
     scaled.add_batch_vectors(
         [item * scale for item, scale in zip(subset, (1e-200, 1e200, -3.0, 1.0), strict=True)]
@@ -91,7 +97,57 @@ def test_vectors_that_are_not_finite_are_refused():
     bad = np.ones((3, 2))
     bad[1, 1] = math.nan
     with pytest.raises(DataError, match=r"'b'.*not finite"):
-        Affinity("ab").add_batch_vectors([np.ones((3, 2)), bad])
+        Cosines("ab").add_batch_vectors([np.ones((3, 2)), bad])
+
+
+def test_interactions_are_scaled_by_what_each_feature_does():
+    strong, weak = Interactions("abcd"), Interactions("abcd")
+    for factor, result in ((1.0, weak), (100.0, strong)):
+        result.add_pair_differences(0, 1, np.array([[3.0], [-5.0]]) * factor)  # of a and b
+        result.add_pair_differences(0, 2, np.array([[0.5], [0.5]]))
+        result.num_samples += 2
+    matrix = weak.matrix()
+    assert matrix[0, 1] == 1 == matrix[1, 0], "the largest"
+    # Means 4 and 0.5: over the roots of the features' sums 4.5, 4 and 0.5.
+    assert matrix[0, 2] == pytest.approx((0.5 / (4.5 * 0.5) ** 0.5) / (4 / (4.5 * 4) ** 0.5))
+    assert (np.diag(matrix) == 1).all() and (matrix == matrix.T).all()
+    assert weak.silent == ("d",) and (matrix[3, :3] == 0).all()
+    assert (strong + weak).num_samples == 4
+    np.testing.assert_allclose((strong + strong).matrix(), strong.matrix())
+    with pytest.raises(DataError, match=r"'b' and 'd'.*not finite"):
+        weak.add_pair_differences(1, 3, np.array([[math.nan]]))
+
+
+def test_nothing_that_interacts():
+    nothing = Interactions("abc")
+    nothing.add_pair_differences(0, 1, np.zeros((5, 1)))
+    assert nothing.silent == ("a", "b", "c")
+    np.testing.assert_array_equal(nothing.matrix(), np.eye(3))
+    rounded = Interactions("abc")
+    rounded.add_pair_differences(0, 1, np.ones((5, 1)))
+    rounded.add_pair_differences(0, 2, np.full((5, 1), 1e-9))
+    assert rounded.silent == ("c",)
+
+
+def test_towers_of_both_halves_are_compared():
+    affinity, _ = planted(12, 3)
+    same = build_tower_map(affinity, loads_of(12), 3, halves=(affinity, affinity))
+    assert same.agreement == 1 and TowerMap.from_json(same.to_json()) == same
+    other, _ = planted(12, 3, seed=1)
+    different = build_tower_map(affinity, loads_of(12), 3, halves=(affinity, other))
+    assert 0 <= different.agreement < 0.5
+    # Of pairs in one tower: 01, 23 and 02, 13.
+    assert compute_agreement(np.array([0, 0, 1, 1]), np.array([0, 1, 0, 1])) == 0
+    assert compute_agreement(np.array([0, 0, 1, 1]), np.array([0, 0, 1, 2])) == 0.5
+    assert compute_agreement(np.array([0, 1]), np.array([1, 0])) == 1, "no pairs"
+
+
+def test_a_map_without_a_kind_is_one_of_cosines():
+    affinity, _ = planted(12, 3)
+    fields = json.loads(build_tower_map(affinity, loads_of(12), 3).to_json())
+    del fields["affinity"], fields["agreement"]
+    read = TowerMap.from_json(json.dumps(fields))
+    assert read.affinity == "cosine" and read.agreement is None
 
 
 def test_the_plane_keeps_distances_that_a_plane_can_have():
@@ -245,7 +301,7 @@ def test_what_cannot_be_met_is_refused_with_what_could():
 
 
 def test_features_of_which_nothing_is_known():
-    nothing = Affinity([f"f{i}" for i in range(5)])
+    nothing = Cosines([f"f{i}" for i in range(5)])
     nothing.add_batch_vectors([np.zeros((4, 3))] * 5)
     result = build_tower_map(nothing.matrix(), loads_of(5), 2, silent=nothing.silent)
     assert sorted(map(len, result.partition.towers)) == [2, 3] and len(result.silent) == 5

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from colonnade.plan.towers.partition import Capacity, TowerMap
 
 EXAMPLES = (
-    "The affinity of two features is the mean |cosine| of their pooled vectors. Coherent towers group features of high "
+    "The affinity of two features is how far the effects of both on the model's logit are not the sum of each one's "
+    "(interactions), or the mean |cosine| of their pooled vectors (cosine). Coherent towers group features of high "
     "affinity, diverse towers features of low affinity. The map is written to the run folder (towers.json), and "
     "colonnade report draws it.\n\n"
     "[bold]Examples[/bold]\n\n"
@@ -33,6 +34,12 @@ def towers(
     distance: Annotated[
         str, typer.Option(help="coherent: similar features together; diverse: dissimilar ones.")
     ] = "coherent",
+    affinity: Annotated[
+        str,
+        typer.Option(
+            help="interactions: of two features in the model's logit; cosine: of their pooled vectors."
+        ),
+    ] = "interactions",
     capacity: Annotated[
         list[str] | None,
         typer.Option(
@@ -57,13 +64,15 @@ def towers(
     from colonnade.comm.mesh import Mesh
     from colonnade.files.disk import Disk
     from colonnade.files.durable import write_durably
-    from colonnade.plan.towers.affinity import DISTANCES
+    from colonnade.plan.towers.affinity import AFFINITIES, DISTANCES
     from colonnade.plan.towers.partition import build_tower_map
     from colonnade.report.tower_map import FILE_NAME
     from colonnade.run.run import load_run_config, open_run
 
     if distance not in DISTANCES:
         raise ConfigError(f"unknown distance {distance!r}; choose from {', '.join(DISTANCES)}")
+    if affinity not in AFFINITIES:
+        raise ConfigError(f"unknown affinity {affinity!r}; choose from {', '.join(AFFINITIES)}")
     check_part(part)
     if out is not None and not out.absolute().parent.is_dir():
         raise ConfigError(f"--out {out}: there is no folder {out.parent}; create it first")
@@ -76,23 +85,28 @@ def towers(
         source = getattr(opened.trainer.data, part)
         if source is None:
             raise ConfigError(f"this data set has no {part} part; choose another with --part")
-        collection = opened.trainer.collection
-        affinity, loads = measure_affinity(
-            collection, source, config.train.samples_per_step, batches
+        sample = measure_affinity(
+            opened.trainer.model,
+            opened.trainer.collection,
+            source,
+            config.train.samples_per_step,
+            batches,
+            kind=affinity,
         )
     finally:
         opened.close()
     chosen_map = build_tower_map(
-        affinity.matrix(),
-        loads,
+        sample.affinity,
+        sample.loads,
         num,
         distance=distance,
         capacity=bounds,
-        silent=affinity.silent,
+        silent=sample.silent,
+        halves=sample.halves,
         seed=seed,
     )
-    made = {"step": opened.resumed_at, "samples": affinity.num_samples}
-    chosen_map = replace(chosen_map, made=made)
+    made = {"step": opened.resumed_at, "samples": sample.num_samples}
+    chosen_map = replace(chosen_map, affinity=affinity, made=made)
     write_durably(Disk(), run / FILE_NAME, chosen_map.to_json().encode(), checked=False)
     if out is not None:
         write_durably(Disk(), out, chosen_map.partition.to_json().encode(), checked=False)
@@ -132,14 +146,11 @@ def _print_towers(run: Path, towers: TowerMap, out: Path | None) -> None:
     columns = (*report.LOAD_COLUMNS, "features")
     rows = [(*line, " ".join(features)) for line, features in loads]
     console.print(build_grid(columns, rows, text_columns=(0, len(columns) - 1)))
-    title = "mean |cosine| of two features"
+    title = f"{report.describe_affinity(towers)} of two features"
     lines = report.format_affinity_lines(towers)
     console.print(build_grid(report.AFFINITY_COLUMNS, lines, title=title, title_justify="left"))
-    if towers.silent:
-        console.print(
-            f"no vector in any sample, so without affinity: {', '.join(towers.silent)}",
-            markup=False,
-        )
+    for line in report.list_doubts(towers):
+        console.print(line, style="yellow", markup=False)
     console.print(f"towers: {run / report.FILE_NAME}", markup=False, soft_wrap=True)
     if out is not None:
         console.print(f"partition: {out}", markup=False, soft_wrap=True)

@@ -13,6 +13,9 @@ from colonnade.report.formatting import format_bytes, format_count
 
 FILE_NAME = "towers.json"
 """Name of the map in the run folder, written by `colonnade towers`."""
+MIN_AGREEMENT = 0.6
+"""Agreement of the halves of the samples below which towers are uncertain. Planted groups were recovered in all of 7
+runs above it but 3 of models that had hardly learned, and in none of 8 below it (docs/howto/partition.md)."""
 MAX_NAMED = 80
 """Number of features up to which names are drawn; beyond it they appear under the pointer."""
 SYMBOLS = ("circle", "square", "diamond", "triangle-up")
@@ -57,15 +60,36 @@ def draw_feature_chart(tower_map: TowerMap) -> Figure:
         )
     near = "similar" if tower_map.distance == "coherent" else "dissimilar"
     note = (
-        f"Features near each other are {near} ({tower_map.distance} distance). Mean |cosine| of pooled vectors over "
+        f"Features near each other are {near} ({tower_map.distance} distance): {describe_affinity(tower_map)} over "
         f"{format_count(tower_map.made.get('samples'))} samples; the plane does not show "
         f"{tower_map.stress:.0%} of the squared distances."
     )
+    note = " ".join([note, *list_doubts(tower_map)])
     figure = build_chart("Features in the plane", note, data, x="")
     figure["layout"] |= {"height": 480, "hovermode": "closest"}
     figure["layout"]["xaxis"] |= {"showticklabels": False, "zeroline": False}
     figure["layout"]["yaxis"] |= {"showticklabels": False, "zeroline": False, "scaleanchor": "x"}
     return figure
+
+
+def describe_affinity(tower_map: TowerMap) -> str:
+    """Describe what the affinity of two features is, in words that "of two features" can follow."""
+    return "mean |cosine|" if tower_map.affinity == "cosine" else "mean interaction"
+
+
+def list_doubts(tower_map: TowerMap) -> list[str]:
+    """Return sentences about what makes the towers uncertain; none where nothing does."""
+    doubts = []
+    if tower_map.silent:
+        what = "vector in any sample" if tower_map.affinity == "cosine" else "interaction"
+        names = ", ".join(tower_map.silent)
+        doubts.append(f"No {what}, so no affinity to other features: {names}.")
+    if tower_map.agreement is not None and tower_map.agreement < MIN_AGREEMENT:
+        doubts.append(
+            f"These towers are uncertain: {tower_map.agreement:.0%} of the pairs in one tower are the same in towers "
+            "from each half of the samples. Train longer, or measure more samples (--batches)."
+        )
+    return doubts
 
 
 def format_load_lines(tower_map: TowerMap) -> list[list[str]]:

@@ -1,13 +1,18 @@
-"""Affinity of features: the mean |cosine| of their pooled vectors over samples, and distances derived from it.
+"""Affinity of features, by the cosines of their vectors or by the interactions in a model's logit; and distances.
 
-Measures the interaction of two features in the tower partitioner of DMT (Luo et al. 2024). Pure functions.
+The mean |cosine| of pooled vectors is the measure of the tower partitioner of DMT (Luo et al. 2024). It finds groups
+only where the model turns the vectors of interacting features to each other. The mixed difference
+
+    f(x) - f(x with i changed) - f(x with j changed) + f(x with both changed)
+
+of a logit f is 0 where f is a sum of a function without i and one without j, whatever the model. Pure functions.
 Legend: S samples, F features, D dim.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,14 +20,18 @@ from numpy.typing import NDArray
 from colonnade.errors import DataError
 
 Distance = Literal["coherent", "diverse"]
+AffinityKind = Literal["interactions", "cosine"]
+AFFINITIES: tuple[AffinityKind, ...] = get_args(AffinityKind)
 DISTANCES: tuple[Distance, ...] = ("coherent", "diverse")
 """Kinds of distance: similar features are near each other (coherent), or far from each other (diverse)."""
 
 Floats = NDArray[np.float64]
 CHUNK_FLOATS = 1 << 22
+ROUNDING = 1e-6
+"""Part of the largest interaction below which differences of float32 logits are rounding."""
 
 
-class Affinity:
+class Cosines:
     """Accumulator of |cosines| over the samples of any number of batches; `matrix` is their mean."""
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -61,6 +70,14 @@ class Affinity:
                 self.sums[block] += np.abs(chunk @ chunk.transpose(0, 2, 1)).sum(0)
                 self.counts[block] += is_present.T @ is_present
 
+    def __add__(self, other: Cosines) -> Cosines:
+        """Return the accumulator of the samples of both."""
+        total = Cosines(self.names)
+        total.sums = self.sums + other.sums
+        total.counts = self.counts + other.counts
+        total.num_samples = self.num_samples + other.num_samples
+        return total
+
     @property
     def silent(self) -> tuple[str, ...]:
         """Features with a zero vector in every sample; their affinity to all others is 0."""
@@ -84,11 +101,71 @@ class Affinity:
         return symmetric
 
 
+class Interactions:
+    """Accumulator of |mixed differences| of a logit over samples; `matrix` is their mean, scaled by feature."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = tuple(names)
+        self.sums = np.zeros((len(self.names), len(self.names)))
+        self.num_samples = 0
+
+    def add_pair_differences(self, first: int, second: int, differences: Floats) -> None:
+        """Add the mixed differences of two features, by their indices, for samples (S,).
+
+        Raises DataError for differences that are not finite."""
+        if not np.isfinite(differences).all():
+            raise DataError(
+                f"features {self.names[first]!r} and {self.names[second]!r}: got logits that are not finite, wanted "
+                "those of a model that was trained without NaN; take an earlier checkpoint with --at"
+            )
+        total = np.abs(differences).sum()
+        self.sums[first, second] += total
+        self.sums[second, first] += total
+
+    def __add__(self, other: Interactions) -> Interactions:
+        """Return the accumulator of the samples of both."""
+        total = Interactions(self.names)
+        total.sums = self.sums + other.sums
+        total.num_samples = self.num_samples + other.num_samples
+        return total
+
+    @property
+    def silent(self) -> tuple[str, ...]:
+        """Features that interact with no other."""
+        return tuple(self.names[f] for f in np.flatnonzero(~self._is_interacting()))
+
+    def matrix(self) -> Floats:
+        """Return the mean mixed differences over the root of both features' sums, (F, F), the largest scaled to 1.
+
+        So a feature with large effects is not near all others. 1 on the diagonal."""
+        means = np.where(np.outer(self._is_interacting(), self._is_interacting()), self.sums, 0.0)
+        scales = np.sqrt(np.where(self._is_interacting(), self.sums.sum(1), 1.0))
+        affinity: Floats = means / np.outer(scales, scales)
+        affinity /= max(float(affinity.max(initial=0.0)), 1e-300)
+        np.fill_diagonal(affinity, 1.0)
+        return affinity
+
+    def _is_interacting(self) -> NDArray[np.bool_]:
+        """Return which features' differences are more than the rounding of the largest, (F,)."""
+        totals = self.sums.sum(1)
+        return np.asarray(totals > ROUNDING * totals.max(initial=0.0))
+
+
 def affinity_distances(affinity: Floats, kind: Distance) -> Floats:
     """Return distances of features, (F, F): 1 - affinity (coherent) or the affinity (diverse); 0 on the diagonal."""
     matrix = 1.0 - affinity if kind == "coherent" else affinity.copy()
     np.fill_diagonal(matrix, 0.0)
     return matrix
+
+
+def compute_agreement(one: NDArray[np.int64], other: NDArray[np.int64]) -> float:
+    """Return the part of the pairs that are in one tower in either partition that are so in both; 1 without such pairs.
+
+    one, other: index of each feature's tower, (F,)."""
+    together = [towers[:, None] == towers for towers in (one, other)]
+    upper = np.triu(np.ones_like(together[0]), 1)
+    either = int((upper & (together[0] | together[1])).sum())
+    return int((upper & together[0] & together[1]).sum()) / either if either else 1.0
 
 
 def compute_mean_affinities(

@@ -26,9 +26,12 @@ from numpy.typing import NDArray
 from colonnade.errors import ConfigError
 from colonnade.formats import make_format_stamp
 from colonnade.plan.towers.affinity import (
+    AFFINITIES,
     DISTANCES,
+    AffinityKind,
     Distance,
     affinity_distances,
+    compute_agreement,
     compute_mean_affinities,
 )
 from colonnade.topology.towers import Partition
@@ -307,6 +310,11 @@ class TowerMap:
     """Quality of a random partition."""
     silent: tuple[str, ...] = ()
     """Features without a vector in any sample."""
+    affinity: AffinityKind = "cosine"
+    """What the affinity of two features is."""
+    agreement: float | None = None
+    """Part of the pairs in one tower on which towers of either half of the samples agree; None where that was not
+    measured."""
     made: dict[str, int] = field(default_factory=dict)
     """Step of the checkpoint and number of samples that the affinities come from."""
 
@@ -323,6 +331,8 @@ class TowerMap:
                 "striped": asdict(self.striped),
                 "random": asdict(self.random),
                 "silent": list(self.silent),
+                "affinity": self.affinity,
+                "agreement": self.agreement,
                 "made": self.made,
             },
             indent=2,
@@ -335,8 +345,10 @@ class TowerMap:
         partition = Partition.from_json(text)
         try:
             fields = json.loads(text)
-            if fields["distance"] not in DISTANCES:
-                raise ValueError(fields["distance"])
+            kind = fields.get("affinity", "cosine")  # of files before there were interactions
+            if fields["distance"] not in DISTANCES or kind not in AFFINITIES:
+                raise ValueError(fields["distance"], kind)
+            agreement = fields.get("agreement")
             points = {str(name): _read_point(point) for name, point in fields["places"].items()}
             if set(points) != set(partition.features):
                 raise ValueError("points of other features")
@@ -353,6 +365,8 @@ class TowerMap:
                 striped=striped,
                 random=random,
                 silent=tuple(map(str, fields["silent"])),
+                affinity=kind,
+                agreement=None if agreement is None else _read_finite(agreement),
                 made={str(name): int(value) for name, value in fields["made"].items()},
             )
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
@@ -369,16 +383,22 @@ def build_tower_map(
     distance: Distance = "coherent",
     capacity: Capacity = Capacity(),
     silent: Sequence[str] = (),
+    halves: Sequence[Floats] = (),
     seed: int = 0,
 ) -> TowerMap:
     """Partition features into towers by affinity and compare with round-robin and random partitions.
 
-    affinity: (F, F) in the order of `loads`. Deterministic; towers are ordered by their first features. Raises
-    ConfigError."""
+    affinity: (F, F) in the order of `loads`. halves: affinities of each half of the samples, whose towers are compared.
+    Deterministic; towers are ordered by their first features. Raises ConfigError."""
     tables = _features_by_table(loads)
     check_num_towers(loads, num_towers)
     plane, stress = embed_in_plane(affinity_distances(affinity, distance))
-    learned = cluster_features(plane, loads, num_towers, capacity=capacity, seed=seed)
+
+    def cluster(points: Floats) -> NDArray[np.int64]:
+        return cluster_features(points, loads, num_towers, capacity=capacity, seed=seed)
+
+    learned = cluster(plane)
+    by_half = [cluster(embed_in_plane(affinity_distances(half, distance))[0]) for half in halves]
     order = np.random.default_rng([seed, 1]).permutation(len(tables))
     striped = np.empty(len(loads), dtype=np.int64)
     shuffled = striped.copy()
@@ -397,6 +417,7 @@ def build_tower_map(
         striped=measure_partition_quality(affinity, loads, striped, num_towers),
         random=measure_partition_quality(affinity, loads, shuffled, num_towers),
         silent=tuple(silent),
+        agreement=round(compute_agreement(*by_half), 6) if by_half else None,
     )
 
 
