@@ -11,6 +11,7 @@ their seed. The first arm is what the others are compared with, by blocks of tes
     affinity   fields of a flat DLRM, DCN-v2 and DeepFM, grouped by `colonnade towers` on a stream with planted groups
     towers     DLRM and DCN-v2 with tower modules, on a stream with planted groups of fields, and on MovieLens-1M
                (`workers/quality_runs.py`)
+    theory     logistic regression whose weights are read late, beside what is derived for it
     ids        FM, NFM and DeepFM on MovieLens-1M: pairs of ids or of fields, with bags of genres and of 20 films
 
 One process stands for synchronous ranks (the world law), and for the ranks of a cache: tests compare both with real
@@ -49,6 +50,7 @@ from workers.quality_runs import (
     train_movielens_towers,
     train_stream_towers,
 )
+from workers.quality_theory import SHARES, STEPS_LATE, train_late
 from workers.quality_workers import Order, train_order
 from workers.staleness_copies import MOVIELENS, train_plan
 from workers.staleness_model import System
@@ -141,6 +143,11 @@ def list_groups() -> list[Group]:
         for model in ("dlrm", "dcnv2")
     ]
     groups += [Group("towers", "dlrm on ml-1m", movielens, train_movielens_towers, seeds=5)]
+    late = {f"{steps} steps late": steps for steps in STEPS_LATE}
+    groups += [
+        Group("theory", f"weights of {alpha:g} of samples", late, partial(train_late, alpha))
+        for alpha in SHARES
+    ]
     over = {"fields": "fields", "ids": "ids"}
     return groups + [
         Group("ids", f"{model}, genres{films}", over, partial(train_ids, model, length))
@@ -207,8 +214,10 @@ def run_group(file: ArmFile, group: Group, options: argparse.Namespace, end: flo
         if run.lr:
             values = {**values, "rows lr": [run.lr]}
         file.add([Measured(case, arm, unit, list(numbers)) for unit, numbers in values.items()])
-        facts = ", ".join(f"{unit} {v[0]:.4g}" for unit, v in values.items() if len(v) == 1)
-        say(f"{case} {arm}: AUC {fmean(values[AUC]):.5f}, {facts}")
+        facts = [f"{unit} {v[0]:.4g}" for unit, v in values.items() if len(v) == 1]
+        if AUC in values:
+            facts.insert(0, f"AUC {fmean(values[AUC]):.5f}")
+        say(f"{case} {arm}: {', '.join(facts)}")
 
 
 def find_rate(file: ArmFile, group: Group, label: str, arm: str, run: Run) -> float:

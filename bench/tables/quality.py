@@ -19,7 +19,7 @@ from rich.table import Table as Grid
 from tables.intervals import interval
 
 AUC, SEED = "AUC", " seed "
-BASES = ("synchronous", "flat", "fields")
+BASES = ("synchronous", "flat", "fields", "interactions", "0 steps late")
 """Arms that the others of a group are compared with: a group has one of them."""
 SMALL, CEILING = "synchronous, 256", "ceiling"
 SCORES = {"auc_lost": AUC, "late_auc_lost": "AUC, second half", "tail_auc_lost": "AUC of the tail"}
@@ -27,7 +27,19 @@ SAVED, STEPS, CURVE = "row messages saved", "scored steps", "AUC by step"
 NEAR = 0.0005
 """Difference of AUC below which a score counts as reached in `steps_to_near_score`."""
 PURITY = "purity"
-FACTS = ("rows lr", "updates missed", SAVED, "planted pairs together", PURITY, "agreement", CEILING)
+EXCESS, PREDICTED, ON_TIME = "excess loss", "predicted loss", BASES[-1]
+"""Loss above the minimum, as measured and as derived, and the arm that both are compared with."""
+FACTS = (
+    "rows lr",
+    "updates missed",
+    SAVED,
+    "planted pairs together",
+    PURITY,
+    "agreement",
+    EXCESS,
+    PREDICTED,
+    CEILING,
+)
 CURVE_ARMS = {"default": "default", "share 0.1": "share_0.1", "share 0.2": "share_0.2"}
 """Arms with a worst case over the data sets of their own, and its name."""
 
@@ -87,7 +99,25 @@ def ratios_of(measured: Sequence[Measured]) -> dict[str, float]:
             for name, tolerance in (("steps_to_score", 0.0), ("steps_to_near_score", NEAR)):
                 if steps := steps_to_score(arms, arm, tolerance):
                     ratios[f"{name} {group} {arm}"] = steps
+    cells = late_cells(groups_of(measured))
+    if len(cells) > 1:
+        observed, derived = np.array(cells).T
+        rest = ((observed - derived) ** 2).sum() / ((observed - observed.mean()) ** 2).sum()
+        ratios["theory_r2"] = round(1 - float(rest), 4)
     return ratios | worst_cases(ratios)
+
+
+def late_cells(groups: Groups) -> list[tuple[float, float]]:
+    """Return what late reads add to the loss, as measured and as derived, of each group and number of steps."""
+    return [
+        (
+            mean_of(seeds, EXCESS) - mean_of(arms[ON_TIME], EXCESS),
+            mean_of(seeds, PREDICTED) - mean_of(arms[ON_TIME], PREDICTED),
+        )
+        for arms in groups.values()
+        for arm, seeds in arms.items()
+        if ON_TIME in arms and arm != ON_TIME
+    ]
 
 
 def worst_cases(ratios: Mapping[str, float]) -> dict[str, float]:
@@ -141,14 +171,15 @@ def print_result(
 ) -> None:
     """Print a line for each arm and each base: AUC, and what is lost, with its interval and each seed's mean."""
     grid = Grid(box=None, padding=(0, 2, 0, 0))
-    headings = ("group", "arm", AUC, "against", "lost", "95 %", "by seed", "steps to score", *FACTS)
+    units = [unit for unit in FACTS if any(m.unit == unit for m in measured)]
+    headings = ("group", "arm", AUC, "against", "lost", "95 %", "by seed", "steps to score", *units)
     for heading in headings:
         is_text = heading in ("group", "arm", "against")
         grid.add_column(heading, justify="left" if is_text else "right", no_wrap=True)
     for group, arms in groups_of(measured).items():
         for arm, seeds in arms.items():
             steps = steps_to_score(arms, arm, 0.0)
-            facts = [mean_of(seeds, unit) for unit in FACTS]
+            facts = [mean_of(seeds, unit) for unit in units]
             end = ["" if steps is None else f"{steps:,.0f}"]
             end += ["" if isnan(fact) else f"{fact:.4g}" for fact in facts]
             for base in bases_of(list(arms), arm) or [""]:

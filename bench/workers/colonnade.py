@@ -75,7 +75,7 @@ def build_model(case: Case, num_dense: int) -> DLRM | DeepFM | DCNv2:
     if case.model == "deepfm":
         start = {"deep": Uniform(scale=case.dim**-0.5), "wide": Uniform(scale=0.0)}
         tables = tables_of(case, {"deep": case.dim, "wide": 1}, initializer=start)
-        return DeepFM(tables, features, num_dense=num_dense, top=case.top)
+        return DeepFM(tables, features, num_dense=num_dense, top=case.top, bags=())
     tables = tables_of(case, case.dim)
     if case.model == "dcnv2":
         return DCNv2(tables, features, num_dense=num_dense, cross_layers=CROSS_LAYERS, top=case.top)

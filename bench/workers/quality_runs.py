@@ -192,8 +192,8 @@ def measure_purity(model: str, kind: AffinityKind, run: Run) -> Values:
         sample.affinity, sample.loads, len(GROUPS), silent=sample.silent, halves=sample.halves
     )
     assert towers.agreement is not None
-    most = (max(len(set(tower) & set(g)) for g in GROUPS) for tower in towers.partition.towers)
-    return {"AUC": aucs, "purity": [sum(most) / len(NAMES)], "agreement": [towers.agreement]}
+    largest = (max(len(set(tower) & set(g)) for g in GROUPS) for tower in towers.partition.towers)
+    return {"AUC": aucs, "purity": [sum(largest) / len(NAMES)], "agreement": [towers.agreement]}
 
 
 @cache

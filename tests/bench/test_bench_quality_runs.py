@@ -3,9 +3,11 @@
 import os
 import signal
 import sys
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,12 +24,13 @@ from workers.quality_runs import GROUPS, NAMES, Towers  # noqa: E402
 from colonnade import Mesh  # noqa: E402
 from colonnade.data import open_source  # noqa: E402
 from colonnade.models.build import build_model  # noqa: E402
+from colonnade.topology.towers import Partition  # noqa: E402
 from colonnade.train.metrics import auc  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
 def no_cached_runs():
-    caches = (runs.open_stream, runs.train_stream_probe, runs.train_movielens_flat, runs.open_films)
+    caches = (runs.open_stream, runs.train_flat, runs.train_movielens_flat, runs.open_films)
     for function in caches:
         function.cache_clear()
     yield
@@ -158,22 +161,32 @@ def test_a_run_that_was_stopped_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(requests) < 100
 
 
-def test_learned_towers_are_those_of_the_partitioner(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runs, "LEARNED_SAMPLES", 3 * 1024)
-    affinity, loads = runs.train_stream_probe(0)
-    assert affinity.matrix().shape == (26, 26) and tuple(load.name for load in loads) == NAMES
+def test_learned_towers_are_those_of_the_partitioner() -> None:
+    sample = runs.measure_fields(*runs.train_flat("dlrm", 0, 3 * 1024)[1:])
+    assert sample.affinity.shape == (26, 26) and sample.num_samples == 2048
+    assert tuple(load.name for load in sample.loads) == NAMES
     groups = runs.planted_groups(2)
-    learned = runs.build_towers(Towers(2, "learned"), groups, (affinity, loads), 0)
+    learned = runs.build_towers(Towers(2, "learned"), groups, sample, 0)
     assert sorted(learned.features) == sorted(NAMES)
     # Fields that are alike stand together.
     planted = runs.build_towers(Towers(2, "planted"), groups, None, 0)
     group = np.array([planted.tower_of(name) for name in NAMES])
-    monkeypatch.setattr(affinity, "matrix", lambda: np.where(group[:, None] == group, 0.8, 0.1))
-    assert runs.build_towers(Towers(2, "learned"), groups, (affinity, loads), 0) == planted
+    alike = replace(sample, affinity=np.where(group[:, None] == group, 0.8, 0.1))
+    assert runs.build_towers(Towers(2, "learned"), groups, alike, 0) == planted
+
+
+def test_purity_is_the_share_of_fields_with_their_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    towers = [list(group) for group in GROUPS]
+    towers[0][0], towers[7][0] = towers[7][0], towers[0][0]
+    result = SimpleNamespace(partition=Partition(tuple(map(tuple, towers))), agreement=0.5)
+    monkeypatch.setattr(runs, "build_tower_map", lambda *arguments, **settings: result)
+    values = runs.measure_purity("dlrm", "interactions", Run(seed=0, samples=3 * 1024))
+    assert values["purity"] == [24 / 26] and values["agreement"] == [0.5]
 
 
 @pytest.mark.slow
 def test_planted_groups_are_learned() -> None:
-    groups, probe = runs.planted_groups(4), runs.train_stream_probe(0)
+    groups = runs.planted_groups(4)
+    probe = runs.measure_fields(*runs.train_flat("dlrm", 0, 300_000)[1:])
     learned = runs.build_towers(Towers(4, "learned"), groups, probe, 0)
-    assert runs.share_of_pairs_together(learned) > 0.5
+    assert runs.share_of_pairs_together(learned) > 0.8

@@ -162,9 +162,9 @@ def test_groups_are_found_in_the_paper_s_models(model, colonnade, tmp_path):
     run.train()
     run.close()
     assert colonnade("towers", folder, "--towers", 3)[0] == 0
-    found = read_tower_map(folder)
-    assert [list(tower) for tower in found.partition.towers] == GROUPS
-    assert found.affinity == "interactions" and found.agreement > 0.6
+    tower_map = read_tower_map(folder)
+    assert [list(tower) for tower in tower_map.partition.towers] == GROUPS
+    assert tower_map.affinity == "interactions" and tower_map.agreement > 0.6
     status, output, _ = colonnade("towers", folder, "--towers", 3, "--affinity", "cosine")
     assert status == 0 and "mean |cosine|" in output
     assert [list(tower) for tower in read_tower_map(folder).partition.towers] != GROUPS
@@ -178,8 +178,8 @@ def test_towers_that_nothing_supports_are_called_uncertain(colonnade, tmp_path):
     run.train()
     run.close()
     status, output, _ = colonnade("towers", folder, "--towers", 3)
-    found = read_tower_map(folder)
-    assert status == 0 and found.agreement < 0.6
+    tower_map = read_tower_map(folder)
+    assert status == 0 and tower_map.agreement < 0.6
     assert "These towers are uncertain" in output.replace("\n", " ")
 
 

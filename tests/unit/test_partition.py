@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from colonnade.errors import ConfigError, DataError
 from colonnade.plan.towers.affinity import (
     Cosines,
-    Interactions,
+    LogitInteractions,
     affinity_distances,
     compute_agreement,
     compute_mean_affinities,
@@ -101,7 +101,7 @@ def test_vectors_that_are_not_finite_are_refused():
 
 
 def test_interactions_are_scaled_by_what_each_feature_does():
-    strong, weak = Interactions("abcd"), Interactions("abcd")
+    strong, weak = LogitInteractions("abcd"), LogitInteractions("abcd")
     for factor, result in ((1.0, weak), (100.0, strong)):
         result.add_pair_differences(0, 1, np.array([[3.0], [-5.0]]) * factor)  # of a and b
         result.add_pair_differences(0, 2, np.array([[0.5], [0.5]]))
@@ -119,11 +119,11 @@ def test_interactions_are_scaled_by_what_each_feature_does():
 
 
 def test_nothing_that_interacts():
-    nothing = Interactions("abc")
+    nothing = LogitInteractions("abc")
     nothing.add_pair_differences(0, 1, np.zeros((5, 1)))
     assert nothing.silent == ("a", "b", "c")
     np.testing.assert_array_equal(nothing.matrix(), np.eye(3))
-    rounded = Interactions("abc")
+    rounded = LogitInteractions("abc")
     rounded.add_pair_differences(0, 1, np.ones((5, 1)))
     rounded.add_pair_differences(0, 2, np.full((5, 1), 1e-9))
     assert rounded.silent == ("c",)

@@ -161,6 +161,41 @@ def test_what_a_partition_must_be(model):
             make(("a", "b", "c", "d", "e"), tower_vectors=0)
 
 
+@pytest.mark.parametrize("model", [DLRM, DCNv2])
+def test_a_ratio_is_the_least_of_any_tower(model):
+    def ratios(ratio, **settings):
+        made = model(*declared(), num_dense=2, towers=TOWERS, tower_ratio=ratio, **settings)
+        return [operator.ratio for operator in made.embeddings.interactions.values()]
+
+    assert ratios(1) == [1, 1] and ratios(2) == [2, 2] and ratios(6) == [6, 6]
+    assert ratios(4) == [6, 6], "1.5 columns of 6 are one"
+    assert ratios(2.9) == [3, 3]
+    if model is DLRM:
+        # Two vectors of a field and one of all: 18 columns to 7 vectors, 12 to 5.
+        assert ratios(2, tower_vectors=2, tower_summaries=1) == [18 / 7, 12 / 5]
+
+
+def test_a_run_takes_the_towers_of_another(tmp_path):
+    """As `colonnade towers` wrote them; another command line is refused with what to type."""
+    runner, run, other = CliRunner(), str(tmp_path / "run"), str(tmp_path / "other")
+    base = ["train", "--data", "synthetic", "--set", "data.options.num_train=600"]
+    base += ["--set", "data.options.num_test=100", "--set", "data.options.cardinalities=[9,9,9,9]"]
+    base += ["--model", "dlrm", "--epochs", "1", "--batch-size", "64"]
+    auto = ["--set", "model.towers=auto", "--set", "model.tower_ratio=2"]
+    assert runner.invoke(app, [*base, "--run", run]).exit_code == 0
+    missing = runner.invoke(app, [*base, *auto, "--run", other, "--towers-from", run])
+    assert missing.exit_code != 0 and "towers.json" in str(missing.output) + str(missing.exception)
+    assert runner.invoke(app, ["towers", run, "--towers", "2"]).exit_code == 0
+    assert runner.invoke(app, [*base, *auto, "--run", other, "--towers-from", run]).exit_code == 0
+    written = Partition.from_json((tmp_path / "run" / "towers.json").read_text())
+    towers = load_run_config(tmp_path / "other").model.towers
+    assert [list(tower) for tower in written.towers] == towers
+    refused = runner.invoke(app, [*base, "--run", str(tmp_path / "no"), "--towers-from", run])
+    assert refused.exit_code != 0 and "model.towers=auto" in str(refused.output) + str(
+        refused.exception
+    )
+
+
 def weights(model) -> dict[str, torch.Tensor]:
     return dense_state_dict(model)
 
@@ -265,6 +300,10 @@ def test_partitions_come_from_numbers_files_and_lists(tmp_path):
         ({"towers": [["a", "z"]]}, ["'z'", "another model"]),
         ({"tower_dim": 3}, ["tower_dim=3", "without towers"]),
         ({"towers": 2, "tower_vectors": 2}, ["model.tower_vectors", "model.tower_dim"]),
+        ({"tower_ratio": 4}, ["tower_ratio=4", "without towers"]),
+        ({"towers": 2, "tower_dim": 3, "tower_ratio": 2}, ["tower_dim=3", "tower_ratio=2", "one"]),
+        ({"towers": 2, "tower_ratio": 100}, ["tower_ratio=100", "no column", "at most 6"]),
+        ({"towers": "auto"}, ["model.towers", "auto", "--towers-from"]),
         ({"towers": 2, "name": "deepfm"}, ["model.towers", "deepfm has no such setting"]),
         ({"towers": 2, "tower_dim": 3, "tower_layers": 2}, ["model.tower_layers", "dlrm has no"]),
     ],

@@ -22,14 +22,14 @@ from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import ConfigError, DataError
 from colonnade.lookup.stacking import hash_ids
 from colonnade.models.ranking import evaluation_mode
-from colonnade.plan.towers.affinity import AffinityKind, Cosines, Floats, Interactions
+from colonnade.plan.towers.affinity import AffinityKind, Cosines, Floats, LogitInteractions
 from colonnade.plan.towers.partition import FeatureLoad
 from colonnade.table import Feature, Table
 from colonnade.train.objective import Probability, get_objective
 from colonnade.train.record import collect_table_sizes
 
 INTERACTION_BATCH = 256
-"""Most samples of a batch whose interactions are measured: the model computes each batch for every pair of features."""
+"""Largest number of samples of a batch for interactions, because the model computes it for each pair of features."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +37,9 @@ class FeatureSample:
     """Affinities of a run's features over samples, and the load of each feature on its tower."""
 
     affinity: Floats
-    """Of all samples, (F, F)."""
+    """Affinities over all samples, (F, F)."""
     halves: tuple[Floats, Floats]
-    """Of each half of the samples: the first and the second half of every batch."""
+    """Affinities over the first and over the second half of every batch."""
     silent: tuple[str, ...]
     """Features without an affinity to any other."""
     loads: list[FeatureLoad]
@@ -90,7 +90,7 @@ def measure_affinity(
     return _build_sample(*_measure_interactions(model, names, batches), loads)
 
 
-Accumulator = TypeVar("Accumulator", Cosines, Interactions)
+Accumulator = TypeVar("Accumulator", Cosines, LogitInteractions)
 
 
 def _build_sample(
@@ -123,10 +123,10 @@ def _measure_cosines(
 
 def _measure_interactions(
     model: nn.Module, names: Sequence[str], batches: Sequence[Batch]
-) -> tuple[Interactions, Interactions]:
+) -> tuple[LogitInteractions, LogitInteractions]:
     """Measure each half of every batch. A feature is changed to that of another sample of its half, the same sample for
     all features; sequences and bags are changed whole."""
-    first, second = Interactions(names), Interactions(names)
+    first, second = LogitInteractions(names), LogitInteractions(names)
     generator = torch.Generator().manual_seed(0)
     with evaluation_mode(model):
         for batch in batches:
@@ -141,8 +141,8 @@ def _measure_interactions(
             unchanged = _compute_logits(model, batch, {})
             single = [_compute_logits(model, batch, {name: others[name]}) for name in names]
             for (i, one), (j, other) in combinations(enumerate(names), 2):
-                both = _compute_logits(model, batch, {one: others[one], other: others[other]})
-                mixed = both - single[i] - single[j] + unchanged
+                joint = _compute_logits(model, batch, {one: others[one], other: others[other]})
+                mixed = joint - single[i] - single[j] + unchanged
                 first.add_pair_differences(i, j, mixed[:middle])
                 second.add_pair_differences(i, j, mixed[middle:])
             first.num_samples += middle

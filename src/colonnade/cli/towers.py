@@ -13,6 +13,8 @@ from colonnade.cli.settings import check_part
 from colonnade.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
+    from colonnade.cli.feature_sample import FeatureSample
+    from colonnade.plan.towers.affinity import AffinityKind
     from colonnade.plan.towers.partition import Capacity, TowerMap
 
 EXAMPLES = (
@@ -60,14 +62,11 @@ def towers(
     seed: Annotated[int, typer.Option(min=0, help="Seed of the clustering.")] = 0,
 ) -> None:
     """Group a run's features into towers, compared with striped and random ones."""
-    from colonnade.cli.feature_sample import measure_affinity
-    from colonnade.comm.mesh import Mesh
     from colonnade.files.disk import Disk
     from colonnade.files.durable import write_durably
     from colonnade.plan.towers.affinity import AFFINITIES, DISTANCES
     from colonnade.plan.towers.partition import build_tower_map
     from colonnade.report.tower_map import FILE_NAME
-    from colonnade.run.run import load_run_config, open_run
 
     if distance not in DISTANCES:
         raise ConfigError(f"unknown distance {distance!r}; choose from {', '.join(DISTANCES)}")
@@ -77,6 +76,33 @@ def towers(
     if out is not None and not out.absolute().parent.is_dir():
         raise ConfigError(f"--out {out}: there is no folder {out.parent}; create it first")
     bounds = parse_tower_capacity(capacity or [])
+    sample, step = _measure_run(run, at, part, batches, affinity)
+    chosen_map = build_tower_map(
+        sample.affinity,
+        sample.loads,
+        num,
+        distance=distance,
+        capacity=bounds,
+        silent=sample.silent,
+        halves=sample.halves,
+        seed=seed,
+    )
+    made = {"step": step, "samples": sample.num_samples}
+    chosen_map = replace(chosen_map, affinity=affinity, made=made)
+    write_durably(Disk(), run / FILE_NAME, chosen_map.to_json().encode(), checked=False)
+    if out is not None:
+        write_durably(Disk(), out, chosen_map.partition.to_json().encode(), checked=False)
+    _print_towers(run, chosen_map, out)
+
+
+def _measure_run(
+    run: Path, at: str | None, part: str, batches: int, affinity: AffinityKind
+) -> tuple[FeatureSample, int]:
+    """Measure the affinities of a run's features, and return the step of the checkpoint that was read, too."""
+    from colonnade.cli.feature_sample import measure_affinity
+    from colonnade.comm.mesh import Mesh
+    from colonnade.run.run import load_run_config, open_run
+
     config = load_run_config(run)
     opened = open_run(config, Mesh(), run, read_only=True, at=at)
     try:
@@ -95,22 +121,7 @@ def towers(
         )
     finally:
         opened.close()
-    chosen_map = build_tower_map(
-        sample.affinity,
-        sample.loads,
-        num,
-        distance=distance,
-        capacity=bounds,
-        silent=sample.silent,
-        halves=sample.halves,
-        seed=seed,
-    )
-    made = {"step": opened.resumed_at, "samples": sample.num_samples}
-    chosen_map = replace(chosen_map, affinity=affinity, made=made)
-    write_durably(Disk(), run / FILE_NAME, chosen_map.to_json().encode(), checked=False)
-    if out is not None:
-        write_durably(Disk(), out, chosen_map.partition.to_json().encode(), checked=False)
-    _print_towers(run, chosen_map, out)
+    return sample, opened.resumed_at
 
 
 def parse_tower_capacity(settings: Sequence[str]) -> Capacity:

@@ -114,6 +114,12 @@ def train(
         int | None, typer.Option(help="Saved step of the run folder to go back to before training.")
     ] = None,
     dram: DramOption = None,
+    towers_from: Annotated[
+        Path | None,
+        typer.Option(
+            help="Run folder whose features colonnade towers has grouped: its partition is that of model.towers=auto."
+        ),
+    ] = None,
     set_: Annotated[
         list[str] | None,
         typer.Option(
@@ -134,7 +140,30 @@ def train(
         "plan.memory.dram": dram,
     }
     settings = build_config(config, data, path, short, set_, run)
+    if towers_from is not None:
+        settings = take_towers(settings, towers_from)
     train_seeds(settings, choose_run_folder(run, settings.data.name), ranks, seeds, at)
+
+
+def take_towers(config: RunConfig, run_folder: Path) -> RunConfig:
+    """Replace `model.towers: auto` by the partition of a run folder's towers.json. Raises ConfigError."""
+    from colonnade.config.run import override_settings
+    from colonnade.models.build import AUTO_TOWERS
+    from colonnade.report.tower_map import FILE_NAME, read_tower_map
+
+    if config.model.towers != AUTO_TOWERS:
+        raise ConfigError(
+            f"got --towers-from {run_folder} with model.towers={config.model.towers}, wanted auto, which takes that "
+            "run's partition; set model.towers=auto, or leave the option out"
+        )
+    towers = read_tower_map(run_folder)
+    if towers is None:
+        raise ConfigError(
+            f"--towers-from: {run_folder} has no {FILE_NAME}; write it with colonnade towers {run_folder} --towers N"
+        )
+    return override_settings(
+        config, {"model.towers": [list(tower) for tower in towers.partition.towers]}
+    )
 
 
 def get_single_label(labels: list[str] | None) -> str | None:

@@ -59,10 +59,14 @@ class ModelConfig(Section):
     structure: CrossStructure | None = None
     """Position of the MLP: parallel to the cross layers or stacked after them (dcnv2); default: parallel."""
     towers: int | str | list[list[str]] | None = None
-    """Partition of the features into towers (dlrm, dcnv2): lists of feature names, a file with them, or the number of
-    towers, to which features are assigned round-robin; default: no towers."""
+    """Partition of the features into towers (dlrm, dcnv2): lists of feature names, a file with them, the number of
+    towers, to which features are assigned round-robin, or auto, that of the run given by --towers-from; default: no
+    towers."""
     tower_dim: int | None = Field(None, ge=1)
     """Width of the vectors that a tower module outputs, one for each field (dlrm, dcnv2); default: no tower modules."""
+    tower_ratio: float | None = Field(None, ge=1, allow_inf_nan=False)
+    """Least ratio of the columns that enter a tower module to those that leave it, instead of tower_dim (dlrm, dcnv2);
+    default: no tower modules."""
     tower_vectors: int | None = Field(None, ge=0)
     """Number of vectors that a tower module outputs for each of its fields (dlrm); default 1."""
     tower_summaries: int | None = Field(None, ge=0)
@@ -106,3 +110,8 @@ class ModelConfig(Section):
     ranks and agree only on average."""
     compile: Annotated[bool, CHANGEABLE] = False
     """Compile the dense network with torch.compile: slower to start, then faster."""
+
+    @property
+    def has_tower_modules(self) -> bool:
+        """True if towers change the model; else they only decide where rows are stored."""
+        return self.tower_dim is not None or self.tower_ratio is not None

@@ -355,8 +355,7 @@ def list_fixed_settings(config: RunConfig) -> dict[str, Any]:
         name: json.dumps(value, sort_keys=True, default=str)
         for name, value in iterate_fixed_settings(config)
         if name.removeprefix("data.options.") not in CHANGEABLE_OPTIONS
-        # Without tower modules, towers only decide where rows are stored.
-        and (name != "model.towers" or config.model.tower_dim is not None)
+        and (name != "model.towers" or config.model.has_tower_modules)
     }
     return {
         name: json.loads(text)

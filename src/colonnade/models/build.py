@@ -46,6 +46,8 @@ from colonnade.table import Feature, Pooling, Table, Uniform
 from colonnade.topology.towers import Partition, build_round_robin_partition
 
 DEFAULT_DIM = 16
+AUTO_TOWERS = "auto"
+"""Value of `model.towers` that `train --towers-from` replaces."""
 TOWER_SETTINGS = {"tower_vectors", "tower_summaries", "tower_layers"}
 AUTOCAST = {"none": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -116,10 +118,10 @@ def build_model(schema: Schema, config: RunConfig) -> SplitModel:
             f"({', '.join(rankers)}), or other data"
         )
     arguments |= {name: value for name, value in data_arguments.items() if name in parameters}
-    if (unused := TOWER_SETTINGS & set(arguments)) and "tower_dim" not in arguments:
+    if (unused := TOWER_SETTINGS & set(arguments)) and not config.model.has_tower_modules:
         raise ConfigError(
-            f"model.{min(unused)}: it is a setting of tower modules, which need model.tower_dim; set that, or "
-            f"leave {min(unused)} out"
+            f"model.{min(unused)}: it is a setting of tower modules, which need model.tower_dim or "
+            f"model.tower_ratio; set one, or leave {min(unused)} out"
         )
     if "towers" in arguments:
         names = [column.name for column in schema.categorical]
@@ -137,6 +139,11 @@ def read_tower_partition(
     """Return the partition of these features that `model.towers` gives: itself, its file, or a number of towers.
 
     Raises ConfigError."""
+    if setting == AUTO_TOWERS:
+        raise ConfigError(
+            "model.towers: got auto without the run whose towers are meant; group its features with colonnade towers, "
+            "then train with --towers-from RUN"
+        )
     try:
         if isinstance(setting, int):
             return build_round_robin_partition(features, setting)

@@ -20,7 +20,12 @@ from colonnade.models.dense_cost import DenseCost, cross_layers_cost, dcn_tower_
 from colonnade.models.fields import find_field_dims
 from colonnade.models.layers import MatrixCross, MixtureCross, SplitMLP, build_first_layer, mlp
 from colonnade.models.split import Scorer
-from colonnade.models.tower_modules import DCNTower, build_tower_consumers, check_tower_partition
+from colonnade.models.tower_modules import (
+    DCNTower,
+    build_tower_consumers,
+    check_tower_partition,
+    find_tower_dim,
+)
 from colonnade.table import Feature, Table
 from colonnade.topology.towers import Partition
 
@@ -96,6 +101,27 @@ class DCN(Scorer):
         return logits + self.top(hidden.relu() if len(self.top) else hidden)
 
 
+def _build_towers(
+    partition: Partition,
+    field_dims: Mapping[str, int],
+    tower_dim: int,
+    layers: int,
+    rank: int | None,
+    seed: int,
+) -> tuple[Consumers, DenseCost]:
+    """Return the consumer of each tower, and the cost of all their modules."""
+
+    def make(dims: Sequence[int]) -> TowerModule:
+        module = DCNTower(len(dims), sum(dims), tower_dim, layers=layers, rank=rank)
+        return TowerModule(module, dims, len(dims) * tower_dim, side_by_side=True)
+
+    cost = DenseCost()
+    for members in partition.towers:
+        dims = [field_dims[name] for name in members]
+        cost += dcn_tower_cost(dims, tower_dim, layers=layers, rank=rank)
+    return dict(build_tower_consumers(partition, field_dims, make, seed=seed)), cost
+
+
 class DCNv2(Scorer):
     """DCN-v2 with full matrices, matrices of `cross_rank`, or a mixture of `cross_experts` of that rank.
 
@@ -119,6 +145,7 @@ class DCNv2(Scorer):
         top: Sequence[int] = (128, 64),
         towers: Partition | None = None,
         tower_dim: int | None = None,
+        tower_ratio: float | None = None,
         tower_layers: int = 1,
         tasks: int = 1,
         seed: int = 0,
@@ -126,7 +153,8 @@ class DCNv2(Scorer):
         """Create the model.
 
         `towers` with `tower_dim`: a tower's module has `tower_layers` cross layers (of `cross_rank`) over its fields
-        and outputs `tower_dim` columns for each field. Without `tower_dim`, towers only decide where rows are stored,
+        and outputs `tower_dim` columns for each field. `tower_ratio` sets the largest number with which each module's
+        input has that many times the columns of its output. Without either, towers only decide where rows are stored,
         and the model is the flat one. Raises ConfigError.
         """
         if cross_experts > 1 and cross_rank is None:
@@ -142,26 +170,19 @@ class DCNv2(Scorer):
 
         dims = find_field_dims(tables, features)
         self.is_parallel = structure == "parallel"
-        self.towers = check_tower_partition(towers, dims, tower_dim)
+        self.towers = check_tower_partition(towers, dims, tower_dim, tower_ratio)
         consumers: Consumers = {"fields": (Concat(), list(dims))}
         width = flat_width = num_dense + sum(dims.values())
         tower_cost = DenseCost()
         self.deep: SplitMLP | None = None
+        if self.towers is not None:
+            columns = [(sum(dims[n] for n in tower), len(tower)) for tower in self.towers.towers]
+            tower_dim = find_tower_dim(tower_dim, tower_ratio, columns)
         if self.towers is not None and tower_dim is not None:
             width = num_dense + tower_dim * len(features)
-
-            def make(dims: Sequence[int]) -> TowerModule:
-                module = DCNTower(
-                    len(dims), sum(dims), tower_dim, layers=tower_layers, rank=cross_rank
-                )
-                return TowerModule(module, dims, len(dims) * tower_dim, side_by_side=True)
-
-            consumers = dict(build_tower_consumers(self.towers, dims, make, seed=seed))
-            for members in self.towers.towers:
-                tower_dims = [dims[name] for name in members]
-                tower_cost += dcn_tower_cost(
-                    tower_dims, tower_dim, layers=tower_layers, rank=cross_rank
-                )
+            consumers, tower_cost = _build_towers(
+                self.towers, dims, tower_dim, tower_layers, cross_rank, seed
+            )
         elif cross_rank is not None and cross_experts == 1:
             consumers, self.deep = self._build_low_rank_consumers(
                 dims, num_dense, cross_rank, cross_layers, [*top, tasks]

@@ -15,7 +15,12 @@ from colonnade.models.dense_cost import DenseCost, dlrm_cost, dlrm_tower_cost
 from colonnade.models.fields import find_field_dims
 from colonnade.models.layers import mlp
 from colonnade.models.split import Scorer
-from colonnade.models.tower_modules import DLRMTower, build_tower_consumers, check_tower_partition
+from colonnade.models.tower_modules import (
+    DLRMTower,
+    build_tower_consumers,
+    check_tower_partition,
+    find_tower_dim,
+)
 from colonnade.ops.interaction import pairwise_dot
 from colonnade.table import Feature, Table
 from colonnade.topology.towers import Partition
@@ -37,6 +42,7 @@ class DLRM(Scorer):
         keep_fields: bool = False,
         towers: Partition | None = None,
         tower_dim: int | None = None,
+        tower_ratio: float | None = None,
         tower_vectors: int = 1,
         tower_summaries: int = 0,
         tasks: int = 1,
@@ -46,16 +52,22 @@ class DLRM(Scorer):
 
         `towers` with `tower_dim`: a tower's module outputs c = `tower_vectors` vectors of that dim per field and
         p = `tower_summaries` of all its fields. The dots are of these vectors, and the bottom MLP's output has their
-        dim. Without `tower_dim`, towers only decide where rows are stored, and the model is the flat one.
+        dim. `tower_ratio` sets the largest dim with which each module's input has that many times the columns of its
+        output. Without either, towers only decide where rows are stored, and the model is the flat one.
         Raises ConfigError.
         """
         super().__init__()
         dims = find_field_dims(tables, features)
-        self.towers = check_tower_partition(towers, dims, tower_dim)
+        self.towers = check_tower_partition(towers, dims, tower_dim, tower_ratio)
         self.dim = dim = tables[0].width
         num_fields = len(features)
         consumers: dict[str, tuple[Interaction, Sequence[str]]] = {"fields": (Concat(), list(dims))}
         tower_cost = DenseCost()
+        if self.towers is not None:
+            counts = [len(members) for members in self.towers.towers]
+            vectors = [tower_vectors * count + tower_summaries for count in counts]
+            columns = [(count * dim, max(1, n)) for count, n in zip(counts, vectors, strict=True)]
+            tower_dim = find_tower_dim(tower_dim, tower_ratio, columns)
         if self.towers is not None and tower_dim is not None:
             self.dim = tower_dim
             num_fields = tower_vectors * len(features) + tower_summaries * len(self.towers.towers)

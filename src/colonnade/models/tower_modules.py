@@ -127,17 +127,26 @@ def _tower_seed(features: Sequence[str], seed: int) -> int:
 
 
 def check_tower_partition(
-    partition: Partition | None, features: Iterable[str], tower_dim: int | None
+    partition: Partition | None,
+    features: Iterable[str],
+    tower_dim: int | None,
+    tower_ratio: float | None,
 ) -> Partition | None:
     """Return the partition, checked against the model's features.
 
-    Raises ConfigError for a partition of other features, and for `tower_dim` without towers."""
+    Raises ConfigError for a partition of other features, and for `tower_dim` or `tower_ratio` without towers."""
+    if tower_dim is not None and tower_ratio is not None:
+        raise ConfigError(
+            f"got tower_dim={tower_dim} and tower_ratio={tower_ratio:g}, which both say how wide a tower module's "
+            "output is; leave one of them out"
+        )
     if partition is None:
-        if tower_dim is not None:
-            raise ConfigError(
-                f"got tower_dim={tower_dim} without towers; give the partition of the features (towers), or leave "
-                "it out"
-            )
+        for name, value in (("tower_dim", tower_dim), ("tower_ratio", tower_ratio)):
+            if value is not None:
+                raise ConfigError(
+                    f"got {name}={value:g} without towers; give the partition of the features (towers), or leave "
+                    "it out"
+                )
         return None
     model_features = list(features)
     tower_features = partition.features
@@ -154,3 +163,24 @@ def check_tower_partition(
                 f"{', '.join(model_features)} in one tower"
             )
     return partition
+
+
+def find_tower_dim(
+    tower_dim: int | None,
+    tower_ratio: float | None,
+    columns: Sequence[tuple[int, int]],
+) -> int | None:
+    """Return the width of the vectors that tower modules output; None without modules.
+
+    That is `tower_dim`, or the largest with which at least `tower_ratio` columns enter each module for one that leaves.
+    columns: of each tower, its input columns and its number of output vectors. Raises ConfigError if none is left.
+    """
+    if tower_ratio is None:
+        return tower_dim
+    dim = min(int(inputs / (tower_ratio * vectors) + 1e-9) for inputs, vectors in columns)
+    if dim < 1:
+        raise ConfigError(
+            f"got tower_ratio={tower_ratio:g}, with which no column leaves a tower, wanted at most "
+            f"{min(inputs / vectors for inputs, vectors in columns):g} for these fields"
+        )
+    return dim

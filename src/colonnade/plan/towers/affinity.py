@@ -101,7 +101,7 @@ class Cosines:
         return symmetric
 
 
-class Interactions:
+class LogitInteractions:
     """Accumulator of |mixed differences| of a logit over samples; `matrix` is their mean, scaled by feature."""
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -122,9 +122,9 @@ class Interactions:
         self.sums[first, second] += total
         self.sums[second, first] += total
 
-    def __add__(self, other: Interactions) -> Interactions:
+    def __add__(self, other: LogitInteractions) -> LogitInteractions:
         """Return the accumulator of the samples of both."""
-        total = Interactions(self.names)
+        total = LogitInteractions(self.names)
         total.sums = self.sums + other.sums
         total.num_samples = self.num_samples + other.num_samples
         return total

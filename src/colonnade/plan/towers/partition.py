@@ -311,7 +311,7 @@ class TowerMap:
     silent: tuple[str, ...] = ()
     """Features without a vector in any sample."""
     affinity: AffinityKind = "cosine"
-    """What the affinity of two features is."""
+    """Kind of the affinities."""
     agreement: float | None = None
     """Part of the pairs in one tower on which towers of either half of the samples agree; None where that was not
     measured."""
