@@ -176,7 +176,7 @@ def test_a_ratio_is_the_least_of_any_tower(model):
 
 
 def test_a_run_takes_the_towers_of_another(tmp_path):
-    """As `colonnade towers` wrote them; another command line is refused with what to type."""
+    """Towers that `colonnade towers` wrote; another command line is refused with what to type."""
     runner, run, other = CliRunner(), str(tmp_path / "run"), str(tmp_path / "other")
     base = ["train", "--data", "synthetic", "--set", "data.options.num_train=600"]
     base += ["--set", "data.options.num_test=100", "--set", "data.options.cardinalities=[9,9,9,9]"]
