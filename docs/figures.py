@@ -485,6 +485,10 @@ TABLES = {
         tuple(exchange_rows()),
     ),
     "hybrid": Table(("", "synchronous", "`bounded(4)`", "`bounded(1)`", "TorchRec's best"), tuple(hybrid_rows())),
+    "theory": Table(
+        ("", "part of the differences that is explained (R²)"),
+        (("what late reads add to the loss", Ratio("quality_theory", "theory_r2", 3, False)),),
+    ),
     "partials": Table(
         ("operators, ids a sample, D", "rows: MB", "ms", "pooled: MB", "ms", "partials: MB", "ms",
          "chosen: ms", "TorchRec's best: ms"),
