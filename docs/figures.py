@@ -316,6 +316,12 @@ def cached_rows() -> Iterable[tuple[str | Figure, ...]]:
         yield (label, *(Best("staleness", case, system) for case in cases))
 
 
+def affinity_rows() -> Iterable[tuple[str | Figure, ...]]:
+    for label, model in (("DLRM", "dlrm"), ("DCN-v2", "dcnv2"), ("DeepFM", "deepfm")):
+        names = (f"purity fields of {model} {kind}" for kind in ("interactions", "cosine"))
+        yield (label, *(Ratio("quality_affinity", name, 2, False) for name in names))
+
+
 def cached_quality() -> Iterable[tuple[str | Figure, ...]]:
     for label, group, arm in (
         ("MovieLens-1M, Adagrad, the default", "ml-1m adagrad", "default"),
@@ -498,6 +504,7 @@ TABLES = {
         ("", "TorchRec table-wise", "chosen flat plan", "`rows`", "towers, CR 2", "CR 4", "CR 8"),
         tuple(tower_rows()),
     ),
+    "affinity": Table(("", "interactions", "cosines"), tuple(affinity_rows())),
     "cached": Table(("", *LINKS.values(), *SMALL_BATCHES), tuple(cached_rows())),
     "cached_quality": Table(("", "AUC lost", "± (95 %)", "row messages saved"), tuple(cached_quality())),
     "crowded": Table(

@@ -35,7 +35,7 @@ CONFIG = build_config(
 )
 COUNTED = ("route", "fetch", "push", "dense")
 """Channels on which only training sends."""
-SLOW_SECONDS = 0.03
+SLOW_SECONDS = 0.15
 """Seconds that a step of the planner's choice takes at least while it is timed."""
 forward = EmbeddingCollection.forward
 

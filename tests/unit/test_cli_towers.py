@@ -152,7 +152,7 @@ def test_a_model_without_logits_has_no_interactions():
         measure_affinity(Ranker(), collection, ListSource([]), 3, 5)
 
 
-@pytest.mark.parametrize("model", ["dlrm", "dcnv2"])
+@pytest.mark.parametrize("model", ["dlrm", pytest.param("dcnv2", marks=pytest.mark.slow)])
 def test_groups_are_found_in_the_paper_s_models(model, colonnade, tmp_path):
     """Whose vectors do not turn to each other: by cosines, half of the fields are in the tower of their group."""
     folder = tmp_path / "run"
