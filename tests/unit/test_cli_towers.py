@@ -154,7 +154,7 @@ def test_a_model_without_logits_has_no_interactions():
 
 @pytest.mark.parametrize("model", ["dlrm", pytest.param("dcnv2", marks=pytest.mark.slow)])
 def test_groups_are_found_in_the_paper_s_models(model, colonnade, tmp_path):
-    """Whose vectors do not turn to each other: by cosines, half of the fields are in the tower of their group."""
+    """Models whose vectors do not turn to each other: by cosines, half of the fields are in their group's tower."""
     folder = tmp_path / "run"
     options = {**SETTINGS["data.options"], "num_train": 40_000}
     settings = {**SETTINGS, "data.options": options, "model.name": model, "model.dim": 16}
