@@ -309,7 +309,7 @@ class TowerMap:
     random: Measures
     """Quality of a random partition."""
     silent: tuple[str, ...] = ()
-    """Features without a vector in any sample."""
+    """Features without an affinity to any other."""
     affinity: AffinityKind = "cosine"
     """Kind of the affinities."""
     agreement: float | None = None
