@@ -14,8 +14,8 @@ from colonnade.report.formatting import format_bytes, format_count
 FILE_NAME = "towers.json"
 """Name of the map in the run folder, written by `colonnade towers`."""
 MIN_AGREEMENT = 0.6
-"""Agreement of the halves of the samples below which towers are uncertain. No run below it recovered all planted groups;
-of those above it, only runs of models that had hardly learned did not (docs/howto/partition.md)."""
+"""Agreement of the halves of the samples below which towers are uncertain. No run below it recovered all planted
+groups; of those above it, only runs of models that had hardly learned did not (docs/howto/partition.md)."""
 MAX_NAMED = 80
 """Number of features up to which names are drawn; beyond it they appear under the pointer."""
 SYMBOLS = ("circle", "square", "diamond", "triangle-up")
