@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from forked_run import finish, run_to_end
+from hosts_here import PATHS
 from ranks import start_child
 from small_run import digest, main
 from torch.distributed import TCPStore
@@ -39,7 +40,7 @@ def torchrun(
 ) -> str:
     """Return the output of torchrun and its ranks, which all ended well."""
     environment = {
-        **os.environ, "FAULT": fault, "LIMIT": str(limit), "OMP_NUM_THREADS": "1", "RICH_WIDTH": "200",
+        **os.environ, **PATHS, "FAULT": fault, "LIMIT": str(limit), "OMP_NUM_THREADS": "1", "RICH_WIDTH": "200",
     }  # fmt: skip
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks),
