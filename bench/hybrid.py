@@ -16,6 +16,9 @@ make computing about as long as communicating at one of the rates.
                    communicating both need of a processor cannot overlap. What the kernel does for links beside the
                    processes is not in it, so less can be reached
     hybrid_vs_sync_best    t_sync / t
+    time_to_score_bounded4    time in which synchronous training has its last AUC over that in which reads four steps
+                   late have it: t_sync / t times their steps by `bench quality` (`quality_late.json`: the stream of 10
+                   million samples). Of cases where the two are alike
 """
 
 from __future__ import annotations

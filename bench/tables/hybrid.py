@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import nan
+from statistics import geometric_mean
 from typing import Any
 
-from harness import Measured, print_machine
+from harness import ROOT, Measured, print_machine
 from rich.console import Console
 from rich.table import Table as Grid
 
@@ -30,6 +33,8 @@ class Overlap:
     best_sync: str
     late: float
     best_late: str
+    four_late: float
+    """Of the best plan that reads four steps late; nan: none was measured."""
     compute: float
     communication: float
     peer: float | None
@@ -85,7 +90,9 @@ def overlaps(measured: Sequence[Measured]) -> list[Overlap]:
         peers = [ms for peer, ms in steps.items() if is_peer(peer)]
         results.append(
             Overlap(
-                case, sync[name], name, late[best], best, sync[name] - exposed.get((case + EXPOSED, name), 0.0),
+                case, sync[name], name, late[best], best,
+                min((ms for plan, ms in late.items() if f"{LATE}(4)" in plan), default=nan),
+                sync[name] - exposed.get((case + EXPOSED, name), 0.0),
                 bare[name], min(peers, default=None),
                 None if shared is None else processor[case + PROCESSOR, name] / shared,
             )
@@ -106,7 +113,25 @@ def ratios_of(measured: Sequence[Measured]) -> dict[str, float]:
     ratios |= {f"overlap_reached {case}": x for case, x in reached.items() if x is not None}
     if peers := [result.peer / result.late for result in actual if result.peer is not None]:
         ratios["hybrid_vs_torchrec_best"] = min(peers)
+    if (steps := read_steps_share()) is not None and judged:
+        times = {r.case: r.sync / r.four_late / steps for r in actual if r.is_judged}
+        ratios |= {f"time_to_score_bounded4 {case}": ratio for case, ratio in times.items()}
+        ratios["time_to_score_bounded4_mean"] = geometric_mean(times.values())
+        ratios["time_to_score_bounded4_worst"] = min(times.values())
     return ratios
+
+
+def read_steps_share() -> float | None:
+    """Return the steps after which reads four steps late have synchronous training's last score, over those of that
+    training itself, by `bench quality`; None where that was not measured."""
+    path = ROOT / "bench" / "results" / "quality_late.json"
+    if not path.exists():
+        return None
+    ratios = json.loads(path.read_text(encoding="utf-8"))["ratios"]
+    late, synchronous = (
+        ratios.get(f"steps_to_score stream adagrad {arm}") for arm in (f"{LATE}(4)", "synchronous")
+    )
+    return late / synchronous if late and synchronous else None
 
 
 def print_result(console: Console, measured: Sequence[Measured], result: Mapping[str, Any]) -> None:

@@ -71,6 +71,7 @@ def busy_processes(number: int) -> Iterator[None]:
             process.wait()
 
 
+@pytest.mark.slow
 def test_a_process_exits_while_its_threads_call_native_code():
     """Python before 3.14 unwinds such threads, through destructors that must not throw: status -6."""
     check_exits(3, 3, 60)

@@ -46,7 +46,7 @@ def go_on(directory: Path, steps: list[int], telling: Telling) -> None:
         assert content(store) == rows
 
 
-@pytest.mark.parametrize("stride", [3, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stride", [9, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_trace_of_writes_and_syncs_cut_at_every_point(tmp_path, stride):
     directory = tmp_path / "store"
     directory.mkdir()

@@ -202,6 +202,7 @@ def test_directories_that_are_refused(tmp_path):
                 open_store(tmp_path / f"{error}-{number}" / "store", None, disk=disk)
 
 
+@pytest.mark.slow
 def test_a_segment_whose_sync_failed_is_never_committed(tmp_path):
     """System, after a failed fsync, may hold the pages for clean although the disk never got them."""
     number = 1

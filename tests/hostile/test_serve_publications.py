@@ -291,6 +291,7 @@ def test_damage_that_only_a_read_detects_is_refused(batch, trained, monkeypatch,
         assert client("POST", INFER, content=body, headers=headers).status_code == 200
 
 
+@pytest.mark.slow
 def test_another_schema_under_workers(trained, batch, steps, tmp_path):
     """Two processes: each serves the checkpoint before, and says why."""
     live = tmp_path / "live"

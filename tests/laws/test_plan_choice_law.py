@@ -120,8 +120,8 @@ def train_all(mesh, folder):
     return chosen, forced, resumed[0][:3], whole[0][:3], plan_of_resumed.comparison
 
 
-@pytest.mark.budget(15)  # five runs, each on two ranks, that time plans
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [2, 3])
 def test_a_run_has_the_bits_of_the_plan_that_stays(num_ranks, tmp_path):
     everyone = run_ranks(num_ranks, train_all, str(tmp_path))
     for chosen, forced, resumed, whole, comparison in everyone:
@@ -154,7 +154,13 @@ def train_other(mesh, folder, name):
         return train(mesh, f"{folder}/run", settings, slow=True)[1]
 
 
-@pytest.mark.parametrize("name", OTHER_SETTINGS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name == "in files" else pytest.mark.slow)
+        for name in OTHER_SETTINGS
+    ],
+)
 def test_files_servers_and_hot_rows_are_timed_alike(name, tmp_path):
     everyone = run_ranks(3, train_other, str(tmp_path), name)
     assert everyone[0] == everyone[1] == everyone[2]
@@ -180,6 +186,7 @@ def fail_alone(mesh, folder):
     return None
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_while_plans_are_timed_ends_the_others(tmp_path):
     # A planner's micro benchmark runs on rank 0 alone, which does not fail.
     first, second = run_ranks(2, fail_alone, str(tmp_path / "run"), fresh=True)

@@ -48,6 +48,7 @@ def run_parts(folder, settings, num_ranks):
     return digest(folder)
 
 
+@pytest.mark.slow
 def test_trainers_with_caches_and_a_server_train_what_two_ranks_train(tmp_path):
     """Small caches evict, reads are late, and bounds change while gradients wait at copies."""
     wanted = run_parts(tmp_path / "plain", CACHED, num_ranks=2)

@@ -564,6 +564,7 @@ def go_on_and_be_cut(mesh, folder):
     return {name: run_parts(mesh, folder / name, part) for name, part in parts.items()}
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_with_other_bounds_can_be_cut_anywhere(tmp_path):
     """Bits are the same wherever copies lie."""
     results = run_ranks(2, go_on_and_be_cut, tmp_path)[0]

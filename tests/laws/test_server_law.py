@@ -326,6 +326,7 @@ def halves(mesh, folder):
     ]
 
 
+@pytest.mark.slow
 def test_checkpoints_go_from_ranks_with_servers_to_ranks_without_and_back(whole_runs):
     folder, of_trainer, of_server = whole_runs
     run_ranks(2, run_until, folder / "half-0", 9, 0)

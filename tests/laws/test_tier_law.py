@@ -141,7 +141,14 @@ ROWS_OF_A_BATCH = 100
 MOVING = {"plan.memory.dram": 60_000, "train.checkpoint_steps": 3}
 
 
-@pytest.mark.parametrize(("hints", "level"), [(False, 0), (True, 0), (False, 20_000)])
+@pytest.mark.parametrize(
+    ("hints", "level"),
+    [
+        pytest.param(False, 0, marks=pytest.mark.slow),
+        pytest.param(True, 0, marks=pytest.mark.slow),
+        (False, 20_000),
+    ],
+)
 def test_memory_that_moves_at_every_commit(hints, level, tmp_path, moving):
     """The bits are those of all rows in memory, and of a run that is killed anywhere and resumes. level: bytes of
     mapped memory for evicted rows."""

@@ -48,6 +48,7 @@ def test_memory_goes_where_the_traffic_is_and_stays_there():
     )
 
 
+@pytest.mark.slow
 def test_traffic_that_moves_every_time_costs_ever_fewer_changes():
     balancer, capacities, changes = MemoryBalancer(TABLES, window=3, at_once=1), EVEN, []
     for number in range(60):

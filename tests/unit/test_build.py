@@ -249,6 +249,7 @@ def test_ranks_losses_add_up_with_unknown_labels():
     torch.testing.assert_close(sum(halves), whole)
 
 
+@pytest.mark.slow
 def test_one_epoch_of_a_preset_learns(shared_data):
     """Real data: two towers beat popularity (recall@20 0.1402) after an epoch."""
     from colonnade.config.run import override_settings

@@ -192,11 +192,12 @@ def check_that_nothing_beats_the_choice(bytes_per_second, shapes) -> None:
     assert choose(Problem(loads, world)).seconds.step <= best * 1.05
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("bytes_per_second", "shapes"),
     [
         (2e7, [(300, 12, 64), (10**5, 1, 4)]),
-        pytest.param(1e9, [(8, 1, 64), (10**5, 12, 64)], marks=pytest.mark.slow),
+        (1e9, [(8, 1, 64), (10**5, 12, 64)]),
     ],
 )
 def test_nothing_beats_the_choice_by_much(bytes_per_second, shapes):

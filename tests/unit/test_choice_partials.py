@@ -228,6 +228,7 @@ def test_a_split_bag_is_refused_with_what_to_do():
         choose(Problem(loads, world, forced=forced, model=wide))
 
 
+@pytest.mark.slow
 def test_who_takes_a_table_that_is_cut_falls_back_alone():
     """Others keep their partials; the plan says which table it was."""
     case = CASES["LR + FM, few ranks"]
@@ -245,6 +246,7 @@ def test_who_takes_a_table_that_is_cut_falls_back_alone():
         assert not value.is_partial and value.why == "rows of table t0 are cut by columns"
 
 
+@pytest.mark.slow
 def test_reasons_in_words():
     case = CASES["DeepFM: its linear part alone"]
     fm, top, linear = choose(Problem(case.loads(), case.world, model=case.model())).consumers

@@ -152,7 +152,8 @@ def test_a_model_without_logits_has_no_interactions():
         measure_affinity(Ranker(), collection, ListSource([]), 3, 5)
 
 
-@pytest.mark.parametrize("model", ["dlrm", pytest.param("dcnv2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["dlrm", "dcnv2"])
 def test_groups_are_found_in_the_paper_s_models(model, colonnade, tmp_path):
     """Models whose vectors do not turn to each other: by cosines, half of the fields are in their group's tower."""
     folder = tmp_path / "run"

@@ -399,6 +399,7 @@ def open_columnar(path, **options):
 """
 
 
+@pytest.mark.slow
 def test_a_format_needs_its_reader_and_one_line_in_the_table(tmp_path):
     """Inspect, train and score files of a new format with nothing else changed; `--help` names it."""
     path = tmp_path / "rows.columnar"

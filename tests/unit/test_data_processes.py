@@ -209,6 +209,7 @@ def test_closing_ends_a_reader_that_is_stopped(tmp_path):
     assert child.read_output().split() == ["False", "False"]
 
 
+@pytest.mark.slow
 def test_a_reader_that_is_stopped_keeps_nobody_from_ending(tmp_path):
     """End a new interpreter whose lookahead nobody closes."""
     script, notes = tmp_path / "script.py", tmp_path / "notes"

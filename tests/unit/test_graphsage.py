@@ -163,6 +163,7 @@ def recall(source, scores_of) -> float:
     return float(torch.cat(results).mean())
 
 
+@pytest.mark.slow
 def test_a_power_law_graph_is_learned():
     """Beyond popularity by far, and towards whoever knows what edges are drawn by."""
     made = {"nodes": 600, "communities": 12, "mixing": 0.05}

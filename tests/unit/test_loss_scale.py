@@ -148,6 +148,7 @@ def train_with_cached_rows(mesh, folder):
     return {name: (outcome.skipped, outcome.steps) for name, outcome in results.items()}
 
 
+@pytest.mark.slow
 def test_gradients_that_wait_at_cached_rows_were_divided_by_their_own_scale(tmp_path):
     """A scale that changes while they wait, and steps that are skipped, change nothing of them."""
     results = run_ranks(2, train_with_cached_rows, tmp_path)[0]

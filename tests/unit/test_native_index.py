@@ -171,6 +171,7 @@ print(_native.num_threads())
     assert done.stdout.split() == ["3", "2", "3"], done.stderr
 
 
+@pytest.mark.slow
 def test_threads_of_a_run_bind_every_thread():
     """OpenMP would have threads that are started later take as many as OMP_NUM_THREADS says."""
     code = """

@@ -98,6 +98,7 @@ def test_a_profiled_run_gives_the_bits_of_an_even_one_and_checks_its_prediction(
     assert not list(tmp_path.rglob(".timing*"))
 
 
+@pytest.mark.slow
 def test_going_on_plans_anew_without_measuring_the_disk_again(tmp_path, quick, monkeypatch):
     trained(PREDICTED, tmp_path / "run")
     monkeypatch.setattr(planner, "measure_device", lambda places: pytest.fail("measured again"))

@@ -110,6 +110,7 @@ print(spent)
 """
 
 
+@pytest.mark.slow
 def test_threads_without_work_soon_sleep_in_processes_that_load_colonnade_first():
     ours, default = (
         float(run(WAITS.format(first=f"import {name}"))[0]) for name in ("colonnade", "time")

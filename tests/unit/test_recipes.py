@@ -178,6 +178,7 @@ def read_rows(lines):
             yield [None if word == "-" else float(word) for word in words]
 
 
+@pytest.mark.slow
 def test_live_serves_each_checkpoint_until_ctrl_c(tmp_path):
     with living(tmp_path / "live", seconds=90) as process:
         rows = []

@@ -48,6 +48,7 @@ def test_odd_runs_are_drawn_too(tmp_path):
         assert all(chart["svgs"] for chart in output["charts"]) and output["charts"]
 
 
+@pytest.mark.slow
 def test_a_comparison_is_drawn_and_fits(tmp_path):
     runs = [
         read_run_folder(write_run(tmp_path / f"run{i}", lr=i / 10, name="a" * 30 * i))

@@ -339,6 +339,7 @@ def tables_of(settings):
     return model.embeddings.tables
 
 
+@pytest.mark.slow
 def test_a_configuration_asks_for_hot_rows(tmp_path):
     names, first, again, last, went_on = run_ranks(2, configured, tmp_path)[0]
     assert {name: len(ids) for name, ids in first.items()} == {names[1]: 60, names[3]: 40}

@@ -213,6 +213,7 @@ def test_a_full_disk_is_named(client, monkeypatch):
     assert client("GET", "/status").json()["feedback"]["total"] == 0
 
 
+@pytest.mark.slow
 def test_workers_share_the_pairs_and_the_page_shows_them(tmp_path):
     with serving(tmp_path / "published", "--wait", "--workers", "2") as server:
         for number in range(10):  # to whichever worker

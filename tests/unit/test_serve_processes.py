@@ -485,6 +485,7 @@ def test_workers_share_a_port_and_are_started_again(trained, batch, expected, tm
         assert server.process.wait(60) == 0
 
 
+@pytest.mark.slow
 def test_workers_end_with_their_supervisor(trained):
     server = served.Server(trained / "published", "--workers", "2")
     workers = children_of(server.process.pid)
@@ -532,6 +533,7 @@ def test_only_failed_starts_delay_the_next_one(trained, tmp_path):
         assert end_worker(is_ready=True) <= 0
 
 
+@pytest.mark.slow
 def test_a_worker_that_cannot_start_ends_the_server(trained, tmp_path):
     """End with status 2, not with that of a crash, after which the server would start it again for ever."""
     words = [trained / "published", "--port", "0", "--workers", "2"]

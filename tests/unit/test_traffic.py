@@ -70,6 +70,7 @@ def all_calls(mesh):
     return dict(mesh.traffic.sent_bytes)
 
 
+@pytest.mark.slow
 def test_every_call_is_counted_as_what_it_is_for():
     everyone = run_ranks(3, all_calls)
     for rank, sent in enumerate(everyone):
