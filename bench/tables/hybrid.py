@@ -34,7 +34,7 @@ class Overlap:
     late: float
     best_late: str
     four_late: float
-    """Of the best plan that reads four steps late; nan: none was measured."""
+    """Time of the best plan that reads four steps late; nan: none was measured."""
     compute: float
     communication: float
     peer: float | None
