@@ -49,7 +49,8 @@ class ModelConfig(Section):
     top: list[Width] | None = None
     """Hidden widths of the last MLP; default [128, 64]. For two_tower, of each tower's MLP; default []."""
     keep_fields: bool | None = None
-    """Feed the last MLP the field vectors in addition to their dot products (dlrm); default: false."""
+    """Feed the last MLP the field vectors in addition to their dot products (dlrm); default: where the data has no
+    numbers."""
     cross_layers: int | None = Field(None, ge=1)
     """Number of cross layers (dcn, dcnv2); default 3."""
     cross_rank: int | None = Field(None, ge=1)

@@ -39,7 +39,7 @@ class DLRM(Scorer):
         num_dense: int,
         bottom: Sequence[int] = (64, 32),
         top: Sequence[int] = (128, 64),
-        keep_fields: bool = False,
+        keep_fields: bool | None = None,
         towers: Partition | None = None,
         tower_dim: int | None = None,
         tower_ratio: float | None = None,
@@ -48,7 +48,8 @@ class DLRM(Scorer):
         tasks: int = 1,
         seed: int = 0,
     ) -> None:
-        """Create the model. `keep_fields`: the top MLP's input has the field vectors, in addition to their dots.
+        """Create the model. `keep_fields`: the top MLP's input has the field vectors, in addition to their dots; None: if
+        there are no dense columns, without which dots of vectors near 0 would be its only input.
 
         `towers` with `tower_dim`: a tower's module outputs c = `tower_vectors` vectors of that dim per field and
         p = `tower_summaries` of all its fields. The dots are of these vectors, and the bottom MLP's output has their
@@ -89,6 +90,8 @@ class DLRM(Scorer):
         self.bottom = mlp([num_dense, *bottom, self.dim], last_relu=True) if num_dense else None
         # Vector 0 is the bottom MLP's output, if there is one; the fields' vectors follow.
         num_vectors = num_fields + (num_dense > 0)
+        if keep_fields is None:
+            keep_fields = num_dense == 0
         self.top_vectors = list(range(num_dense > 0, num_vectors)) if keep_fields else []
         self.top_vectors += [0] if num_dense else []
         self.top = mlp(
