@@ -1,5 +1,7 @@
 """Speed of training on a shared machine, and the cost of waiting threads.
 
+Minutes: 5 (quick 1).
+
 DLRM on Criteo-shaped ids, one process, as many threads as there are processors; four systems in turns:
 
     colonnade           as every process that Colonnade starts: a thread that waits spins 0.2 ms

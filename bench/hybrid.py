@@ -1,5 +1,7 @@
 """Time for rows between hosts that bounded staleness hides behind dense work.
 
+Minutes: 25 (quick 2).
+
 Hosts are network namespaces on this machine, 2 of 2 ranks, uplinks of 200 Mbit/s, 1 and 10 Gbit/s; 26 one-hot fields
 of Criteo's cardinalities, cut, D = 64, Zipf 1.1, 1024 samples a rank, as in `bench exchange`. Beside the exchange each
 rank takes an MLP of three layers over its fields forward and back: of 0 units (the exchange alone), and of as many as

@@ -1,5 +1,7 @@
 """Speed of lookups and sparse updates alone, compared with FBGEMM, plain torch and what memory allows.
 
+Minutes: 25 (quick 3).
+
 26 tables of one width, 4 GiB together, fp32. Per width: one-hot, 20-hot and sequence lookups; uniform and skewed ids;
 
     colonnade   the native core, as one process calls it: workers/kernels_colonnade.py says what is timed

@@ -1,5 +1,7 @@
 """Bytes and time that a step saves if partial results are sent instead of rows.
 
+Minutes: 60 (quick 3).
+
 Hosts are network namespaces on this machine, as in `bench exchange`: 2 or 4 of 2 ranks each, uplinks of 1 or 10 Gbit/s.
 Models are the first operators of LR+FM, Wide&Deep and DeepFM (a first layer 128 wide) over tables of 50,000 rows of D
 elements and one weight; 26, 100 and 500 ids a sample (26 x 1, 50 x 2, 100 x 5 fields and ids), Zipf 1.1; 1024 samples

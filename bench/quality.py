@@ -1,5 +1,7 @@
 """Measure what a plan or a model's form costs in AUC, in groups of arms that share their base.
 
+Minutes: 600 (quick 10).
+
 A group is a model on a data set; its arms see the same samples in the same order and begin from the same weights of
 their seed. The first arm is what the others are compared with, by blocks of test samples and by seeds. Suites:
 

@@ -1,5 +1,7 @@
 """Serving: how many requests a second, how late, how fresh, and what beside it in plain torch behind FastAPI?
 
+Minutes: 25 (quick 4).
+
 The demo's DLRM (13 numbers, 26 fields of one id, dim 16), binary bodies of the Open Inference Protocol over HTTP, ids
 Zipf 1.05. The server has one core, the open-loop client another one: workers/serve_client.py.
 

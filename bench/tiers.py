@@ -1,5 +1,7 @@
 """Speed of tables larger than memory as a part of all-in-memory speed, what bounds it, and what would be best.
 
+Minutes: 90 (quick 5).
+
 A DLRM's embeddings over Criteo-shaped ids (the 26 real cardinalities, 33.8 million rows, skew 1.1 and a heavy tail
 0.95), row-wise Adagrad, batch 4096. Memory for rows is 1/2 .. 1/16 of what all take, the others are on disk; every
 system runs in a memory cgroup of its own (budget and `ALLOWANCE_BYTES`).

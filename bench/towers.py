@@ -1,5 +1,7 @@
 """Savings of towers and of tower modules if links between hosts are slow.
 
+Minutes: 25 (quick 2).
+
 Hosts are network namespaces on this machine, as in `bench exchange`: 2 or 4 of 2 ranks each, uplinks of 1 Gbit/s or
 200 Mbit/s; 26 fields of Criteo's cardinalities, cut, with one id or 20 a sample; D = 64 and 128; 1024 samples a rank.
 A step is lookup, a fixed gradient back, row-wise Adagrad; with modules also their products, the sum of their weights'
