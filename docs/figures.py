@@ -412,6 +412,19 @@ def crowded_rows() -> Iterable[tuple[str | Figure, ...]]:
         yield (label, *figures, *[""] * (len(beside) - len(cases)))
 
 
+def capacity_rows() -> Iterable[tuple[str | Figure, ...]]:
+    for size in ("6.25 T", "12.5 T", "25 T", "50 T", "100 T"):
+        rate = Best("capacity", size, unit="samples/s")
+        numbers = (
+            Best("capacity", size, digits=digits, unit=unit)
+            for unit, digits in (
+                ("bytes/row in memory", 0), ("bytes/row in files", 0),
+                ("seconds to save", 2), ("seconds to resume", 2),
+            )
+        )  # fmt: skip
+        yield (size.removesuffix(" T") + " trillion", rate, *numbers)
+
+
 def missed_rows() -> Iterable[tuple[str | Figure, ...]]:
     """Yield the ratios that do not reach what is wanted of them; a smaller error or regret is a better one."""
     for label, file, name, wanted in (
@@ -485,6 +498,10 @@ TABLES = {
     "kernels": Table(("", "geometric mean", "worst case"), tuple(kernels_rows())),
     "tiers": Table(("rows in memory: 1/8", "D=16", "D=64"), tuple(tier_rows())),
     "tiers network": Table(("rows in memory", "1/2", "1/4", "1/8", "1/16"), tuple(network_tier_rows())),
+    "capacity": Table(
+        ("parameters", "samples/s", "bytes a row in memory", "in files", "seconds to save", "to resume"),
+        tuple(capacity_rows()),
+    ),
     "exchange": Table(
         ("", "chosen plan", "best forced plan", "TorchRec table-wise", "row-wise", "planner", "chosen: MB",
          "TorchRec's best: MB"),
