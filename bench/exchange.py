@@ -18,15 +18,13 @@ cores: what a step costs in processor time is printed beside it.
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from cluster import race
-from cluster.hosts import NoHosts
 from cluster.race import Extent, Question
-from harness import BenchError
+from harness import run_script
 from tables import exchange as tables
 from workers.exchange_loop import Case
 
@@ -114,7 +112,4 @@ QUESTION = Question(
 
 
 if __name__ == "__main__":
-    try:
-        race.main(QUESTION, __doc__.splitlines()[0], FULL, QUICK)
-    except (BenchError, NoHosts) as error:
-        sys.exit(f"error: {error}")
+    run_script(lambda: race.main(QUESTION, __doc__.splitlines()[0], FULL, QUICK))

@@ -23,17 +23,15 @@ make computing about as long as communicating at one of the rates.
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import exchange
 from cluster import race
-from cluster.hosts import NoHosts
 from cluster.race import Extent, Question
 from exchange import ALL_FIELDS, BATCH_SIZE, MAX_CARDINALITY, SKEW, Workload
-from harness import BenchError, Measured
+from harness import Measured, run_script
 from tables import hybrid as tables
 from workers.hybrid_dense import HybridCase
 
@@ -90,7 +88,4 @@ QUESTION = Question(
 
 
 if __name__ == "__main__":
-    try:
-        race.main(QUESTION, __doc__.splitlines()[0], FULL, QUICK)
-    except (BenchError, NoHosts) as error:
-        sys.exit(f"error: {error}")
+    run_script(lambda: race.main(QUESTION, __doc__.splitlines()[0], FULL, QUICK))

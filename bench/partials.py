@@ -20,16 +20,14 @@ there are predictions, by the formulas that the measured bytes are compared with
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from cluster import race
-from cluster.hosts import NoHosts
 from cluster.race import Extent, Question
-from harness import BenchError, Measured
+from harness import Measured, run_script
 from rich.console import Console
 from tables import foretold
 from tables import partials as tables
@@ -133,7 +131,5 @@ QUESTION = Question(
 
 if __name__ == "__main__":
     facts = {**QUESTION.facts, "predictions": predictions(ROWS)}
-    try:
-        race.main(replace(QUESTION, facts=facts), __doc__.splitlines()[0], FULL, QUICK)
-    except (BenchError, NoHosts) as error:
-        sys.exit(f"error: {error}")
+    question = replace(QUESTION, facts=facts)
+    run_script(lambda: race.main(question, __doc__.splitlines()[0], FULL, QUICK))

@@ -39,7 +39,7 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from harness import ROOT, ArmFile, BenchError, Measured, json_path, say
+from harness import ROOT, ArmFile, BenchError, Measured, open_parser, say
 from rich.console import Console
 from tables import quality as tables
 from tables.pilot import find_best_rate
@@ -162,9 +162,7 @@ GROUPS = list_groups()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=json_path, help="write scores here; go on with those there")
-    parser.add_argument("--quick", action="store_true", help="few samples: to try, not to quote")
+    parser = open_parser(__doc__.splitlines()[0], "few samples: to try, not to quote")
     suites = list(dict.fromkeys(group.suite for group in GROUPS))
     names = [*suites, *(group.name for group in GROUPS)]
     parser.add_argument(

@@ -31,16 +31,14 @@ All ranks share this machine's cores: what a step costs in processor time is pri
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from cluster import race
-from cluster.hosts import NoHosts
 from cluster.race import Extent, Question, Steps
-from harness import BenchError
+from harness import run_script
 from numpy.typing import NDArray
 from tables import clock as tables
 from tables.clock import CLOCK, DEFAULT, INT8, NO_CACHE
@@ -165,7 +163,4 @@ QUESTION = Question(
 
 
 if __name__ == "__main__":
-    try:
-        race.main(QUESTION, __doc__.splitlines()[0], FULL, QUICK)
-    except (BenchError, NoHosts) as error:
-        sys.exit(f"error: {error}")
+    run_script(lambda: race.main(QUESTION, __doc__.splitlines()[0], FULL, QUICK))

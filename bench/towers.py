@@ -18,15 +18,13 @@ All ranks share this machine's cores: what a step costs in processor time is pri
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import exchange
 from cluster import race
-from cluster.hosts import NoHosts
 from cluster.race import Extent, Question
 from exchange import ALL_FIELDS, BATCH_SIZE, MAX_CARDINALITY, SKEW, Workload
-from harness import BenchError
+from harness import run_script
 from tables import towers as tables
 
 TORCHREC: dict[str, dict[str, Any]] = {
@@ -69,7 +67,4 @@ QUESTION = Question(
 
 
 if __name__ == "__main__":
-    try:
-        race.main(QUESTION, __doc__.splitlines()[0], FULL, QUICK)
-    except (BenchError, NoHosts) as error:
-        sys.exit(f"error: {error}")
+    run_script(lambda: race.main(QUESTION, __doc__.splitlines()[0], FULL, QUICK))

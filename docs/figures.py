@@ -502,6 +502,13 @@ TABLES = {
         ("parameters", "samples/s", "bytes a row in memory", "in files", "seconds to save", "to resume"),
         tuple(capacity_rows()),
     ),
+    "nodes": Table(
+        ("nodes", "samples/s"),
+        (
+            ("1, a quarter of the rows in memory, the others in files", Best("capacity", "nodes", "one tiered")),
+            ("4, a quarter of the rows in the memory of each", Best("capacity", "nodes", "four in DRAM")),
+        ),
+    ),
     "exchange": Table(
         ("", "chosen plan", "best forced plan", "TorchRec table-wise", "row-wise", "planner", "chosen: MB",
          "TorchRec's best: MB"),

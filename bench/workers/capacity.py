@@ -1,7 +1,10 @@
-"""`python -m workers.capacity FOLDER IDS ROWS`: train ROWS rows of a table of IDS ids, a quarter of them in memory.
+"""`python -m workers.capacity FOLDER IDS ROWS [STEPS]`: train ROWS of IDS rows of a table, a quarter of them in memory.
 
 A folder without a checkpoint is filled: every row is trained once and saved. Otherwise training resumes from it. Then
-each line of stdin, a JSON object with `steps` or `save`, is answered with what was measured.
+each line of stdin, a JSON object with `steps`, is answered with samples/s, or with the seconds of a save for 0 steps.
+
+STEPS: instead of that, rank 0 prints samples/s of all ranks together. Under torchrun with several ranks all rows are in
+their memory, and FOLDER is not used.
 """
 
 from __future__ import annotations
@@ -25,6 +28,8 @@ from colonnade import (
     RowWiseAdagrad,
     Table,
     build_plan,
+    close_mesh,
+    open_mesh,
 )
 from colonnade.store.budget import slot_bytes
 from workers.loop import open_channel
@@ -42,21 +47,26 @@ class Training:
 
     def __init__(self, folder: Path, num_ids: int, num_rows: int) -> None:
         self.folder, self.law = folder, Law(num_rows, SKEW)
-        self.draw = np.random.default_rng(0)
+        self.mesh, self.step = open_mesh(), 0
+        rank, num_ranks = self.mesh.rank, self.mesh.num_ranks
+        self.draw = np.random.default_rng(rank)
         random = torch.Generator().manual_seed(0)
         ids = torch.randint(num_ids, (num_rows + num_rows // 4,), generator=random).unique()
         self.ids = ids[torch.randperm(len(ids), generator=random)[:num_rows]]
         self.embeddings = EmbeddingCollection([TABLE], [Feature("ids", "all")])
         self.rows = RowOptimizer(self.embeddings)
-        memory = {"dram": num_rows * slot_bytes(TABLE) // 4}
-        plan = build_plan([TABLE], config=PlanConfig(memory=memory, lookahead=LOOKAHEAD))
+        memory = {"dram": num_rows * slot_bytes(TABLE) // 4} if num_ranks == 1 else {}
+        config = PlanConfig(memory=memory, lookahead=LOOKAHEAD)
+        plan = build_plan([TABLE], self.mesh.world, config)
         before, start = resident_bytes(), perf_counter()
-        if folder.exists():
+        if num_ranks > 1:
+            self.embeddings.open(plan, self.mesh)
+            self.train(self.bag(ids, len(ids)) for ids in self.ids[rank::num_ranks].split(FILL))
+        elif folder.exists():
             self.step = self.embeddings.load(folder, plan=plan, optimizer=self.rows)
             self.train([self.bag(self.ids[:FILL], FILL)])
             self.facts = {"resume": perf_counter() - start}
         else:
-            self.step = 0
             self.embeddings.open(plan, folder=folder)
             self.train(self.bag(ids, len(ids)) for ids in self.ids.split(FILL))
             self.save()
@@ -79,14 +89,17 @@ class Training:
             sums.backward(torch.full_like(sums, 1e-3))
             self.rows.step()
             self.step += 1
-        self.embeddings.store.tiers.settle()
+        if self.embeddings.store.tiers is not None:
+            self.embeddings.store.tiers.settle()
         return perf_counter() - start
 
     def measure(self, steps: int) -> dict[str, float]:
         """Return samples/s of `steps` steps whose ids were drawn before."""
-        ranks = [self.law.draw(self.draw, LOOKUPS * BATCH_SIZE) for _ in range(steps)]
-        batches = [self.bag(self.ids[torch.from_numpy(drawn)], LOOKUPS) for drawn in ranks]
-        return {"samples/s": steps * BATCH_SIZE / self.train(batches)}
+        drawn = self.law.draw(self.draw, steps * LOOKUPS * BATCH_SIZE)
+        ids = self.ids[torch.from_numpy(drawn)].split(LOOKUPS * BATCH_SIZE)
+        self.mesh.barrier()
+        seconds = self.train([self.bag(part, LOOKUPS) for part in ids])
+        return {"samples/s": self.mesh.num_ranks * steps * BATCH_SIZE / seconds}
 
     def save(self) -> dict[str, float]:
         start = perf_counter()
@@ -97,7 +110,12 @@ class Training:
 if __name__ == "__main__":
     channel = open_channel()
     training = Training(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
-    print(json.dumps(training.facts), file=channel)
-    for line in sys.stdin:
-        steps = json.loads(line)["steps"]
-        print(json.dumps(training.measure(steps) if steps else training.save()), file=channel)
+    if len(sys.argv) > 4:
+        training.measure(int(sys.argv[4]) // 2)  # a warm-up that is not kept
+        print(json.dumps(training.measure(int(sys.argv[4]))), file=channel)
+        close_mesh(training.mesh)
+    else:
+        print(json.dumps(training.facts), file=channel)
+        for line in sys.stdin:
+            steps = json.loads(line)["steps"]
+            print(json.dumps(training.measure(steps) if steps else training.save()), file=channel)

@@ -22,24 +22,28 @@ from colonnade.cli.bench import read_minutes  # noqa: E402
 from colonnade.errors import ConfigError  # noqa: E402
 
 
-@pytest.fixture(scope="module")
-def result(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("capacity")
-    file = folder / "capacity.json"
-    capacity.main(["--quick", "--folder", str(folder), "--json", str(file)])
-    assert list(folder.iterdir()) == [file], "row files are removed"
-    return json.loads(file.read_text())
-
-
-def test_each_size_has_all_figures(result):
-    values = {(case["case"], case["unit"]): case["values"] for case in result["cases"]}
-    assert values.keys() == {
-        (size, unit) for size in ("6.25 T", "100 T") for unit in capacity.UNITS.values()
-    }
-    for size in ("6.25 T", "100 T"):
-        assert len(values[size, "samples/s"]) == 2 and len(values[size, "seconds to resume"]) == 1
+def check_figures(cases, sizes, rounds):
+    values = {(case["case"], case["unit"]): case["values"] for case in cases}
+    assert values.keys() == {(size, unit) for size in sizes for unit in capacity.UNITS.values()}
+    for size in sizes:
+        assert len(values[size, "samples/s"]) == rounds
+        assert len(values[size, "seconds to save"]) == len(values[size, "seconds to resume"]) == 1
         assert 516 < values[size, "bytes/row in files"][0] < 1.1 * 528  # 512 of weights, 4 of state
+
+
+def test_a_size_has_all_figures(tmp_path):
+    measured = capacity.measure(tmp_path, ["100 T"], 60_000, rounds=1, restarts=1, steps=1)
+    check_figures([vars(row) for row in measured], ["100 T"], rounds=1)
+
+
+@pytest.mark.slow
+def test_a_quick_run_writes_a_report_and_removes_its_rows(tmp_path):
+    file = tmp_path / "capacity.json"
+    capacity.main(["--quick", "--folder", str(tmp_path), "--json", str(file)])
+    result = json.loads(file.read_text())
+    check_figures(result["cases"], ["6.25 T", "100 T"], rounds=2)
     assert result["machine"]["rows"] == 200_000 and result["ratios"]["speed_100T_of_6T"] > 0
+    assert list(tmp_path.iterdir()) == [file]
 
 
 def test_ids_are_of_the_whole_space_and_none_is_double(tmp_path):
@@ -58,6 +62,25 @@ def test_ratios_are_of_rounds():
         "speed_100T_of_6T": 1.0, "speed_100T_of_6T_least": 0.9, "speed_100T_of_6T_largest": 1.1,
         "flat_within": pytest.approx(0.2),
     }  # fmt: skip
+
+
+def test_nodes_are_compared_by_turns():
+    rates = {"6.25 T": [100.0], "100 T": [100.0]}
+    measured = [Measured(size, "colonnade", "samples/s", v) for size, v in rates.items()]
+    for system, values in (("one tiered", [10.0, 30.0]), ("four in DRAM", [40.0, 60.0])):
+        measured.append(Measured("nodes", system, "samples/s", values))
+    ratios = capacity.compute_ratios(measured)
+    assert ratios["one_tiered_of_four_dram"] == 0.375 and ratios["nodes_at_rate_of_four"] == 3
+    assert ratios["flat_within"] == 0.0, "nodes are no size"
+
+
+@pytest.mark.slow
+def test_one_node_with_files_and_four_without_train(tmp_path):
+    if reason := capacity.why_no_hosts():
+        pytest.skip(reason)
+    one, four = capacity.measure_nodes(tmp_path, 1, 60_000, 4)
+    assert (one.system, four.system) == ("one tiered", "four in DRAM")
+    assert len(one.values) == len(four.values) == 1 and min(one.values + four.values) > 0
 
 
 def test_rows_beyond_the_disk_are_refused_before_anything_is_written(tmp_path):
