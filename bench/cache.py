@@ -1,5 +1,7 @@
 """Bytes that caches of rows save, compared with the best possible cache, and their speed.
 
+Minutes: 20 (quick 1).
+
 8 ranks, simulated in one process by the order of their batches: who has which row is decided by that order alone, so
 bytes are counted, not measured. workers/cache_traffic.py says how; fp32, payload of ids, rows and gradients.
 
@@ -16,7 +18,6 @@ Then how fast one rank's cache is: workers/cache_rate.py.
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 from collections.abc import Sequence
@@ -25,12 +26,11 @@ from statistics import fmean
 import torch
 from harness import (
     describe_machine,
-    json_path,
+    open_parser,
     others_share,
     print_machine,
     read_cpu_seconds,
     report,
-    write_report,
 )
 from rich.console import Console
 from tables.cache import (
@@ -86,12 +86,9 @@ WIDTH = 168
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=json_path, help="write cases, raw values and ratios here")
-    parser.add_argument("--quick", action="store_true", help="small streams: to try")
+    parser = open_parser(__doc__.splitlines()[0], "small streams: to try")
     options = parser.parse_args(arguments)
-    console = Console(highlight=False)
-    console.width = max(console.width, WIDTH)
+    console = Console(highlight=False, width=max(WIDTH, Console().width))
     before = read_cpu_seconds()
     torch.set_num_threads(os.cpu_count() or 1)
 
@@ -117,9 +114,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         ),
         measured=figures.measured(),
         ratios=ratios,
+        path=options.json,
     )  # fmt: skip
-    if options.json:
-        write_report(options.json, result)
     print_figures(console, figures)
     print_ratios(console, ratios)
     print_machine(console, result)

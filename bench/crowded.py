@@ -1,5 +1,7 @@
 """Speed of training on a shared machine, and the cost of waiting threads.
 
+Minutes: 5 (quick 1).
+
 DLRM on Criteo-shaped ids, one process, as many threads as there are processors; four systems in turns:
 
     colonnade           as every process that Colonnade starts: a thread that waits spins 0.2 ms
@@ -21,7 +23,6 @@ preempted while others wait for them. Every round measures every case; ratios ar
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
@@ -33,20 +34,20 @@ from pathlib import Path
 from statistics import median
 
 from harness import (
-    BenchError,
     Measured,
     Worker,
     describe_machine,
-    json_path,
+    open_grid,
+    open_parser,
     open_worker,
     others_share,
     print_machine,
+    print_ratios,
     read_cpu_seconds,
     report,
-    write_report,
+    run_script,
 )
 from rich.console import Console
-from rich.table import Table
 from train import BATCH_SIZE, BOTTOM, DENSE_LR, ROWS_LR, TOP, write_data
 from workers.loop import Case
 
@@ -74,9 +75,7 @@ RATES = ("samples/s", "samples/processor s")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=json_path, help="write cases, raw values and ratios here")
-    parser.add_argument("--quick", action="store_true", help="one round: to try, not to quote")
+    parser = open_parser(__doc__.splitlines()[0], "one round: to try, not to quote")
     options = parser.parse_args(arguments)
     console = Console(highlight=False)
     rounds, steps = (QUICK_ROUNDS, QUICK_STEPS) if options.quick else (ROUNDS, STEPS)
@@ -90,9 +89,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         ),
         measured=measured,
         ratios=find_ratios(measured),
+        path=options.json,
     )  # fmt: skip
-    if options.json:
-        write_report(options.json, result)
     print_result(console, measured, result)
 
 
@@ -225,20 +223,14 @@ def find_ratios(measured: Sequence[Measured]) -> dict[str, float]:
 def print_result(console: Console, measured: Sequence[Measured], result: dict) -> None:
     """Print medians over rounds, then the ratios."""
     rates = {(m.case, m.system, m.unit): m.median for m in measured}
-    table = Table(box=None, title_justify="left", padding=(0, 2, 0, 0))
-    for heading in ("case", "system", *RATES):
-        table.add_column(heading, justify="left" if heading in ("case", "system") else "right")
+    table = open_grid(("case", "system", *RATES), texts=2)
     for case, system, unit in rates:
         if unit == RATES[0]:
             table.add_row(case, system, *(f"{rates[case, system, unit]:,.0f}" for unit in RATES))
     console.print(table)
-    for name, ratio in result["ratios"].items():
-        console.print(f"{name}: {ratio:.2f}")
+    print_ratios(console, result)
     print_machine(console, result)
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except BenchError as error:
-        sys.exit(f"error: {error}")
+    run_script(main)

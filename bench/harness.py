@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from argparse import ArgumentTypeError
+from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -24,6 +24,7 @@ from statistics import fmean, median
 from typing import Any, Protocol
 
 from rich.console import Console
+from rich.table import Table
 
 from colonnade import __version__
 from colonnade.processors import WAIT_SETTINGS
@@ -164,6 +165,22 @@ def json_path(text: str) -> Path:
     if not path.parent.is_dir():
         raise ArgumentTypeError(f"{path}: there is no folder {path.parent}; make it first")
     return path
+
+
+def open_parser(description: str, quick_help: str) -> ArgumentParser:
+    """Make the parser of a bench's command line, with --json and --quick."""
+    parser = ArgumentParser(description=description)
+    parser.add_argument("--json", type=json_path, help="write cases, raw values and ratios here")
+    parser.add_argument("--quick", action="store_true", help=quick_help)
+    return parser
+
+
+def run_script(main: Callable[[], object]) -> None:
+    """Run a bench; end this process with its message if it cannot be measured."""
+    try:
+        main()
+    except BenchError as error:
+        sys.exit(f"error: {error}")
 
 
 def say(text: str) -> None:
@@ -404,13 +421,14 @@ def report(
     machine: Mapping[str, Any],
     measured: Iterable[Measured],
     ratios: Mapping[str, float],
+    path: Path | None = None,
 ) -> dict[str, Any]:
-    """The value that `colonnade bench NAME --json FILE` writes: see DESIGN.md."""
+    """The value that `colonnade bench NAME --json FILE` writes: see DESIGN.md. path: the file, where it is written."""
     cases = [
         {"case": m.case, "system": m.system, "unit": m.unit, "median": m.median, "values": m.values}
         for m in measured
     ]
-    return {
+    result = {
         "bench": bench,
         "version": version,
         "commit": find_commit(),
@@ -418,6 +436,9 @@ def report(
         "cases": cases,
         "ratios": dict(ratios),
     }
+    if path is not None:
+        write_report(path, result)
+    return result
 
 
 def write_report(path: Path, result: Mapping[str, Any]) -> None:
@@ -434,6 +455,25 @@ def geometric_mean(values: Sequence[float]) -> float:
     return math.exp(sum(map(math.log, values)) / len(values))
 
 
+def open_grid(
+    headings: Sequence[str], *, texts: int | Sequence[str] = 1, title: str | None = None
+) -> Table:
+    """Make an empty table for the terminal. texts: headings of texts, or the number of first columns that have texts;
+    other columns have numbers."""
+    grid = Table(box=None, title=title, title_justify="left", padding=(0, 1, 0, 0))
+    names = headings[:texts] if isinstance(texts, int) else texts
+    for heading in headings:
+        grid.add_column(heading, justify="left" if heading in names else "right", no_wrap=True)
+    return grid
+
+
+def print_ratios(console: Console, result: Mapping[str, Any]) -> None:
+    """Print the ratios over all cases: those of one case have a blank in their names."""
+    for name, ratio in result["ratios"].items():
+        if " " not in name:
+            console.print(f"{name}: {ratio:.3f}")
+
+
 def print_machine(console: Console, result: Mapping[str, Any]) -> None:
     """The line under a bench's table: what ran where, and whether the machine was quiet."""
     machine = result["machine"]
@@ -442,6 +482,8 @@ def print_machine(console: Console, result: Mapping[str, Any]) -> None:
         f"{machine['cpu']}, {machine['cores']} cores, {machine['threads']} threads, others used "
         f"{machine['others_share']:.0%} of it; commit {result['commit']}; {versions}", soft_wrap=True
     )  # fmt: skip
+    for what in machine.get("left_out", ()):
+        console.print(f"left out: {what}", style="yellow", markup=False)
     if machine["others_share"] > MAX_OTHERS_SHARE:
         console.print(
             "The machine was busy with other things: do not quote these ratios. OpenMP's spinning threads "

@@ -1,5 +1,7 @@
 """Speed of lookups and sparse updates alone, compared with FBGEMM, plain torch and what memory allows.
 
+Minutes: 25 (quick 3).
+
 26 tables of one width, 4 GiB together, fp32. Per width: one-hot, 20-hot and sequence lookups; uniform and skewed ids;
 
     colonnade   the native core, as one process calls it: workers/kernels_colonnade.py says what is timed
@@ -13,7 +15,6 @@ Systems are measured in turns, as many at a time as memory holds: see `SETS`.
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import sys
@@ -34,15 +35,15 @@ from harness import (
     close_workers,
     describe_machine,
     interleave,
-    json_path,
     open_environment,
+    open_parser,
     open_worker,
     others_share,
     print_machine,
     read_cpu_seconds,
     report,
+    run_script,
     say,
-    write_report,
 )
 from rich.console import Console
 from tables.kernels import (
@@ -122,13 +123,7 @@ class Facet:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--json",
-        type=json_path,
-        help="write cases, raw values and ratios here; go on with what it has",
-    )
-    parser.add_argument("--quick", action="store_true", help="smaller tables, fewer rounds: to try")
+    parser = open_parser(__doc__.splitlines()[0], "smaller tables, fewer rounds: to try")
     parser.add_argument("--gib", type=float, help=f"of tables per system, instead of {TABLES_GIB}")
     parser.add_argument("--rounds", type=int, help=f"blocks of a case, instead of {ROUNDS}")
     parser.add_argument(
@@ -138,14 +133,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     gib = options.gib or (QUICK_TABLES_GIB if options.quick else TABLES_GIB)
     rounds = options.rounds or (QUICK_ROUNDS if options.quick else ROUNDS)
-    console = Console(highlight=False)
-    console.width = max(console.width, WIDTH)  # also where it is no terminal
+    console = Console(highlight=False, width=max(WIDTH, Console().width))
 
     file = PieceFile(options.json, "kernels", tables_gib=gib)
     file.versions["colonnade"] = colonnade.__version__
 
     def write() -> dict[str, Any]:
-        result = report(
+        return report(
             "kernels",
             version=colonnade.__version__,
             machine=describe_machine(
@@ -154,10 +148,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             ),
             measured=file.measured,
             ratios=ratios_of(Figures.of_measured(file.measured)),
+            path=options.json,
         )  # fmt: skip
-        if options.json:
-            write_report(options.json, result)
-        return result
 
     for dim in options.dims:
         pieces = [
@@ -313,7 +305,4 @@ def tell(worker: Worker, message: Mapping[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except BenchError as error:
-        sys.exit(f"error: {error}")
+    run_script(main)

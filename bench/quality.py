@@ -1,5 +1,7 @@
 """Measure what a plan or a model's form costs in AUC, in groups of arms that share their base.
 
+Minutes: 600 (quick 10).
+
 A group is a model on a data set; its arms see the same samples in the same order and begin from the same weights of
 their seed. The first arm is what the others are compared with, by blocks of test samples and by seeds. Suites:
 
@@ -37,7 +39,7 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from harness import ROOT, ArmFile, BenchError, Measured, json_path, say
+from harness import ROOT, ArmFile, BenchError, Measured, open_parser, say
 from rich.console import Console
 from tables import quality as tables
 from tables.pilot import find_best_rate
@@ -160,9 +162,7 @@ GROUPS = list_groups()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=json_path, help="write scores here; go on with those there")
-    parser.add_argument("--quick", action="store_true", help="few samples: to try, not to quote")
+    parser = open_parser(__doc__.splitlines()[0], "few samples: to try, not to quote")
     suites = list(dict.fromkeys(group.suite for group in GROUPS))
     names = [*suites, *(group.name for group in GROUPS)]
     parser.add_argument(

@@ -1,5 +1,7 @@
 """Baselines of retrieval models: popularity, and matrix factorisation by BPR and by least squares.
 
+Minutes: 60 (quick 60).
+
     python bench/retrieval_baselines.py movielens_retrieval /path/to/ml-1m
 
 prints recall@20 and NDCG@20 on validation and test, by the project's own metrics and over the same splits.

@@ -1,5 +1,7 @@
 """Serving: how many requests a second, how late, how fresh, and what beside it in plain torch behind FastAPI?
 
+Minutes: 25 (quick 4).
+
 The demo's DLRM (13 numbers, 26 fields of one id, dim 16), binary bodies of the Open Inference Protocol over HTTP, ids
 Zipf 1.05. The server has one core, the open-loop client another one: workers/serve_client.py.
 
@@ -18,7 +20,6 @@ Each piece takes less than four minutes: a later call with the same --json goes 
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import shutil
@@ -43,14 +44,14 @@ from harness import (
     PieceFile,
     Worker,
     describe_machine,
-    json_path,
     open_environment,
+    open_parser,
     open_worker,
     others_share,
     read_cpu_seconds,
     report,
+    run_script,
     say,
-    write_report,
 )
 from rich.console import Console
 from tables import serve as tables
@@ -622,19 +623,12 @@ def check_same_items(workers: Mapping[str, Worker]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--json",
-        type=json_path,
-        help="write cases, raw values and ratios here; go on with what it has",
-    )
-    parser.add_argument("--quick", action="store_true", help="short windows: to try, not to quote")
+    parser = open_parser(__doc__.splitlines()[0], "short windows: to try, not to quote")
     parser.add_argument(
         "--only", default="", help='pieces that this expression finds, e.g. "^rate"; default: all'
     )
     options = parser.parse_args(arguments)
-    console = Console(highlight=False)
-    console.width = max(console.width, WIDTH)  # also where it is no terminal
+    console = Console(highlight=False, width=max(WIDTH, Console().width))
     extent = QUICK if options.quick else FULL
     file = PieceFile(options.json, "serve", window_seconds=extent.window_seconds)
     file.versions["colonnade"] = colonnade.__version__
@@ -642,7 +636,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         bench = Bench(Path(folder), extent, file, console)
 
         def write() -> dict[str, Any]:
-            result = report(
+            return report(
                 "serve",
                 version=colonnade.__version__,
                 machine=describe_machine(
@@ -651,17 +645,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 ),
                 measured=file.measured,
                 ratios=tables.ratios_of(file.measured),
+                path=options.json,
             )  # fmt: skip
-            if options.json:
-                write_report(options.json, result)
-            return result
 
         bench.run(options.only, write)
         tables.print_result(console, file.measured, write())
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except BenchError as error:
-        sys.exit(f"error: {error}")
+    run_script(main)

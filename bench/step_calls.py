@@ -1,5 +1,7 @@
 """Count the Python calls of a training step, and the files that they enter: what who reads the code has to follow.
 
+Minutes: 1 (quick 1).
+
 Two tables, one id a sample, a loop of one's own with a lookahead; all threads of rank 0 are counted, calls inside the
 package alone. Nothing is timed: the same commit gives the same counts.
 
@@ -10,7 +12,6 @@ package alone. Nothing is timed: the same commit gives the same counts.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -22,21 +23,20 @@ from harness import (
     BenchError,
     Measured,
     describe_machine,
+    open_grid,
+    open_parser,
     report,
     run_ranks,
-    write_report,
+    run_script,
 )
 from rich.console import Console
-from rich.table import Table
 from workers.step_calls import WORLDS
 
 import colonnade
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, help="write cases, raw values and ratios here")
-    parser.add_argument("--quick", action="store_true", help="changes nothing: this is quick")
+    parser = open_parser(__doc__.splitlines()[0], "changes nothing: this is quick")
     parser.add_argument("--base", type=Path, help="another checkout to compare with")
     options = parser.parse_args(arguments)
     console = Console(highlight=False)
@@ -66,12 +66,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         machine=describe_machine(versions={"torch": torch.__version__}),
         measured=measured,
         ratios=ratios,
+        path=options.json,
     )
-    if options.json:
-        write_report(options.json, result)
-    table = Table(box=None, padding=(0, 1, 0, 0))
-    for heading in ("world", "system", "calls a step", "files"):
-        table.add_column(heading, justify="left" if heading in ("world", "system") else "right")
+    table = open_grid(("world", "system", "calls a step", "files"), texts=2)
     for world in WORLDS:
         for system in checkouts:
             calls, files = (values[world, system, unit] for unit in ("calls/step", "files"))
@@ -92,7 +89,4 @@ def count(python: Path, world: str) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except BenchError as error:
-        sys.exit(f"error: {error}")
+    run_script(main)

@@ -1,5 +1,7 @@
 """Savings of towers and of tower modules if links between hosts are slow.
 
+Minutes: 25 (quick 2).
+
 Hosts are network namespaces on this machine, as in `bench exchange`: 2 or 4 of 2 ranks each, uplinks of 1 Gbit/s or
 200 Mbit/s; 26 fields of Criteo's cardinalities, cut, with one id or 20 a sample; D = 64 and 128; 1024 samples a rank.
 A step is lookup, a fixed gradient back, row-wise Adagrad; with modules also their products, the sum of their weights'
@@ -16,15 +18,13 @@ All ranks share this machine's cores: what a step costs in processor time is pri
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import exchange
 from cluster import race
-from cluster.hosts import NoHosts
 from cluster.race import Extent, Question
 from exchange import ALL_FIELDS, BATCH_SIZE, MAX_CARDINALITY, SKEW, Workload
-from harness import BenchError
+from harness import run_script
 from tables import towers as tables
 
 TORCHREC: dict[str, dict[str, Any]] = {
@@ -67,7 +67,4 @@ QUESTION = Question(
 
 
 if __name__ == "__main__":
-    try:
-        race.main(QUESTION, __doc__.splitlines()[0], FULL, QUICK)
-    except (BenchError, NoHosts) as error:
-        sys.exit(f"error: {error}")
+    run_script(lambda: race.main(QUESTION, __doc__.splitlines()[0], FULL, QUICK))

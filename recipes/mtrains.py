@@ -11,25 +11,26 @@ from pathlib import Path
 from typing import Any
 
 import colonnade
+import torch
 from colonnade import Feature, Table
 from colonnade.data import open_source
 from colonnade.models import DLRM
 
+ROWS, DRAM, ADAGRAD = [20_000, 8_000, 4_000, 2_000], "256KiB", colonnade.Adagrad(lr=0.05)
+
 
 def train(folder: Path) -> dict[str, Any]:
-    data = open_source("synthetic", num_train=10_000, num_test=2_000)
+    data = open_source("synthetic", num_train=16_000, num_test=2_000, cardinalities=ROWS)
     columns = data.train.schema.categorical
+    torch.manual_seed(0)
     model = DLRM(
-        [Table(column.table, 8, rows=column.cardinality) for column in columns],
+        [Table(column.table, 8, rows=column.cardinality, optimizer=ADAGRAD) for column in columns],
         [Feature(column.name, column.table) for column in columns],
         num_dense=len(data.train.schema.dense), bottom=(32,), top=(32,),
     )  # fmt: skip
-    memory = {"dram": "1MiB", "ssd": f"{folder}-rows:1GiB"}
-    colonnade.fit(
-        model, data, run=folder, batch_size=500, epochs=1, memory=memory, lookahead="auto", quiet=True,
-    )  # fmt: skip
-    summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
-    return summary
+    colonnade.fit(model, data, run=folder, batch_size=250, epochs=1, lookahead="auto", quiet=True,
+                  checkpoint_steps=32, memory={"dram": DRAM, "ssd": f"{folder}-rows:1GiB"})  # fmt: skip
+    return dict(json.loads((folder / "summary.json").read_text()))
 
 
 if __name__ == "__main__":

@@ -30,6 +30,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from harness import BenchError
+
 PREFIX = "colonnade-"
 ETC = Path("/etc/netns")
 INTERFACE = "eth0"
@@ -44,7 +46,7 @@ END_SECONDS = 5.0
 SET_PARENT_DEATH_SIGNAL = 1
 
 
-class NoHosts(RuntimeError):
+class NoHosts(BenchError):
     """No network namespaces on this machine; the message says why."""
 
 

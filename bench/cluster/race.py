@@ -6,7 +6,6 @@ live in the same processes. Every system does the same work first, which is chec
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 import tempfile
@@ -24,12 +23,11 @@ from harness import (
     Measured,
     PieceFile,
     describe_machine,
-    json_path,
     open_environment,
+    open_parser,
     others_share,
     read_cpu_seconds,
     report,
-    write_report,
 )
 from rich.console import Console
 from tables import exchange as tables
@@ -399,15 +397,7 @@ def write_ids(
 
 def main(question: Question, description: str, full: Extent, quick: Extent) -> None:
     """The bench's command line."""
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument(
-        "--json",
-        type=json_path,
-        help="write cases, raw values and ratios here; go on with what it has",
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="one world, two workloads: to try, not to quote"
-    )
+    parser = open_parser(description, "one world, two workloads: to try, not to quote")
     parser.add_argument(
         "--only", default="", help='of the cases, e.g. "2x2 D=64": those that this expression finds'
     )
@@ -421,7 +411,7 @@ def main(question: Question, description: str, full: Extent, quick: Extent) -> N
 
         def result_of() -> Mapping[str, Any]:
             file.shares |= dict.fromkeys(bench.pieces, round(others_share(before), 2))
-            result = report(
+            return report(
                 question.name,
                 version=colonnade.__version__,
                 machine=describe_machine(
@@ -432,10 +422,8 @@ def main(question: Question, description: str, full: Extent, quick: Extent) -> N
                 ),
                 measured=bench.measured,
                 ratios=question.ratios_of(bench.measured),
+                path=options.json,
             )  # fmt: skip
-            if options.json:
-                write_report(options.json, result)
-            return result
 
         bench.run(result_of)
         result = result_of()

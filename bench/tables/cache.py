@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from statistics import fmean, median
 
-from harness import Measured
+from harness import Measured, open_grid
 from rich.console import Console
-from rich.table import Table
 
 DIMS = (16, 128)
 OURS, OPTIMUM, HET_POLICY, HET = "lookahead", "optimum", "light_lfu", "HET"
@@ -129,9 +128,8 @@ TITLE = (
 
 
 def print_figures(console: Console, figures: Figures) -> None:
-    table = Table(box=None, padding=(0, 1, 0, 0), title_justify="left", title=TITLE)
-    for heading in ("stream", "batch", "cache", "s", *SYSTEMS, "window"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    headings = "stream", "batch", "cache", "s", *SYSTEMS, "window"
+    table = open_grid(headings, texts=0, title=TITLE)
     for point in dict.fromkeys(point for point, _, _ in figures.saved):
         words = [
             " / ".join(f"{figures.saved[point, dim, system]:.3f}" for dim in DIMS)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from harness import Measured, print_machine
+from harness import Measured, open_grid, print_machine
 from rich.console import Console
-from rich.table import Table as Grid
 
 from tables.exchange import CLOCK, LOSSY, PROCESSOR, UPLINK, names_of, steps_of
 
@@ -68,7 +67,6 @@ def print_result(console: Console, measured: Sequence[Measured], result: Mapping
     for case in names_of(measured):
         steps = steps_of(measured, case)
         sync = best_synchronous(steps)
-        grid = Grid(box=None, title_justify="left", padding=(0, 1, 0, 0), title=case)
         headings = (
             "system",
             "ms/step",
@@ -77,10 +75,7 @@ def print_result(console: Console, measured: Sequence[Measured], result: Mapping
             "uplink MB",
             "processor ms",
         )
-        for heading in headings:
-            grid.add_column(
-                heading, justify="left" if heading == "system" else "right", no_wrap=True
-            )
+        grid = open_grid(headings, title=case)
         for system, ms in sorted(steps.items(), key=lambda pair: pair[1]):
             bases = [steps.get(NO_CACHE), sync]
             grid.add_row(
@@ -91,6 +86,4 @@ def print_result(console: Console, measured: Sequence[Measured], result: Mapping
     for name, ratio in result["ratios"].items():
         wanted = f" (wanted >= {WANTED[name]})" if name in WANTED else ""
         console.print(f"{name}: {ratio:.2f}{wanted}", soft_wrap=True)
-    for what in result["machine"]["left_out"]:
-        console.print(f"left out: {what}", style="yellow", markup=False)
     print_machine(console, result)

@@ -10,9 +10,8 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean, median
 from typing import Any
 
-from harness import Measured, print_machine
+from harness import Measured, open_grid, print_machine, print_ratios
 from rich.console import Console
-from rich.table import Table as Grid
 
 PEER = "torchrec"
 AUTO = "auto"
@@ -166,13 +165,11 @@ def ratios_of(measured: Sequence[Measured]) -> dict[str, float]:
 def print_case(console: Console, measured: Sequence[Measured], case: str) -> None:
     """Systems of one case, the fastest first."""
     by_case = {(m.case, m.system): m for m in measured}
-    grid = Grid(box=None, title_justify="left", padding=(0, 1, 0, 0), title=case)
     headings = (
         "system", "ms/step", "spread", "exposed", "uplink MB", "payload MB", "predicted MB", "predicted ms",
         "processor ms", "resident MB",
     )  # fmt: skip
-    for heading in headings:
-        grid.add_column(heading, justify="left" if heading == "system" else "right", no_wrap=True)
+    grid = open_grid(headings, title=case)
 
     def figure(what: str, system: str, form: str = ".1f") -> str:
         one = by_case.get((case + what, system))
@@ -191,13 +188,9 @@ def print_case(console: Console, measured: Sequence[Measured], case: str) -> Non
 
 def print_result(console: Console, measured: Sequence[Measured], result: Mapping[str, Any]) -> None:
     """One line per case, then the ratios and the scaling over ranks."""
-    grid = Grid(
-        box=None, title_justify="left", padding=(0, 1, 0, 0), title="The fastest of each, ms/step"
-    )
-    for heading in ("case", "colonnade", "ms", "torchrec", "ms", "ratio"):
-        grid.add_column(
-            heading, justify="right" if heading in ("ms", "ratio") else "left", no_wrap=True
-        )
+    headings = "case", "colonnade", "ms", "torchrec", "ms", "ratio"
+    texts = "case", "colonnade", "torchrec"
+    grid = open_grid(headings, texts=texts, title="The fastest of each, ms/step")
     for case in names_of(measured):
         steps = steps_of(measured, case)
         own_best = min(
@@ -209,16 +202,12 @@ def print_result(console: Console, measured: Sequence[Measured], result: Mapping
             cells += [one[1], f"{one[0]:.1f}"] if one else ["", ""]
         grid.add_row(*cells, f"{peer_best[0] / own_best[0]:.2f}" if own_best and peer_best else "")
     console.print(grid)
-    for name, ratio in result["ratios"].items():
-        if " " not in name:
-            console.print(f"{name}: {ratio:.3f}")
+    print_ratios(console, result)
     for one in measured:
         if one.case.endswith(SESSION):
             console.print(f"{one.case}: {one.median:.1f} {one.unit}")
     for line in scaling_of(measured, result["machine"]["batch_size"]):
         console.print(line)
-    for what in result["machine"]["left_out"]:
-        console.print(f"left out: {what}", style="yellow", markup=False)
     print_machine(console, result)
 
 

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from harness import open_grid
 from rich.console import Console
-from rich.table import Table as Grid
 
 from colonnade import EmbeddingCollection, World
 from colonnade.hops.load import ColumnLoad, TableLoad
@@ -93,17 +93,12 @@ def foretell(
 
 
 def print_foretold(console: Console, predictions: Sequence[Mapping]) -> None:
-    grid = Grid(
-        box=None, title_justify="left", padding=(0, 1, 0, 0),
-        title=f"Predictions, not measured: hosts of {RANKS_PER_HOST} ranks, {UPLINK * 8 / 1e9:g} Gbit/s; MB a host's "
-        "uplink and ms that links take, a step",
-    )  # fmt: skip
-    grid.add_column("case")
-    grid.add_column("ranks", justify="right")
-    for exchange in EXCHANGES:
-        grid.add_column(f"{exchange} MB", justify="right")
-    for exchange in EXCHANGES:
-        grid.add_column(f"{exchange} ms", justify="right")
+    title = (
+        f"Predictions, not measured: hosts of {RANKS_PER_HOST} ranks, {UPLINK * 8 / 1e9:g} Gbit/s; MB a host's "
+        "uplink and ms that links take, a step"
+    )
+    units = [f"{exchange} {unit}" for unit in ("MB", "ms") for exchange in EXCHANGES]
+    grid = open_grid(["case", "ranks", *units], title=title)
     lines: dict[tuple[str, int], dict[str, Mapping]] = {}
     for prediction in predictions:
         lines.setdefault((prediction["case"], prediction["num_ranks"]), {})[

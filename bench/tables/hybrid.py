@@ -10,9 +10,8 @@ from math import nan
 from statistics import geometric_mean
 from typing import Any
 
-from harness import ROOT, Measured, print_machine
+from harness import ROOT, Measured, open_grid, print_machine
 from rich.console import Console
-from rich.table import Table as Grid
 
 from tables.exchange import EXPOSED, LATE, PROCESSOR, is_peer, names_of, steps_of
 
@@ -135,8 +134,7 @@ def read_steps_share() -> float | None:
 
 
 def print_result(console: Console, measured: Sequence[Measured], result: Mapping[str, Any]) -> None:
-    grid = Grid(box=None, title_justify="left", padding=(0, 1, 0, 0), title="ms/step")
-    for heading in (
+    headings = (
         "case",
         "synchronous",
         "ms",
@@ -148,10 +146,8 @@ def print_result(console: Console, measured: Sequence[Measured], result: Mapping
         "torchrec",
         "won",
         "reached",
-    ):
-        grid.add_column(
-            heading, justify="left" if heading in ("case", "synchronous", "bounded") else "right"
-        )
+    )
+    grid = open_grid(headings, texts=("case", "synchronous", "bounded"), title="ms/step")
     for overlap in overlaps(measured):
         grid.add_row(
             overlap.case, overlap.best_sync, f"{overlap.sync:.1f}", overlap.best_late, f"{overlap.late:.1f}",

@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from statistics import median
 
-from harness import Measured, geometric_mean
+from harness import Measured, geometric_mean, open_grid
 from rich.console import Console
-from rich.table import Table
 
 OURS = "colonnade"
 ROWWISE = "rowwise_adagrad"
@@ -179,9 +178,7 @@ def ratios_of(figures: Figures) -> dict[str, float]:
 
 def print_figures(console: Console, figures: Figures) -> None:
     """One line per case: our time, and what others' time is as a multiple of it."""
-    table = Table(box=None, padding=(0, 1, 0, 0), title_justify="left", title=TITLE)
-    for heading in HEADINGS:
-        table.add_column(heading, justify="right", no_wrap=True)
+    table = open_grid(HEADINGS, texts=0, title=TITLE)
     cases = dict.fromkeys((p.dim, p.workload, p.ids) for p in figures.points(OURS))
     for case in cases:
         table.add_row(*_line(figures, *case))

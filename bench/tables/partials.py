@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from harness import Measured, print_machine
+from harness import Measured, open_grid, print_machine, print_ratios
 from rich.console import Console
-from rich.table import Table as Grid
 
 from tables.exchange import AUTO, PAYLOAD, PREDICTED_PAYLOAD, is_peer, names_of, steps_of
 
@@ -57,27 +56,19 @@ def ratios_of(measured: Sequence[Measured]) -> dict[str, float]:
 
 def print_result(console: Console, measured: Sequence[Measured], result: Mapping[str, Any]) -> None:
     """One line per case: bytes of a host and milliseconds of a step, of the best of each kind."""
-    grid = Grid(
-        box=None, title_justify="left", padding=(0, 1, 0, 0),
-        title="The best of each kind: payload MB a host and step, ms/step",
-    )  # fmt: skip
     kinds = (SERVER, POOLED, DES)
     headings = (
         "case",
         *(f"{kind} MB" for kind in kinds),
         *(f"{kind} ms" for kind in (*kinds, "torchrec", AUTO)),
     )
-    for heading in headings:
-        grid.add_column(heading, justify="left" if heading == "case" else "right", no_wrap=True)
+    title = "The best of each kind: payload MB a host and step, ms/step"
+    grid = open_grid(headings, title=title)
     for case in names_of(measured):
         steps, sent = steps_of(measured, case), steps_of(measured, case + PAYLOAD)
         cells = [best_of(sent, kind) for kind in kinds]
         cells += [best_of(steps, kind) for kind in (*kinds, "torchrec", AUTO)]
         grid.add_row(case, *("" if value is None else f"{value:.2f}" for value in cells))
     console.print(grid)
-    for name, ratio in result["ratios"].items():
-        if " " not in name:
-            console.print(f"{name}: {ratio:.3f}")
-    for what in result["machine"]["left_out"]:
-        console.print(f"left out: {what}", style="yellow", markup=False)
+    print_ratios(console, result)
     print_machine(console, result)

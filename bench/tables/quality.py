@@ -11,10 +11,9 @@ from math import isnan, nan
 from statistics import fmean
 
 import numpy as np
-from harness import Measured, print_machine
+from harness import Measured, open_grid, print_machine
 from numpy.typing import NDArray
 from rich.console import Console
-from rich.table import Table as Grid
 
 from tables.intervals import interval
 
@@ -170,12 +169,9 @@ def print_result(
     console: Console, measured: Sequence[Measured], result: Mapping[str, object]
 ) -> None:
     """Print a line for each arm and each base: AUC, and what is lost, with its interval and each seed's mean."""
-    grid = Grid(box=None, padding=(0, 2, 0, 0))
     units = [unit for unit in FACTS if any(m.unit == unit for m in measured)]
     headings = ("group", "arm", AUC, "against", "lost", "95 %", "by seed", "steps to score", *units)
-    for heading in headings:
-        is_text = heading in ("group", "arm", "against")
-        grid.add_column(heading, justify="left" if is_text else "right", no_wrap=True)
+    grid = open_grid(headings, texts=("group", "arm", "against"))
     for group, arms in groups_of(measured).items():
         for arm, seeds in arms.items():
             steps = steps_to_score(arms, arm, 0.0)

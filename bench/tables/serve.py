@@ -8,9 +8,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from harness import Measured, print_machine
+from harness import Measured, open_grid, print_machine
 from rich.console import Console
-from rich.table import Table
 from workers.serve_client import quantile
 
 RATE, CLOSED_LOOP = "requests/s", "requests/s closed loop"
@@ -124,16 +123,12 @@ def peer_ratios(values: Values) -> dict[str, float]:
 
 def print_result(console: Console, measured: Sequence[Measured], result: Mapping[str, Any]) -> None:
     """Print medians of all cases, then the ratios with their limits."""
-    grid = Table(box=None, padding=(0, 2, 0, 0))
-    for heading in ("case", "system", "unit", "median", "values"):
-        grid.add_column(heading, justify="right" if heading in ("median", "values") else "left")
+    grid = open_grid(("case", "system", "unit", "median", "values"), texts=3)
     for m in measured:
         grid.add_row(m.case, m.system, m.unit, f"{m.median:,.2f}", f"{len(m.values)}")
     console.print(grid)
     for name, ratio in result["ratios"].items():
         console.print(f"{name}: {ratio:.3f}{describe_limit(name)}", soft_wrap=True)
-    for what in result["machine"]["left_out"]:
-        console.print(f"left out: {what}", style="yellow", markup=False)
     print_machine(console, result)
 
 

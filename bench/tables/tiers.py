@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from harness import Measured, print_machine
+from harness import Measured, open_grid, print_machine, print_ratios
 from rich.console import Console
 from rich.table import Table as Grid
 from workers.tier_stream import Shape
@@ -40,11 +40,6 @@ COUNTS = {
 }
 """A worker's counts, and their units in the report."""
 SCALES = {"processor us/sample": 1e6, "stall us/sample": 1e6}
-
-NODE_GIB = 64
-MODEL_NODES = 16
-TARGET_SAMPLES = 100_000
-"""The printed arithmetic of nodes: their memory, a model of so many of them, the samples/s that are wanted."""
 
 
 @dataclass
@@ -298,21 +293,18 @@ def print_result(
         if any((case, f"{p} 1/8", "rows missed/sample") in figures.median for p in POLICIES):
             console.print(policies_grid(figures, case))
     explain_bound(console, others, cores)
-    console.print(nodes_grid(figures))
-    for name, ratio in result["ratios"].items():
-        console.print(f"{name}: {ratio:.3f}")
+    print_ratios(console, result)
     print_machine(console, result)
-    for what in result["machine"]["left_out"]:
-        console.print(f"left out: {what}", style="yellow", markup=False)
 
 
 def systems_grid(figures: Figures, others: OtherFigures, case: str, cores: int) -> Grid:
     model = case.removesuffix(FIRST_EPOCH).removesuffix(LEVELS)
     size = others.model_bytes.get(model, 0) / 2**30
-    grid = _grid(
-        f"{case}: {size:.1f} GiB in memory", "system", "samples/s", "of all", "alone", "of all",
+    headings = (
+        "system", "samples/s", "of all", "alone", "of all",
         "reads", "pages", "rows read", "mapped", "written", "us", "stall us", "bound", "of bound",
     )  # fmt: skip
+    grid = open_grid(headings, title=f"{case}: {size:.1f} GiB in memory")
     whole = [figures.rates.get((case + kind, ALL)) for kind in (NETWORK, SPARSE)]
     for system in dict.fromkeys(s for c, s in figures.rates if c in (case, case + SPARSE)):
         rates = [figures.rates.get((case + kind, system)) for kind in (NETWORK, SPARSE)]
@@ -334,7 +326,7 @@ def systems_grid(figures: Figures, others: OtherFigures, case: str, cores: int) 
 
 def policies_grid(figures: Figures, case: str) -> Grid:
     title = "rows missed per sample, simulated; ours: rows read"
-    grid = _grid(title, "memory", *POLICIES, "ours", "with hints", "of best")
+    grid = open_grid(("memory", *POLICIES, "ours", "with hints", "of best"), title=title)
     for n in figures.budgets(case):
         cells = [figures.missed(case, policy, n) for policy in POLICIES]
         ours = figures.rows_read(case, f"colonnade 1/{n}")
@@ -354,40 +346,3 @@ def explain_bound(console: Console, others: OtherFigures, cores: int) -> None:
             f"spread over {cores} cores)",
             soft_wrap=True,
         )
-
-
-def nodes_grid(figures: Figures) -> Grid:
-    """Plain arithmetic: the larger of capacity and throughput."""
-    title = (
-        f"nodes of {NODE_GIB} GiB for a model of {MODEL_NODES * NODE_GIB / 1024:.0f} TiB at "
-        f"{TARGET_SAMPLES:,} samples/s, each as fast as here; MTrainS reports 4 to 8 times fewer nodes"
-    )
-    grid = _grid(title, "case", "memory", "for capacity", "for speed", "nodes", "fewer")
-    for case in figures.cases():
-        whole = figures.rates.get((case, ALL))
-        if whole is None or case.endswith((FIRST_EPOCH, LEVELS)):
-            continue
-        dense = nodes(1, whole)
-        grid.add_row(case, "all", *map(str, dense), f"{max(dense)}", "")
-        for n in figures.budgets(case):
-            tiered = nodes(n, figures.rates[case, f"colonnade 1/{n}"])
-            grid.add_row(
-                "",
-                f"1/{n}",
-                *map(str, tiered),
-                f"{max(tiered)}",
-                f"{max(dense) / max(tiered):.1f}x",
-            )
-    return grid
-
-
-def nodes(fraction: int, rate: float) -> tuple[int, int]:
-    """Return the nodes that are needed (for capacity, for throughput)."""
-    return math.ceil(MODEL_NODES / fraction), math.ceil(TARGET_SAMPLES / rate)
-
-
-def _grid(title: str, *headings: str) -> Grid:
-    grid = Grid(box=None, title=title, title_justify="left", padding=(0, 1, 0, 0))
-    for i, heading in enumerate(headings):
-        grid.add_column(heading, justify="right" if i else "left", no_wrap=True)
-    return grid

@@ -6,9 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from harness import Measured, print_machine
+from harness import Measured, open_grid, print_machine, print_ratios
 from rich.console import Console
-from rich.table import Table as Grid
 
 from tables.exchange import LOSSY, PREDICTED, UPLINK, is_peer, names_of, steps_of
 
@@ -84,18 +83,11 @@ def print_result(console: Console, measured: Sequence[Measured], result: Mapping
     """Milliseconds of a step and megabytes over a host's uplink, of the best of each kind."""
     kinds = ("torchrec", "flat", TOWERS, *map(module_of, RATIOS))
     for title, what in (("ms/step", ""), ("uplink, MB a host and step", UPLINK)):
-        grid = Grid(box=None, title_justify="left", padding=(0, 1, 0, 0), title=title)
-        for heading in ("case", *kinds):
-            grid.add_column(
-                heading.removesuffix(f" {LOSSY}"), justify="left" if heading == "case" else "right", no_wrap=True
-            )  # fmt: skip
+        headings = "case", *(kind.removesuffix(f" {LOSSY}") for kind in kinds)
+        grid = open_grid(headings, title=title)
         for case in names_of(measured):
             best = kinds_of(steps_of(measured, case + what))
             grid.add_row(case, *(f"{best[k]:.2f}" if k in best else "" for k in kinds))
         console.print(grid)
-    for name, ratio in result["ratios"].items():
-        if " " not in name:
-            console.print(f"{name}: {ratio:.3f}")
-    for what in result["machine"]["left_out"]:
-        console.print(f"left out: {what}", style="yellow", markup=False)
+    print_ratios(console, result)
     print_machine(console, result)

@@ -19,7 +19,6 @@ from __future__ import annotations
 import gc
 import json
 import os
-import resource
 import socket
 import time
 from collections.abc import Callable, Mapping
@@ -175,10 +174,7 @@ def sent_bytes() -> int:
 
 
 def resident_bytes() -> int:
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def digest_of(outputs: Tensor | list[Tensor]) -> float:

@@ -11,7 +11,6 @@ from contextlib import suppress
 from pathlib import Path
 
 LIMITS = {1: "memory.limit_in_bytes", 2: "memory.max"}
-PEAKS = {1: "memory.max_usage_in_bytes", 2: "memory.peak"}
 
 
 class NoMemoryGroup(RuntimeError):
@@ -39,13 +38,6 @@ class MemoryGroup:
         lines = (self.folder / "memory.stat").read_text().splitlines()
         text = dict(line.split() for line in lines)
         return int(text["total_rss" if self.version == 1 else "anon"])
-
-    @property
-    def peak_bytes(self) -> int:
-        """0 where the kernel does not say."""
-        with suppress(OSError, ValueError):
-            return int((self.folder / PEAKS[self.version]).read_text())
-        return 0
 
     def close(self) -> None:
         for _ in range(50):  # a killed process leaves its group a moment later

@@ -78,6 +78,18 @@ def first_records(table: Table, dim: int) -> NDArray[np.uint8]:
     return records
 
 
+def fill_table(table: Table, backing: LogBacking, clocks: NDArray[np.uint64], dim: int) -> None:
+    """Write every row of a table, with its clock, and commit."""
+    records = first_records(table, dim)
+    with backing:
+        for first in range(0, len(clocks), RUN):
+            part = clocks[first : first + RUN]
+            records[: len(part), -CLOCK_BYTES:] = part.view(np.uint8).reshape(-1, CLOCK_BYTES)
+            ids = torch.arange(first, first + len(part))
+            backing.write(ids, torch.from_numpy(records[: len(part)])).wait()
+        backing.commit(FILL_STEP)
+
+
 def fill(folder: Path, stream: Stream, dim: int) -> float:
     """Write every row of every table into a new store, with the clock that its uses left, and commit. Returns seconds.
 
@@ -88,15 +100,8 @@ def fill(folder: Path, stream: Stream, dim: int) -> float:
     for t, (table, backing) in enumerate(
         zip(tables, open_backings(folder, tables, None), strict=True)
     ):
-        records = first_records(table, dim)
-        clocks = clocks_of(stream.state("count")[starts[t] : starts[t + 1]], stream)
-        with backing:
-            for first in range(0, len(clocks), RUN):
-                part = clocks[first : first + RUN]
-                records[: len(part), -CLOCK_BYTES:] = part.view(np.uint8).reshape(-1, CLOCK_BYTES)
-                ids = torch.arange(first, first + len(part))
-                backing.write(ids, torch.from_numpy(records[: len(part)])).wait()
-            backing.commit(FILL_STEP)
+        counts = stream.state("count")[starts[t] : starts[t + 1]]
+        fill_table(table, backing, clocks_of(counts, stream), dim)
     return time.perf_counter() - start
 
 

@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from statistics import fmean
 
 import numpy as np
 import torch
@@ -29,7 +28,7 @@ from colonnade.planning.placement import MIN_BATCHES, SAMPLE_LOOKUPS
 from colonnade.store.budget import slot_bytes
 from workers.tier_stream import Law, probabilities
 from workers.tiers_loop import Gate
-from workers.tiers_store import FILL_STEP, RUN, first_records, open_backings, store_counts
+from workers.tiers_store import FILL_STEP, RUN, fill_table, open_backings, store_counts
 
 BATCH_SIZE, LOOKAHEAD = 4096, 16
 HOT_LOOKUPS, COLD_EVERY, SKEW = 8, 16, 1.1
@@ -69,15 +68,8 @@ def fill(folder: Path, tables: list[Table], stream: Stream, dim: int) -> None:
     """Write every row into a new store, with the clock that its uses left."""
     uses = stream.uses()
     for table, backing in zip(tables, open_backings(folder, tables, None), strict=True):
-        records, clocks = first_records(table, dim), np.rint(uses[table.name]).astype("<u8")
-        clocks = np.maximum(clocks, 1)
-        with backing:
-            for first in range(0, len(clocks), RUN):
-                part = clocks[first : first + RUN]
-                records[: len(part), -8:] = part.view(np.uint8).reshape(-1, 8)
-                ids = torch.arange(first, first + len(part))
-                backing.write(ids, torch.from_numpy(records[: len(part)])).wait()
-            backing.commit(FILL_STEP)
+        clocks = np.maximum(np.rint(uses[table.name]), 1).astype("<u8")
+        fill_table(table, backing, clocks, dim)
 
 
 class Training:
@@ -173,6 +165,4 @@ def measure(
 
 
 if __name__ == "__main__":
-    results = measure(Path(sys.argv[1]), *map(int, sys.argv[2:6]))
-    print(json.dumps(results))
-    print({kind: fmean(by_unit["samples/s"]) for kind, by_unit in results.items()}, file=sys.stderr)
+    print(json.dumps(measure(Path(sys.argv[1]), *map(int, sys.argv[2:6]))))

@@ -457,12 +457,6 @@ def test_what_ratios_need_is_found_in_a_files_rows() -> None:
     assert result.writes == [{"of_bytes": 1.5}] and result.model_bytes == {case: 1000}
 
 
-def test_nodes_are_the_larger_of_capacity_and_throughput() -> None:
-    assert tiers.nodes(1, 100_000) == (16, 1)
-    assert tiers.nodes(8, 90_000) == (2, 2)
-    assert tiers.nodes(16, 30_000) == (1, 4)
-
-
 def test_reads_writes_and_commits_of_our_store_are_counted(tmp_path: Path) -> None:
     collection = EmbeddingCollection([Table("item", 8, rows=4000)], [Feature("item", "item")])
     config = PlanConfig(memory={"dram": 60_000})

@@ -121,7 +121,10 @@ CASES = {
     "wide_deep": (WideDeep, "both", {"top": [6, 5]}, lambda *arguments: PlainWideDeep(*arguments, [6, 5])),
     "deepfm": (DeepFM, "both", {"top": [5]}, lambda *arguments: PlainDeepFM(*arguments, [5])),
     "dlrm": (
-        DLRM, "vector", {"bottom": [6], "top": [5], "keep_fields": False}, lambda *arguments: PlainDLRM(*arguments, [6], [5], False)
+        DLRM,
+        "vector",
+        {"bottom": [6], "top": [5], "keep_fields": False},
+        lambda *arguments: PlainDLRM(*arguments, [6], [5], False),
     ),
     "dlrm, fields kept": (
         DLRM,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -46,4 +47,15 @@ def bench(
     command += ["--json", str(json)] if json else []
     command += ["--quick"] if quick else []
     command += context.args
+    minutes = read_minutes(SCRIPTS / f"{name}.py")[quick]
+    typer.echo(f"bench {name}: about {minutes:g} min on two quiet cores", err=True)
     raise typer.Exit(subprocess.run(command, check=False).returncode)
+
+
+def read_minutes(script: Path) -> tuple[float, float]:
+    """Read from a bench's docstring how many minutes it takes on two cores: whole, and with --quick."""
+    text = script.read_text(encoding="utf-8")
+    match = re.search(r"^Minutes: ([\d.]+) \(quick ([\d.]+)\)\.$", text, re.MULTILINE)
+    if match is None:
+        raise ConfigError(f"{script}: got no line 'Minutes: 12 (quick 1).' in its docstring")
+    return float(match[1]), float(match[2])
