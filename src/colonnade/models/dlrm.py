@@ -48,8 +48,10 @@ class DLRM(Scorer):
         tasks: int = 1,
         seed: int = 0,
     ) -> None:
-        """Create the model. `keep_fields`: the top MLP's input has the field vectors, in addition to their dots. None: if
-        there are no dense columns; dots of vectors near 0 would be its only input.
+        """Create the model.
+
+        `keep_fields`: the top MLP's input has the field vectors, in addition to their dots. None: if there are no dense
+        columns; dots of vectors near 0 would be its only input.
 
         `towers` with `tower_dim`: a tower's module outputs c = `tower_vectors` vectors of that dim per field and
         p = `tower_summaries` of all its fields. The dots are of these vectors, and the bottom MLP's output has their
