@@ -16,6 +16,9 @@ from colonnade.errors import ConfigError
 from colonnade.interaction.contract import SQUARES, Interaction
 from colonnade.ops import interaction as ops
 
+TERMS = {"single": ops.BOTH, "vector": ops.VECTOR, "squares": ops.SQUARES}
+"""Term of `ops.interaction.fm` by kind of input."""
+
 
 class PairwiseProducts(Interaction):
     """Base class of operators on products of all pairs of a sample's variables.
@@ -46,6 +49,12 @@ class PairwiseProducts(Interaction):
 
     def needs_pooled_fields(self) -> bool:
         return self.over == "fields" or bool(self.single)
+
+    def group_summed_inputs(self, count: int) -> Sequence[str | None]:
+        if self.over == "fields":
+            return [None] * count
+        kinds = self._list_input_kinds(count)[:count]
+        return [None if kind == "single" else kind for kind in kinds]
 
     def sum_inputs(
         self, fields: Tensor, field_indices: Sequence[int] | None
@@ -111,9 +120,9 @@ class FM(PairwiseProducts):
         return torch.cat([sums, squares.sum(1, keepdim=True)], dim=1)
 
     def forward(self, fields: Tensor) -> Tensor:
-        if self.over == "fields":
-            return ops.fm([fields], dim=fields.shape[2])
-        return super().forward(fields)
+        kinds = [] if self.over == "fields" else self._list_input_kinds(fields.shape[1])
+        terms = [TERMS[kind] for kind in kinds[: fields.shape[1]]]
+        return ops.fm([fields], dim=fields.shape[2], terms=terms)
 
 
 class Sum(Interaction):
@@ -124,6 +133,9 @@ class Sum(Interaction):
 
     def needs_pooled_fields(self) -> bool:
         return False
+
+    def group_summed_inputs(self, count: int) -> Sequence[str | None]:
+        return ["vector"] * count
 
     def partial(
         self,

@@ -28,8 +28,10 @@ from colonnade.lookup.reads import (
     Read,
     add_gradients,
     compute_lookup_gradients,
+    find_shared_columns,
     get_column_bag,
     list_reads,
+    pair_reads,
     pool_squares,
     separate_lookups,
     squared_columns,
@@ -64,6 +66,12 @@ class NativeKernels:
         self.compute = declaration.tables[0].compute_dtype
         self.pooled_reads, self.square_reads = list_reads(declaration, lookup_columns, outputs)
         self.reads = _native_reads(self.pooled_reads)
+        self._pairs = pair_reads(self.pooled_reads, self.square_reads)
+        self._paired_reads = _native_reads(square or read for read, square in self._pairs)
+        self._shared_columns = find_shared_columns((*self.pooled_reads, *self.square_reads))
+        paired = {read for read, _ in self._pairs}
+        self._unpaired = [n for n, read in enumerate(self.pooled_reads) if read not in paired]
+        self._unpaired_reads = _native_reads(self.pooled_reads[n] for n in self._unpaired)
         self.reads_of_key: dict[tuple[int, int], list[Read]] = {}
         """Reads of each part through each column of lookups: pooled vectors, then squares."""
         for read in (*self.pooled_reads, *self.square_reads):
@@ -107,49 +115,68 @@ class NativeKernels:
             index,
             bases,
             strides,
-            self.reads,
-            out_bases,
-            out_strides,
+            self._unpaired_reads,
+            out_bases[self._unpaired],
+            out_strides[self._unpaired],
             self.dtype,
             self.declaration.output,
             order,
         )
-        if self.square_reads:
-            self._pool_squares(lookups, row_locations, tensors)
+        if self._pairs:
+            self._pool_pairs(lookups, row_locations, tensors)
         return tensors
 
-    def _pool_squares(
+    def _pool_pairs(
         self,
         lookups: Lookups,
-        locations: tuple[Any, Any, Tensor, Tensor | None],
-        tensors: Sequence[Tensor],
+        row_locations: tuple[Any, Any, Tensor, Tensor | None],
+        out_tensors: Sequence[Tensor],
     ) -> None:
-        """Write squares into their columns of the outputs, and keep the vectors for the gradients."""
-        bases, strides, index, _ = locations
+        """Write sums and squares of `_pairs` into their columns of the outputs, and keep the vectors whose squares were
+        pooled for the gradients."""
+        bases, strides, index, _ = row_locations
         dtype = self.declaration.compute_dtype
-        separate = separate_lookups(lookups, self.lookup_columns, dtype)
+        values = [
+            out if out.dtype == dtype else empty(*out.shape, dtype=dtype) for out in out_tensors
+        ]
+        for (output, _), columns in self._shared_columns.items():
+            values[output][:, columns].zero_()
         counts = lookups.feature_offsets.diff().tolist()
-        rows = [empty(counts[r.column], r.part.dim, dtype=dtype) for r in self.square_reads]
-        _native.pool(
-            separate.native,
+        places = []
+        for read, square in self._pairs:
+            copies = 0
+            if square is not None and square.key not in lookups.squared_rows:
+                rows = empty(counts[square.column], square.part.dim, dtype=dtype)
+                lookups.squared_rows[square.key] = rows
+                copies = rows.data_ptr()
+            places.append(
+                (*self._locate_read(read, values), *self._locate_read(square, values), copies)
+            )
+        _native.pool_squares(
+            lookups.native,
             index,
             bases,
             strides,
-            _native_reads(self.square_reads),
-            *_block_addresses(rows),
+            self._paired_reads,
+            np.array(places, dtype=np.int64),
             self.dtype,
-            self.compute,
         )
-        for read, block in zip(self.square_reads, rows, strict=True):
-            out = tensors[read.output][:, read.columns]
-            values = out if out.dtype == dtype else empty(*out.shape, dtype=dtype)
-            offsets, pooling, weights = get_column_bag(
-                lookups, self.lookup_columns, read.column, block
-            )
-            _native.pool_squares(block, offsets, POOLINGS.index(pooling), weights, values)
-            if values is not out:
-                out.copy_(values)
-            lookups.squared_rows[read.key] = block
+        for read in (read for pair in self._pairs for read in pair if read is not None):
+            if values[read.output] is not out_tensors[read.output]:
+                out_tensors[read.output][:, read.columns] = values[read.output][:, read.columns]
+
+    def _locate_read(
+        self, read: Read | None, out_tensors: Sequence[Tensor]
+    ) -> tuple[int, int, bool]:
+        """Return the address of a read's columns, the bytes between rows, and whether others are added there, too."""
+        if read is None:
+            return 0, 0, False
+        out = out_tensors[read.output]
+        return (
+            out.data_ptr() + read.start * out.element_size(),
+            out.stride(0) * out.element_size(),
+            (read.output, read.start) in self._shared_columns,
+        )
 
     def zero_outputs(self, lookups: Lookups) -> list[Tensor]:
         return [output.zero_() for output in self._empty_outputs(lookups)]
@@ -480,6 +507,9 @@ class DeviceKernels:
             for i, shape in enumerate(shapes)
         ]
         bounds = lookups.feature_offsets.tolist()
+        shared = find_shared_columns((*self.reads, *self.square_reads))
+        for (output, _), columns in shared.items():
+            tensors[output][:, columns].zero_()
         for read in (*self.reads, *self.square_reads):
             c = read.column
             part = read.part
@@ -492,7 +522,8 @@ class DeviceKernels:
                 pooled = pool_squares(values, row_locations.bags[c])
             else:
                 pooled = reference.pool(values, *row_locations.bags[c], dtype)
-            tensors[read.output][:, read.columns] = pooled
+            out = tensors[read.output][:, read.columns]
+            out.add_(pooled) if (read.output, read.start) in shared else out.copy_(pooled)
         return tensors
 
     def zero_outputs(self, lookups: Lookups) -> list[Tensor]:

@@ -1,13 +1,15 @@
 """Reads of outputs: the parts of rows that lookups pool into columns of an output, and squares of them.
 
 Squares of a field are, by sample, the sum over its ids of (x v)^2 (`interaction.contract.SQUARES`). They are computed
-from the vectors that lookups read, which are kept for the gradients: natively on the CPU, in torch on a device.
+from the vectors that lookups read, which are kept for the gradients: natively on the CPU, in torch on a device. Several
+fields may have the same columns of an output: it gets the sum of them.
 
 Legend: B samples, E lookups of a feature, D elements of a field.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -50,7 +52,8 @@ class Read:
 def list_reads(
     declaration: EmbeddingDeclaration, lookup_columns: LookupColumns, outputs: Sequence[Output]
 ) -> tuple[list[Read], list[Read]]:
-    """List reads of pooled vectors, and those of squares, each in the order of the outputs' fields."""
+    """List reads of pooled vectors in the order of the outputs' fields, and those of squares in the order of their
+    vectors."""
     starts = [(i, start) for i, output in enumerate(outputs) for start in output.columns]
     reads = [
         Read(c, *declaration.parts[p], *start, is_squared)
@@ -58,7 +61,35 @@ def list_reads(
             lookup_columns.reads, starts, lookup_columns.squared, strict=True
         )
     ]
-    return [r for r in reads if not r.is_squared], [r for r in reads if r.is_squared]
+    vectors = [r for r in reads if not r.is_squared]
+    numbers = {r.key: n for n, r in reversed(list(enumerate(vectors)))}
+    squares = sorted(
+        (r for r in reads if r.is_squared), key=lambda r: numbers.get(r.key, len(reads))
+    )
+    return vectors, squares
+
+
+def pair_reads(
+    vector_reads: Sequence[Read], square_reads: Sequence[Read]
+) -> list[tuple[Read | None, Read | None]]:
+    """Pair reads of vectors with those of their squares, for one pass over the rows. Reads of vectors without squares
+    are included where several have the same columns of an output."""
+    shared = find_shared_columns(vector_reads)
+    squares: dict[tuple[int, int], list[Read]] = {}
+    for read in square_reads:
+        squares.setdefault(read.key, []).append(read)
+    pairs: list[tuple[Read | None, Read | None]] = []
+    for read in vector_reads:
+        square = squares[read.key].pop(0) if squares.get(read.key) else None
+        if square is not None or (read.output, read.start) in shared:
+            pairs.append((read, square))
+    return pairs + [(None, read) for reads in squares.values() for read in reads]
+
+
+def find_shared_columns(reads: Sequence[Read]) -> dict[tuple[int, int], slice]:
+    """Return columns to which several of these reads are added, by output and first column."""
+    counts = Counter((read.output, read.start) for read in reads)
+    return {(r.output, r.start): r.columns for r in reads if counts[r.output, r.start] > 1}
 
 
 Bag = tuple[Tensor | None, Pooling, Tensor | None]
