@@ -129,7 +129,7 @@ def test_fm_of_squares_equals_twin(case, seed):
 
 
 def test_fm_over_ids_has_the_bits_of_fields():
-    """With one id a field, whose squares are given, the value has the same bits."""
+    """The value has the same bits as over fields where the inputs are those of one id a field."""
     fields = torch.randn(300, 26, 16)
     inputs = torch.stack([fields, fields.square()], dim=2).flatten(1, 2)
     terms = [interaction.VECTOR, interaction.SQUARES] * 26

@@ -241,7 +241,7 @@ def _group_summed_fields(
     declaration: EmbeddingDeclaration, evaluated: EvaluatedFields, arriving: FieldColumns
 ) -> dict[int, Hashable]:
     """Return the group of each field that reaches the samples' ranks, or a consumer, only as a part of sums."""
-    uses: dict[int, list[tuple[str, str | None]]] = {}
+    uses: dict[int, list[tuple[str, int | None]]] = {}
     for name, fields in evaluated.taken_by.items():
         kinds = declaration.consumers[name].interaction.group_summed_inputs(len(fields))
         for i, kind in zip(fields, kinds, strict=True):

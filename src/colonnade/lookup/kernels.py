@@ -12,7 +12,7 @@ Legend: B samples, T tables, E lookups, O rows that a rank owns, W elements of a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -25,16 +25,18 @@ from colonnade import _native
 from colonnade.lookup.contract import NO_TENSORS, PartLookup, RowGradients, RowSource
 from colonnade.lookup.layout import EmbeddingDeclaration, LookupColumns, Lookups, Output
 from colonnade.lookup.reads import (
+    PairedReads,
     Read,
     add_gradients,
+    build_native_reads,
     compute_lookup_gradients,
     find_shared_columns,
     get_column_bag,
     list_reads,
-    pair_reads,
     pool_squares,
     separate_lookups,
     squared_columns,
+    transpose_int32,
 )
 from colonnade.lookup.row_layout import RowLayout, RowSums, build_row_layout
 from colonnade.ops import optimizers as rules
@@ -65,13 +67,11 @@ class NativeKernels:
         self.itemsize = declaration.tables[0].itemsize
         self.compute = declaration.tables[0].compute_dtype
         self.pooled_reads, self.square_reads = list_reads(declaration, lookup_columns, outputs)
-        self.reads = _native_reads(self.pooled_reads)
-        self._pairs = pair_reads(self.pooled_reads, self.square_reads)
-        self._paired_reads = _native_reads(square or read for read, square in self._pairs)
-        self._shared_columns = find_shared_columns((*self.pooled_reads, *self.square_reads))
-        paired = {read for read, _ in self._pairs}
+        self.reads = build_native_reads(self.pooled_reads)
+        self._paired = PairedReads(self.pooled_reads, self.square_reads)
+        paired = {read for read, _ in self._paired.pairs}
         self._unpaired = [n for n, read in enumerate(self.pooled_reads) if read not in paired]
-        self._unpaired_reads = _native_reads(self.pooled_reads[n] for n in self._unpaired)
+        self._unpaired_reads = build_native_reads(self.pooled_reads[n] for n in self._unpaired)
         self.reads_of_key: dict[tuple[int, int], list[Read]] = {}
         """Reads of each part through each column of lookups: pooled vectors, then squares."""
         for read in (*self.pooled_reads, *self.square_reads):
@@ -82,7 +82,7 @@ class NativeKernels:
             np.array(read_columns, dtype=np.int64).reshape(-1, 3).T.copy()
         )
         self.whole_rows = _native.Reads(
-            *_transpose_int32(
+            *transpose_int32(
                 (i, 0, width) for i, width in enumerate(self.widths.tolist() * num_ranks)
             )
         )
@@ -122,61 +122,9 @@ class NativeKernels:
             self.declaration.output,
             order,
         )
-        if self._pairs:
-            self._pool_pairs(lookups, row_locations, tensors)
+        if self._paired.pairs:
+            self._paired.pool(lookups, index, bases, strides, self.dtype, tensors)
         return tensors
-
-    def _pool_pairs(
-        self,
-        lookups: Lookups,
-        row_locations: tuple[Any, Any, Tensor, Tensor | None],
-        out_tensors: Sequence[Tensor],
-    ) -> None:
-        """Write sums and squares of `_pairs` into their columns of the outputs, and keep the vectors whose squares were
-        pooled for the gradients."""
-        bases, strides, index, _ = row_locations
-        dtype = self.declaration.compute_dtype
-        values = [
-            out if out.dtype == dtype else empty(*out.shape, dtype=dtype) for out in out_tensors
-        ]
-        for (output, _), columns in self._shared_columns.items():
-            values[output][:, columns].zero_()
-        counts = lookups.feature_offsets.diff().tolist()
-        places = []
-        for read, square in self._pairs:
-            copies = 0
-            if square is not None and square.key not in lookups.squared_rows:
-                rows = empty(counts[square.column], square.part.dim, dtype=dtype)
-                lookups.squared_rows[square.key] = rows
-                copies = rows.data_ptr()
-            places.append(
-                (*self._locate_read(read, values), *self._locate_read(square, values), copies)
-            )
-        _native.pool_squares(
-            lookups.native,
-            index,
-            bases,
-            strides,
-            self._paired_reads,
-            np.array(places, dtype=np.int64),
-            self.dtype,
-        )
-        for read in (read for pair in self._pairs for read in pair if read is not None):
-            if values[read.output] is not out_tensors[read.output]:
-                out_tensors[read.output][:, read.columns] = values[read.output][:, read.columns]
-
-    def _locate_read(
-        self, read: Read | None, out_tensors: Sequence[Tensor]
-    ) -> tuple[int, int, bool]:
-        """Return the address of a read's columns, the bytes between rows, and whether others are added there, too."""
-        if read is None:
-            return 0, 0, False
-        out = out_tensors[read.output]
-        return (
-            out.data_ptr() + read.start * out.element_size(),
-            out.stride(0) * out.element_size(),
-            (read.output, read.start) in self._shared_columns,
-        )
 
     def zero_outputs(self, lookups: Lookups) -> list[Tensor]:
         return [output.zero_() for output in self._empty_outputs(lookups)]
@@ -250,7 +198,7 @@ class NativeKernels:
             merged.append(gradient)
         source = _native.OutputGradients(
             separate_lookups(lookups, self.lookup_columns, dtype).native,
-            _native_reads(reads[0] for reads in self.reads_of_key.values()),
+            build_native_reads(reads[0] for reads in self.reads_of_key.values()),
             *_block_addresses(merged),
             self.compute,
         )
@@ -421,12 +369,6 @@ def output_shapes(
     return shapes
 
 
-def _native_reads(reads: Iterable[Read]) -> _native.Reads:
-    return _native.Reads(
-        *_transpose_int32((read.column, read.part.column, read.part.dim) for read in reads)
-    )
-
-
 def _block_addresses(row_blocks: Sequence[Tensor]) -> tuple[np.ndarray, np.ndarray]:
     """Return the address of the first row of each block, and the bytes between its rows, (R,) int64 each."""
     strides = [block.stride(0) * block.element_size() for block in row_blocks]
@@ -434,11 +376,6 @@ def _block_addresses(row_blocks: Sequence[Tensor]) -> tuple[np.ndarray, np.ndarr
         np.array([block.data_ptr() for block in row_blocks], dtype=np.int64),
         np.array(strides, dtype=np.int64),
     )
-
-
-def _transpose_int32(rows: Iterable[tuple[int, int, int]]) -> Tensor:
-    """Return the transposed rows, (3, N) int32."""
-    return torch.tensor(list(rows), dtype=torch.int32).reshape(-1, 3).T.contiguous()
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,17 +38,19 @@ def plain_pairwise_dot(vectors: Sequence[Tensor], included: Sequence[int] = ()) 
 def plain_fm(vectors: Sequence[Tensor], terms: Sequence[int] = ()) -> Tensor:
     """Compute `fm` of vectors (B, k, D) each -> (B, 1): half of |sum of vectors|^2 - sum of |vector|^2."""
     stacked = torch.cat(list(vectors), dim=1)
-    if not terms:
-        return (stacked.sum(1).square() - stacked.square().sum(1)).sum(1, keepdim=True) / 2
-    vectors = [v for v, term in zip(stacked.unbind(1), terms, strict=True) if term != SQUARES]
-    squares = [
-        v.square() if term == BOTH else v
-        for v, term in zip(stacked.unbind(1), terms, strict=True)
-        if term != VECTOR
-    ]
+    sums, squares = (
+        sum_terms(stacked, terms) if terms else (stacked.sum(1), stacked.square().sum(1))
+    )
+    return (sums.square() - squares).sum(1, keepdim=True) / 2
+
+
+def sum_terms(vectors: Tensor, terms: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Return the sums (B, D) that vectors (B, V, D) have in `fm`: those of vectors, and of squares."""
     # Views, not columns by an index: copies of those took twice as long, with their gradients (measured).
-    zero = stacked.new_zeros(stacked.shape[0], stacked.shape[2])
-    return (sum(vectors, zero).square() - sum(squares, zero)).sum(1, keepdim=True) / 2
+    pairs = list(zip(vectors.unbind(1), terms, strict=True))
+    zero = vectors.new_zeros(vectors.shape[0], vectors.shape[2])
+    squares = [v.square() if term == BOTH else v for v, term in pairs if term != VECTOR]
+    return sum((v for v, term in pairs if term != SQUARES), zero), sum(squares, zero)
 
 
 def plain_cross(first: Tensor, factor: Tensor, input: Tensor) -> Tensor:
