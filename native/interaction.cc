@@ -102,10 +102,11 @@ void dots_gradient(const Vectors& vectors, std::span<const std::int32_t> copied,
                  });
 }
 
-void fm(const Vectors& vectors, void* out) {
+void fm(const Vectors& vectors, std::span<const Term> terms, void* out) {
   const auto kernel = vectors.dtype == Dtype::float32 ? kernels().float32.fm : kernels().float64.fm;
   for_each_slice(vectors.num_samples, 0, 0, [&](std::int64_t begin, std::int64_t end, void*, auto) {
     kernel({.vectors = vectors.places.data(),
+            .terms = terms.empty() ? nullptr : terms.data(),
             .num_vectors = vectors.num_vectors(),
             .dim = vectors.dim,
             .out = out,
@@ -114,11 +115,13 @@ void fm(const Vectors& vectors, void* out) {
   });
 }
 
-void fm_gradient(const Vectors& vectors, const void* gradient, std::span<const TargetPlace> out) {
+void fm_gradient(const Vectors& vectors, std::span<const Term> terms, const void* gradient,
+                 std::span<const TargetPlace> out) {
   const auto kernel =
       vectors.dtype == Dtype::float32 ? kernels().float32.fm_gradient : kernels().float64.fm_gradient;
   for_each_slice(vectors.num_samples, 0, 0, [&](std::int64_t begin, std::int64_t end, void*, auto) {
     kernel({.vectors = vectors.places.data(),
+            .terms = terms.empty() ? nullptr : terms.data(),
             .num_vectors = vectors.num_vectors(),
             .dim = vectors.dim,
             .gradient = gradient,

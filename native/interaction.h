@@ -31,9 +31,10 @@ void dots(const Vectors& vectors, std::span<const std::int32_t> copied, void* ou
 void dots_gradient(const Vectors& vectors, std::span<const std::int32_t> copied, const void* gradient,
                    std::span<const TargetPlace> out);
 
-// Compute the factorization machine and its gradients. out, gradient: (B,).
-void fm(const Vectors& vectors, void* out);
-void fm_gradient(const Vectors& vectors, const void* gradient, std::span<const TargetPlace> out);
+// Compute the factorization machine and its gradients. terms: by vector; empty: all are `both`. out, gradient: (B,).
+void fm(const Vectors& vectors, std::span<const Term> terms, void* out);
+void fm_gradient(const Vectors& vectors, std::span<const Term> terms, const void* gradient,
+                 std::span<const TargetPlace> out);
 
 // Compute out = first * factor + input for n elements, and the gradients of `first` and `factor`.
 void cross(const void* first, const void* factor, const void* input, void* out, std::int64_t n, Dtype dtype);

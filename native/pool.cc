@@ -70,8 +70,18 @@ void check_read(const Lookups& lookups, const Read& read, std::int64_t r, const 
   }
 }
 
-void check(const Lookups& lookups, std::span<const std::uint32_t> index, const Reads& reads,
-           const PoolPlaces& places, Dtype dtype, Dtype out_dtype) {
+// Return whether all of order's entries are among lookups [first, last).
+bool is_within(std::span<const std::int32_t> order, std::int64_t first, std::int64_t last) {
+  const auto lo = static_cast<std::uint32_t>(first), length = static_cast<std::uint32_t>(last - first);
+  int strangers = 0;
+  for (const auto lookup : order) strangers |= static_cast<std::uint32_t>(lookup) - lo >= length;
+  return !strangers;
+}
+
+}  // namespace
+
+void check_pool(const Lookups& lookups, std::span<const std::uint32_t> index, const Reads& reads,
+                const PoolPlaces& places, Dtype dtype, Dtype out_dtype) {
   want_length("index", index.size(), lookups.num_lookups(), "lookups");
   want_length("strides", places.strides.size(), static_cast<std::int64_t>(places.bases.size()), "tables");
   want_length("out_bases", places.out_bases.size(), reads.size(), "reads");
@@ -91,16 +101,6 @@ void check(const Lookups& lookups, std::span<const std::uint32_t> index, const R
   check_index(index);
 }
 
-// Return whether all of order's entries are among lookups [first, last).
-bool is_within(std::span<const std::int32_t> order, std::int64_t first, std::int64_t last) {
-  const auto lo = static_cast<std::uint32_t>(first), length = static_cast<std::uint32_t>(last - first);
-  int strangers = 0;
-  for (const auto lookup : order) strangers |= static_cast<std::uint32_t>(lookup) - lo >= length;
-  return !strangers;
-}
-
-}  // namespace
-
 Divisor divisor_of(Pooling pooling) noexcept {
   return pooling == Pooling::mean ? Divisor::n : pooling == Pooling::sqrtn ? Divisor::sqrt_n : Divisor::one;
 }
@@ -113,7 +113,7 @@ Rounding rounding_to(Dtype dtype) noexcept {
 
 void pool(const Lookups& lookups, std::span<const std::uint32_t> index, const Reads& reads,
           const PoolPlaces& places, Dtype dtype, Dtype out_dtype, std::span<const std::int32_t> order) {
-  check(lookups, index, reads, places, dtype, out_dtype);
+  check_pool(lookups, index, reads, places, dtype, out_dtype);
   if (!order.empty()) want_length("order", order.size(), lookups.num_lookups(), "lookups, or none");
   std::int64_t out_bytes = 0, read_lookups = 0, read_bytes = 0;
   for (const Read& read : reads.all()) {

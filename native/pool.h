@@ -26,6 +26,10 @@ struct PoolPlaces {
 void pool(const Lookups& lookups, std::span<const std::uint32_t> index, const Reads& reads,
           const PoolPlaces& places, Dtype dtype, Dtype out_dtype, std::span<const std::int32_t> order = {});
 
+// Raise as `pool` does.
+void check_pool(const Lookups& lookups, std::span<const std::uint32_t> index, const Reads& reads,
+                const PoolPlaces& places, Dtype dtype, Dtype out_dtype);
+
 Divisor divisor_of(Pooling pooling) noexcept;
 Rounding rounding_to(Dtype dtype) noexcept;  // of outputs of this dtype
 

@@ -1,4 +1,4 @@
-// Squares of the vectors of bags (factorization machines over ids), and gradients of lookups whose vectors and squares
+// Pooling of bags with squares (factorization machines over ids), and gradients of lookups whose vectors and squares
 // were pooled.
 #pragma once
 
@@ -7,6 +7,7 @@
 
 #include "kernels/kernels.h"
 #include "lookups.h"
+#include "pool.h"
 #include "scalar.h"
 
 namespace colonnade {
@@ -25,9 +26,16 @@ struct BagVectors {
   }
 };
 
-// Compute, for each output, the sum over its lookups of (x v)^2, x being what pooling multiplies a vector by.
-// invalid_argument if the bags are not as above. out: output b at out + b * out_stride bytes.
-void pool_squares(const BagVectors& vectors, std::byte* out, std::int64_t out_stride);
+// Addresses that one read writes to: sums of its rows, sums of their squares, and copies; base 0: not wanted.
+struct SquarePlaces {
+  std::int64_t sums_base, sums_stride, adds_sums, squares_base, squares_stride, adds_squares, copies_base;
+};
+
+// Pool rows, their squares (x v)^2, x being what pooling multiplies a row v by, and copy them, in one pass over the rows
+// in order of the reads. Outputs are of the type of computation. places: by read. `pool` has the other arguments;
+// invalid_argument likewise, and for a sequence.
+void pool_squares(const Lookups& lookups, std::span<const std::uint32_t> index, const Reads& reads, PoolPlaces rows,
+                  std::span<const SquarePlaces> places, Dtype dtype);
 // Compute the gradient of each lookup, (E, dim), from those of the outputs that pooled its vector, and its square; base
 // null: none did. invalid_argument as above.
 void square_gradients(const BagVectors& vectors, VectorPlace gradient, VectorPlace of_squares, void* out);

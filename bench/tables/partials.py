@@ -15,6 +15,8 @@ from rich.console import Console
 from tables.exchange import AUTO, PAYLOAD, PREDICTED_PAYLOAD, is_peer, names_of, steps_of
 
 DES, SERVER, POOLED = "partials", "rows", "pooled"
+DEFAULT_LAYOUT = "partials row-wise"
+"""Rows split by hash over all ranks, as DES has them by default."""
 
 
 def best_of(figures: Mapping[str, float], kind: str) -> float | None:
@@ -24,7 +26,7 @@ def best_of(figures: Mapping[str, float], kind: str) -> float | None:
 
 def ratios_of(measured: Sequence[Measured]) -> dict[str, float]:
     """Best cases where the name says so, else the worst."""
-    saved, faster, regret, off = {}, {}, {}, []
+    saved, faster, regret, ids, off = {}, {}, {}, {}, []
     for case in names_of(measured):
         steps, sent = steps_of(measured, case), steps_of(measured, case + PAYLOAD)
         of_des, of_server = best_of(sent, DES), best_of(sent, SERVER)
@@ -33,6 +35,13 @@ def ratios_of(measured: Sequence[Measured]) -> dict[str, float]:
         of_des, of_server = best_of(steps, DES), best_of(steps, SERVER)
         if of_des is not None and of_server is not None:
             faster[case] = of_server / of_des
+        if (
+            "over ids" in case
+            and case.endswith(" 1 Gbit/s")
+            and DEFAULT_LAYOUT in steps
+            and of_server
+        ):
+            ids[case] = steps[DEFAULT_LAYOUT] / of_server
         forced = [ms for n, ms in steps.items() if n != AUTO and not is_peer(n)]
         if AUTO in steps and forced:
             regret[case] = steps[AUTO] / min(forced)
@@ -44,9 +53,10 @@ def ratios_of(measured: Sequence[Measured]) -> dict[str, float]:
         ("des_bytes_saved_vs_ps", max, saved),
         ("des_throughput_vs_ps", max, faster),
         ("chooser_regret", max, regret),
+        ("ids_vs_rows", max, ids),
     ):
         if result:
-            whole = name if result is regret else f"{name}_best"
+            whole = f"{name}_best" if name.startswith("des_") else name
             ratios[whole] = best(result.values())
             ratios |= {f"{name} {case}": value for case, value in result.items()}
     if off:

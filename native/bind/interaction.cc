@@ -1,4 +1,6 @@
 // Bindings of interactions of vectors at any addresses.
+#include <algorithm>
+
 #include "bind/arrays.h"
 #include "interaction.h"
 
@@ -57,6 +59,16 @@ Vectors vectors_of(const std::vector<In>& arrays) {
     add_places(arrays[i], vectors.places);
   }
   return vectors;
+}
+
+// Terms of all vectors, or none.
+std::span<const Term> terms_of(const std::vector<uint8_t>& terms, const Vectors& vectors) {
+  const bool is_known = std::ranges::all_of(terms, [](uint8_t term) { return term <= uint8_t(Term::squares); });
+  if (!is_known || (!terms.empty() && static_cast<int64_t>(terms.size()) != vectors.num_vectors())) {
+    throw std::invalid_argument("terms: got " + std::to_string(terms.size()) + " numbers, wanted one of 0 to 2 for each of " +
+                                std::to_string(vectors.num_vectors()) + " vectors, or none");
+  }
+  return {reinterpret_cast<const Term*>(terms.data()), terms.size()};
 }
 
 // Address of each vector's gradient.
@@ -119,23 +131,26 @@ void bind_interaction(nb::module_& m) {
       "vectors"_a, "copied"_a, "gradient"_a, "out"_a);
   m.def(
       "fm",
-      [](const std::vector<In>& vectors, Out out) {
+      [](const std::vector<In>& vectors, Out out, const std::vector<uint8_t>& terms) {
         const Vectors places = vectors_of(vectors);
+        const auto kinds = terms_of(terms, places);
         void* to = data_of<void*>(out, "out", places, {places.num_samples, 1});
         nb::gil_scoped_release release;
-        fm(places, to);
+        fm(places, kinds, to);
       },
-      "vectors"_a, "out"_a);
+      "vectors"_a, "out"_a, "terms"_a = std::vector<uint8_t>());
   m.def(
       "fm_gradient",
-      [](const std::vector<In>& vectors, In gradient, const std::vector<std::optional<Out>>& out) {
+      [](const std::vector<In>& vectors, In gradient, const std::vector<std::optional<Out>>& out,
+         const std::vector<uint8_t>& terms) {
         const Vectors places = vectors_of(vectors);
+        const auto kinds = terms_of(terms, places);
         const auto targets = targets_of(out, vectors, places);
         const auto* from = data_of<const void*>(gradient, "gradient", places, {places.num_samples, 1});
         nb::gil_scoped_release release;
-        fm_gradient(places, from, targets);
+        fm_gradient(places, kinds, from, targets);
       },
-      "vectors"_a, "gradient"_a, "out"_a);
+      "vectors"_a, "gradient"_a, "out"_a, "terms"_a = std::vector<uint8_t>());
   m.def(
       "cross",
       [](In first, In factor, In input, Out out) {

@@ -51,15 +51,19 @@ int64_t row_stride(const auto& array) {
 void bind_pool(nb::module_& m) {
   m.def(
       "pool_squares",
-      [](In rows, std::optional<In> offsets, uint8_t pooling, std::optional<In> weights, Out out) {
-        const BagVectors vectors = bag_vectors_of(rows, offsets, pooling, weights);
-        check_strided(out, "out", rows, vectors.num_outputs());
-        auto* const to = static_cast<std::byte*>(out.data());
-        const int64_t stride = row_stride(out);
+      [](const HeldLookups& lookups, In index, In bases, In strides, const Reads& reads, In places,
+         const std::string& dtype) {
+        const auto rows = unsigned_bits(elements<const int32_t>(index, "index", {-1}));
+        const PoolPlaces row_places{elements<const int64_t>(bases, "bases", {-1}),
+                                    elements<const int64_t>(strides, "strides", {-1}), {}, {}};
+        constexpr auto kNumbers = static_cast<int64_t>(sizeof(SquarePlaces) / sizeof(int64_t));
+        const auto numbers = elements<const int64_t>(places, "places", {reads.size(), kNumbers});
+        const std::span written(reinterpret_cast<const SquarePlaces*>(numbers.data()), reads.all().size());
+        const Dtype row = dtype_named(dtype);
         nb::gil_scoped_release release;
-        pool_squares(vectors, to, stride);
+        pool_squares(*lookups.lookups, rows, reads, row_places, written, row);
       },
-      "rows"_a, "offsets"_a.none(), "pooling"_a, "weights"_a.none(), "out"_a);
+      "lookups"_a, "index"_a, "bases"_a, "strides"_a, "reads"_a, "places"_a, "dtype"_a);
   m.def(
       "square_gradients",
       [](In rows, std::optional<In> offsets, uint8_t pooling, std::optional<In> weights, std::optional<In> gradient,

@@ -23,8 +23,9 @@ COLONNADE_INLINE void add_elements(const FMTask& task, std::int64_t sample, std:
   typename Register<T>::Value sum = {}, squares = {};
   for (std::int64_t v = 0; v < task.num_vectors; ++v) {
     const auto x = load_from<kIsWhole, T>(task.vectors[v], sample, d, task.dim);
-    sum = sum + x;
-    squares = squares + x * x;
+    const Term term = task.terms ? task.terms[v] : Term::both;
+    if (term != Term::squares) sum = sum + x;
+    if (term != Term::vector) squares = squares + (term == Term::both ? x * x : x);
   }
   T* const total = totals + d % kLanes<T>;
   Register<T>::store(total, Register<T>::load(total) + (sum * sum - squares));
@@ -36,11 +37,17 @@ COLONNADE_INLINE void write_elements(const FMGradientTask& task, std::int64_t sa
   const T gradient = static_cast<const T*>(task.gradient)[sample];
   typename Register<T>::Value sum = {};
   for (std::int64_t v = 0; v < num_vectors; ++v) {
+    if (task.terms && task.terms[v] == Term::squares) continue;
     sum = sum + load_from<kIsWhole, T>(task.vectors[v], sample, d, dim);
   }
   for (std::int64_t v = 0; v < num_vectors; ++v) {
     if (!task.out[v].base) continue;
-    const auto value = (sum - load_from<kIsWhole, T>(task.vectors[v], sample, d, dim)) * gradient;
+    typename Register<T>::Value value;
+    if (const Term term = task.terms ? task.terms[v] : Term::both; term == Term::squares) {
+      value = typename Register<T>::Value{} - gradient / 2;
+    } else {
+      value = (term == Term::vector ? sum : sum - load_from<kIsWhole, T>(task.vectors[v], sample, d, dim)) * gradient;
+    }
     T* const out = reinterpret_cast<T*>(task.out[v].base + sample * task.out[v].stride) + d;
     if constexpr (!kIsWhole) {
       __builtin_memcpy(out, &value, static_cast<std::size_t>(dim - d) * sizeof(T));
@@ -72,7 +79,7 @@ void fm(const FMTask& task) {
 template void fm<float>(const FMTask&);
 template void fm<double>(const FMTask&);
 
-// Vector v receives g (sum of all vectors - v).
+// Vector v receives g (sum of all vectors - v), or what its term of these is; squares receive -g / 2.
 template <class T>
 void fm_gradient(const FMGradientTask& task) {
   for (std::int64_t b = task.begin; b < task.end; ++b) {

@@ -158,9 +158,13 @@ struct DotsGradientTask {
   const std::byte** rows;  // scratch: 2 * num_vectors
 };
 
+// What a factorization machine adds a vector to: the sum of vectors, that of squares (it is one), or, squared, to both.
+enum class Term : std::uint8_t { both, vector, squares };
+
 // Samples [begin, end): half of |sum of vectors|^2 - sum of |vector|^2.
 struct FMTask {
   const VectorPlace* vectors;
+  const Term* terms;  // by vector; null: all are `both`
   std::int64_t num_vectors, dim;
   void* out;  // an element per sample
   std::int64_t begin, end;
@@ -168,6 +172,7 @@ struct FMTask {
 
 struct FMGradientTask {
   const VectorPlace* vectors;
+  const Term* terms;
   std::int64_t num_vectors, dim;
   const void* gradient;    // an element per sample
   const TargetPlace* out;  // by vector
@@ -191,15 +196,19 @@ struct CrossGradientTask {
   std::int64_t begin, end;
 };
 
-// Outputs [begin, end): sums over the lookups of a bag of (x v)^2, where x is the lookup's weight times the bag's share.
-struct SquaresTask {
-  const void* rows;          // (lookups, dim)
-  const void* weights;       // by lookup, or null
-  const std::int64_t* bags;  // output b sums lookups [bags[b], bags[b + 1]); null: it is lookup b
+// Pooling of output rows [begin, end) of one read in one pass over its rows: their sums, sums of their squares (x v)^2,
+// where x is the lookup's weight times the bag's share, and copies of them. Base null: not wanted.
+struct PoolSquaresTask {
+  const std::byte* rows;  // this and what follows as in PoolTask
+  std::int64_t row_stride, dim;
+  const std::uint32_t* index;
+  const void* weights;
+  const std::int64_t* bags;
+  std::int64_t first;
   Divisor divisor;
-  std::int64_t dim;
-  std::byte* out;
-  std::int64_t out_stride;  // bytes
+  TargetPlace sums, squares;
+  bool adds_sums, adds_squares;  // to what the output has
+  void* copies;                  // (the feature's lookups, dim) in the type of computation
   std::int64_t begin, end;
 };
 
@@ -228,13 +237,13 @@ struct RowKernels {
   void (*fm_gradient)(const FMGradientTask&);
   void (*cross)(const CrossTask&);
   void (*cross_gradient)(const CrossGradientTask&);
-  void (*pool_squares)(const SquaresTask&);
   void (*square_gradients)(const SquareGradientTask&);
 };
 
 struct Kernels {
   const char* name;
   void (*pool[4])(const PoolTask&);  // by Dtype of the rows
+  void (*pool_squares[4])(const PoolSquaresTask&);
   const OptimizerKernel* const* optimizers;  // by kind, see optimizer_list.h
   std::int32_t num_optimizers;
   RowKernels<float> float32;

@@ -31,8 +31,8 @@ template <class T>
 void cross(const CrossTask& task);
 template <class T>
 void cross_gradient(const CrossGradientTask& task);
-template <class T>
-void pool_squares(const SquaresTask& task);
+template <class Row>
+void pool_squares(const PoolSquaresTask& task);
 template <class T>
 void square_gradients(const SquareGradientTask& task);
 

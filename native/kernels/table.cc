@@ -20,7 +20,6 @@ constexpr RowKernels<T> row_kernels() {
           fm_gradient<T>,
           cross<T>,
           cross_gradient<T>,
-          pool_squares<T>,
           square_gradients<T>};
 }
 
@@ -31,6 +30,7 @@ constexpr const OptimizerKernel* kOptimizers[] = {COLONNADE_OPTIMIZERS(COLONNADE
 
 constinit const Kernels kernels{COLONNADE_NAME(COLONNADE_ISA),
                                 {pool<float>, pool<double>, pool<Bfloat16>, pool<Float16>},
+                                {pool_squares<float>, pool_squares<double>, pool_squares<Bfloat16>, pool_squares<Float16>},
                                 kOptimizers,
                                 sizeof(kOptimizers) / sizeof(kOptimizers[0]),
                                 row_kernels<float>(),

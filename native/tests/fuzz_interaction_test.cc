@@ -101,7 +101,7 @@ void fuzz_interaction(std::uint64_t seed) {
   }
 
   const Block sums(static_cast<std::size_t>(batch * item));
-  fm(vectors, sums.data());
+  fm(vectors, {}, sums.data());
   for (std::int64_t b = 0; b < batch; b += step) {
     double wanted = 0, scale = 0;
     for (std::int64_t j = 0; j < dim; ++j) {

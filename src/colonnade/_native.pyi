@@ -589,10 +589,14 @@ def pairwise_dot_gradient(
 ) -> None:
     """Compute the gradients of `pairwise_dot`. gradient: as its `out`; out: as `vectors`, None for those not needed."""
 
-def fm(vectors: list[Array], out: Array) -> None:
-    """Compute the factorization machine's pairwise term: out (B, 1) = (|sum of vectors|^2 - sum of |vector|^2) / 2."""
+def fm(vectors: list[Array], out: Array, terms: list[int] = ...) -> None:
+    """Compute the factorization machine's pairwise term: out (B, 1) = (|sum of vectors|^2 - sum of |vector|^2) / 2.
 
-def fm_gradient(vectors: list[Array], gradient: Array, out: list[Array | None]) -> None:
+    terms: for each vector 0: in both sums; 1: in the first; 2: a sum of squares, in the second. []: all 0."""
+
+def fm_gradient(
+    vectors: list[Array], gradient: Array, out: list[Array | None], terms: list[int] = ...
+) -> None:
     """Compute the gradients of `fm`."""
 
 def cross(first: Array, factor: Array, input: Array, out: Array) -> None:
@@ -604,12 +608,20 @@ def cross_gradient(
     """Compute the gradients of `cross`: of_first = gradient * factor, of_factor = gradient * first."""
 
 def pool_squares(
-    rows: Array, offsets: Array | None, pooling: int, weights: Array | None, out: Array
+    lookups: Lookups,
+    index: Array,
+    bases: Array,
+    strides: Array,
+    reads: Reads,
+    places: Array,
+    dtype: str,
 ) -> None:
-    """Compute squares of bags: out (B, D) = sum over a bag's lookups of (x v)^2, in lookup order.
+    """Pool rows and their squares, and copy them, in one pass over the rows, in order of the reads.
 
-    rows: (E, D) contiguous, float32 or float64, v of each lookup. offsets: (B + 1,) int64 from 0 to E; None: B = E.
-    x: the lookup's weight (1 without weights), times 1 / n (mean) or 1 / sqrt(n) (sqrtn). out: last stride 1."""
+    places: (R, 7) int64 by read: address and stride in bytes of the outputs of sums, and 1 to add to what they have;
+    the same of the outputs of squares, sum over a bag's lookups of (x v)^2; address of copies (E_f, dim). Address 0:
+    not wanted. x: the lookup's weight (1 without weights), times 1 / n (mean) or 1 / sqrt(n) (sqrtn). All are of the
+    type of computation. Other arguments as in `pool`."""
 
 def square_gradients(
     rows: Array,

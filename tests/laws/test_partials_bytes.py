@@ -218,6 +218,7 @@ OTHERS = ALL[1::2]
     [
         pytest.param(1, 2, HALF, id="1-2-half"),
         pytest.param(2, 1, OTHERS, id="2-1-others"),
+        pytest.param(2, 2, ("split tables", "split tables, over ids"), id="2-2-split"),
         *(
             pytest.param(*world, ALL, id=f"{world[0]}-{world[1]}-all", marks=pytest.mark.slow)
             for world in ((1, 2), (2, 2), (1, 3))

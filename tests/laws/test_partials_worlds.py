@@ -34,6 +34,7 @@ from colonnade.run.run import load_run_config, open_run, prepare_run
 from colonnade.topology.sharding import table_wise
 from colonnade.train.objective import get_objective
 from colonnade.train.setup import RunSetup
+from colonnade.wire.transport import HostRoute
 
 SIZES = [23, 0, 1, 24, 23, 22]
 FIELDS = ("user.deep", "item", "seen", "tags")
@@ -181,6 +182,30 @@ def test_ranks_train_and_remember_what_one_does(num_ranks, alone, tmp_path):
             assert coded["fetch"] * 4 == exact["fetch"] and coded["push"] * 4 == exact["push"]
     for name in STAYS:
         assert alone[name][2][0] < alone["plain", False][2][0], f"{name}: nobody left"
+
+
+def on_hosts(mesh):
+    """Train on hosts, exactly and coded; return also how many messages were summed inside a host."""
+    sends = []
+    send_values = HostRoute.send_values
+
+    def count_and_send(route, *arguments):
+        sends.append(route.columns.width)
+        return send_values(route, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HostRoute, "send_values", count_and_send)
+        return train(mesh), train(mesh, codecs=Codecs("bf16", "bf16")), train(mesh), sends
+
+
+def test_sums_inside_hosts_train_what_one_rank_does(alone):
+    """Two hosts of two ranks: partials of rows that are split over all ranks are summed inside a host first."""
+    everyone = run_ranks(4, on_hosts, ranks_per_host=2)
+    assert all(len(rank[3]) == 3 * len(SIZES) for rank in everyone)
+    check([rank[0] for rank in everyone], alone["plain", False], "on hosts")
+    check([rank[1] for rank in everyone], alone["coded", False], "on hosts, coded", 0.05)
+    for first, _, again, _ in everyone:
+        torch.testing.assert_close(first[:2], again[:2], rtol=0, atol=0)
 
 
 def with_a_server(mesh):

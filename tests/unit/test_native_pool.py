@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from native_batches import batches, everywhere, running_on, same_bits
 
 from colonnade import _native
+from colonnade.lookup.reads import pool_squares
 from colonnade.ops import reference
 
 ROUNDED = [torch.float32, torch.bfloat16, torch.float16]
@@ -105,6 +106,95 @@ def test_equals_twin(batch, row_dtype, out_dtype, is_ordered):
             assert same_bits(out[:, :dim], values), (isa, num_threads, f)
             assert out[:, dim:].isnan().all()
             out.fill_(torch.nan)
+
+
+def squares_twin(places, read):
+    """Return sums, sums of squares, and rows of one read, in plain PyTorch."""
+    batch, (f, column, dim) = places.batch, read
+    part = next(part for g, part, _ in batch.features() if g == f)
+    rows = places.tables[batch.feature_tables[f]][places.index[part].long()][
+        :, column : column + dim
+    ]
+    weights = None if batch.weights is None else batch.weights[part]
+    bag = (batch.bags(f), batch.poolings[f] if batch.has_bags else "sequence", weights)
+    return (
+        reference.pool(rows, *bag, batch.dtype),
+        pool_squares(rows.to(batch.dtype), bag),
+        rows.to(batch.dtype),
+    )
+
+
+@settings(max_examples=examples(20, 60), deadline=None)
+@given(batches(dims=(1, 3, 8, 16, 17, 32, 100)), st.sampled_from(ROUNDED), st.integers(0, 2**16))
+def test_squares_equal_twin(batch, row_dtype, seed):
+    """Sums and squares of one pass have the bits of plain PyTorch; reads may share a place or leave one out."""
+    row_dtype = torch.float64 if batch.dtype == torch.float64 else row_dtype
+    places = Places(batch, row_dtype, batch.dtype)
+    reads = [read for read in places.reads if batch.poolings[read[0]] != "sequence"]
+    rng = np.random.default_rng(seed)
+    wants = rng.random((len(reads), 3)) < 0.7  # sums, squares, copies
+    wants[:, 0] |= ~wants[:, 1]
+    adds = rng.random((len(reads), 2)) < 0.5
+    twins = [squares_twin(places, read) for read in reads]
+    dims = [dim for *_, dim in reads]
+    shared = {dim: torch.zeros(2, batch.batch_size, dim, dtype=batch.dtype) for dim in dims}
+    for n, dim in enumerate(dims):
+        for kind in range(2):
+            if wants[n, kind] and adds[n, kind]:
+                shared[dim][kind].add_(twins[n][kind])
+    features, columns, _ = zip(*reads, strict=True) if reads else ([], [], [])
+    for isa, num_threads in everywhere():
+        totals = {dim: torch.zeros_like(total) for dim, total in shared.items()}
+        alone = [
+            [torch.full((batch.batch_size, d + 3), torch.nan, dtype=batch.dtype) for _ in range(2)]
+            for d in dims
+        ]
+        copies = [torch.full_like(twin[2], torch.nan) for twin in twins]
+        numbers = []
+        for n, dim in enumerate(dims):
+            outs = [totals[dim][kind] if adds[n, kind] else alone[n][kind] for kind in range(2)]
+            for kind, out in enumerate(outs):
+                address = (out.data_ptr(), out.stride(0) * out.itemsize, bool(adds[n, kind]))
+                numbers += address if wants[n, kind] else (0, 0, 0)
+            numbers.append(copies[n].data_ptr() if wants[n, 2] else 0)
+        with running_on(isa, num_threads):
+            _native.pool_squares(
+                batch.lookups(),
+                places.index,
+                torch.tensor([table.data_ptr() for table in places.tables]),
+                torch.tensor([table.stride(0) * table.itemsize for table in places.tables]),
+                _native.Reads(int32(features), int32(columns), int32(dims)),
+                torch.tensor(numbers, dtype=torch.int64).view(-1, 7),
+                name_of(row_dtype),
+            )
+        for n, dim in enumerate(dims):
+            for kind in range(2):
+                if wants[n, kind] and not adds[n, kind]:
+                    assert same_bits(alone[n][kind][:, :dim], twins[n][kind]), (isa, n, kind)
+                    assert alone[n][kind][:, dim:].isnan().all()
+            if wants[n, 2]:
+                assert same_bits(copies[n], twins[n][2])
+        for dim, total in shared.items():
+            assert same_bits(totals[dim], total), (isa, num_threads)
+
+
+def test_squares_of_sequences_are_refused():
+    index = int32([0, 1])
+    lookups = _native.Lookups(
+        index.long(), torch.tensor([0, 2]), int32([0]), torch.tensor([2], dtype=torch.uint8), 1,
+        None, None,
+    )  # fmt: skip
+    table, out = torch.ones(2, 4), torch.empty(2, 4)
+    arguments = [
+        lookups, index, torch.tensor([table.data_ptr()]), torch.tensor([16]),
+        _native.Reads(int32([0]), int32([0]), int32([4])),
+        torch.tensor([[out.data_ptr(), 16, 0, 0, 0, 0, 0]]), "float32",
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="feature 0 is a sequence"):
+        _native.pool_squares(*arguments)
+    arguments[5] = torch.tensor([[out.data_ptr(), 8, 0, 0, 0, 0, 0]])
+    with pytest.raises(ValueError, match="writes 16 bytes into output rows that are 8"):
+        _native.pool_squares(*arguments)
 
 
 @pytest.mark.parametrize("dim", [16, 48, 64, 80])

@@ -1,10 +1,10 @@
-"""Squares of bags and their gradients: the native core's bits are those of plain PyTorch."""
+"""Gradients of lookups whose squares were pooled: the native core's bits are those of plain PyTorch."""
 
 import pytest
 import torch
 
 from colonnade import _native
-from colonnade.lookup.reads import compute_lookup_gradients, pool_squares
+from colonnade.lookup.reads import compute_lookup_gradients
 from colonnade.table import POOLINGS
 
 
@@ -26,10 +26,6 @@ def draw(num_bags: int, dim: int, dtype: torch.dtype, *, is_weighted: bool):
 def test_bits_are_those_of_torch(num_bags, dim, pooling, is_weighted, dtype) -> None:
     rows, offsets, weights = draw(num_bags, dim, dtype, is_weighted=is_weighted)
     bag, code = (offsets, pooling, weights), POOLINGS.index(pooling)
-    wide = torch.full((num_bags, dim + 5), 7.0, dtype=dtype)
-    _native.pool_squares(rows, offsets, code, weights, wide[:, 2 : 2 + dim])
-    assert torch.equal(wide[:, 2 : 2 + dim], pool_squares(rows, bag))
-    assert (wide[:, :2] == 7).all() and (wide[:, 2 + dim :] == 7).all()
     gradient, of_squares = torch.randn(2, num_bags, dim, dtype=dtype)
     for sources in ((gradient, of_squares), (gradient, None), (None, of_squares)):
         out = torch.full_like(rows, float("nan"))
@@ -41,9 +37,7 @@ def test_bits_are_those_of_torch(num_bags, dim, pooling, is_weighted, dtype) -> 
 def test_one_lookup_per_sample_needs_no_offsets(is_weighted: bool) -> None:
     rows, _, weights = draw(50, 8, torch.float32, is_weighted=is_weighted)
     out, gradient = torch.empty_like(rows), torch.randn_like(rows)
-    _native.pool_squares(rows, None, POOLINGS.index("sequence"), weights, out)
     bag = (None, "sequence", weights)
-    assert torch.equal(out, pool_squares(rows, bag))
     _native.square_gradients(rows, None, POOLINGS.index("sequence"), weights, None, gradient, out)
     assert torch.equal(out, compute_lookup_gradients(None, gradient, rows, bag, len(rows)))
 
@@ -71,8 +65,9 @@ def test_gradients_are_autograds() -> None:
         ({"offsets": torch.tensor([0, 1, 2, 3])}, "offsets"),
         ({"offsets": torch.tensor([0, 2, 1, 4])}, "offsets"),
         ({"offsets": torch.zeros(0, dtype=torch.int64)}, "offsets"),
-        ({"out": torch.zeros(3, 2)}, "out"),
-        ({"out": torch.zeros(4, 3).T}, "out"),
+        ({"gradient": torch.zeros(3, 2)}, "gradient"),
+        ({"gradient": torch.zeros(4, 3).T}, "gradient"),
+        ({"out": torch.zeros(3, 4)}, "out"),
         ({"weights": torch.ones(3)}, "weights"),
         ({"rows": torch.ones(4, 4, dtype=torch.int64)}, "rows"),
     ],
@@ -80,8 +75,8 @@ def test_gradients_are_autograds() -> None:
 def test_wrong_arrays_are_refused(change, message) -> None:
     arguments = {
         "rows": torch.ones(4, 4), "offsets": torch.tensor([0, 1, 2, 4]), "pooling": 0,
-        "weights": None, "out": torch.zeros(3, 4),
+        "weights": None, "gradient": torch.zeros(3, 4), "of_squares": None, "out": torch.zeros(4, 4),
     }  # fmt: skip
-    _native.pool_squares(*arguments.values())
+    _native.square_gradients(*arguments.values())
     with pytest.raises(ValueError, match=message):
-        _native.pool_squares(*(arguments | change).values())
+        _native.square_gradients(*(arguments | change).values())

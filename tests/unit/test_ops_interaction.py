@@ -112,6 +112,38 @@ def test_fm_equals_twin(case):
     )
 
 
+@settings(max_examples=examples(20, 80), deadline=None)
+@given(vector_lists(), st.integers(0, 2**16))
+def test_fm_of_squares_equals_twin(case, seed):
+    vectors, dim, _, is_exact = case
+    count = sum(v.shape[1] for v in as_3d(vectors, dim)) if len(vectors[0]) else 0
+    random = torch.Generator().manual_seed(seed)
+    terms = torch.randint(0, 3, (count,), generator=random).tolist()
+    if count:
+        check(
+            lambda x: interaction.fm(x, dim=dim, terms=terms),
+            lambda x: interaction.plain_fm(as_3d(x, dim), terms),
+            vectors,
+            is_exact,
+        )
+
+
+def test_fm_over_ids_has_the_bits_of_fields():
+    """The value has the same bits as over fields where the inputs are those of one id a field."""
+    fields = torch.randn(300, 26, 16)
+    inputs = torch.stack([fields, fields.square()], dim=2).flatten(1, 2)
+    terms = [interaction.VECTOR, interaction.SQUARES] * 26
+    result = interaction.fm([inputs], dim=16, terms=terms)
+    assert same_bits(result, interaction.fm([fields], dim=16))
+
+
+def test_wrong_terms_are_refused():
+    vectors = [torch.randn(3, 2, 4)]
+    for terms in ([0], [0, 3]):
+        with pytest.raises(ValueError, match="terms: got"):
+            _native.fm(vectors, torch.empty(3, 1), terms)
+
+
 @pytest.mark.parametrize("shape", [(0, 3), (1, 1), (5, 7), (3, 16), (4096, 600)])
 @pytest.mark.parametrize("dtype", list(DTYPES))
 def test_cross_equals_twin(shape, dtype):

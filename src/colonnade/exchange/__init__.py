@@ -202,7 +202,9 @@ def _open_bags_exchange(hops: Sequence[Hop], part_settings: PartSettings) -> Bag
         )
         _check_sequence_consumers(declaration, mesh, consumers, part_settings.reads_ahead)
     evaluated = find_evaluated_fields(declaration, shardings, consumers, has_whole_bags=False)
-    layout = build_bag_layout(declaration, shardings, mesh.num_ranks, evaluated)
+    layout = build_bag_layout(
+        declaration, shardings, mesh.num_ranks, evaluated, sums_groups=not part_settings.reads_ahead
+    )
     messages = [layout.sent_columns(rank) for rank in range(mesh.num_ranks)]
     sent = messages[mesh.rank]
     dtype = declaration.compute_dtype

@@ -5,7 +5,7 @@ Legend: C columns of lookups, W columns of all fields side by side.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -176,8 +176,11 @@ def build_bag_layout(
     shardings: Sequence[Sharding],
     num_ranks: int,
     evaluated: EvaluatedFields,
+    *,
+    sums_groups: bool = False,
 ) -> BagLayout:
-    """Build the layout of an exchange of bags. Raises ConfigError for sequences whose rows would have to be sent."""
+    """Build the layout of an exchange of bags. sums_groups: whether owners pool fields together of which consumers need
+    the sum alone. Raises ConfigError for sequences whose rows would have to be sent."""
     split_outputs = tuple(_separate_evaluated_outputs(declaration, evaluated.consumers))
     for output in split_outputs:
         if output.is_sequence:
@@ -191,6 +194,7 @@ def build_bag_layout(
     unordered = FieldLayout(declaration, tuple(order))
     fields = FieldLayout(declaration, unordered.pooled + unordered.sequences)
     arriving = _list_arriving_columns(declaration, evaluated, split_outputs)
+    groups = _group_summed_fields(declaration, evaluated, arriving) if sums_groups else {}
     features = fields.features
     poolings = [declaration.features[f].pooling for f in features]
     column = {f: c for c, f in enumerate(features)}
@@ -211,7 +215,7 @@ def build_bag_layout(
         evaluated=evaluated,
         outputs=split_outputs,
         fields=fields,
-        shares=tuple(fields.select_rank(rank, shardings) for rank in range(num_ranks)),
+        shares=tuple(fields.select_rank(rank, shardings, groups) for rank in range(num_ranks)),
         arriving=arriving,
         requested=LookupColumns(
             features,
@@ -231,6 +235,22 @@ def build_bag_layout(
         runs=tuple(find_runs([output.column_starts for output in split_outputs], arriving)),
         divisions=tuple(divisions),
     )
+
+
+def _group_summed_fields(
+    declaration: EmbeddingDeclaration, evaluated: EvaluatedFields, arriving: FieldColumns
+) -> dict[int, Hashable]:
+    """Return the group of each field that reaches the samples' ranks, or a consumer, only as a part of sums."""
+    uses: dict[int, list[tuple[str, int | None]]] = {}
+    for name, fields in evaluated.taken_by.items():
+        kinds = declaration.consumers[name].interaction.group_summed_inputs(len(fields))
+        for i, kind in zip(fields, kinds, strict=True):
+            uses.setdefault(i, []).append((name, kind))
+    return {
+        i: tuple(taken)
+        for i, taken in uses.items()
+        if i not in arriving.dims and all(kind is not None for _, kind in taken)
+    }
 
 
 def _separate_evaluated_outputs(

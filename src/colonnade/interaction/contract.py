@@ -47,6 +47,11 @@ class Interaction(nn.Module):
         """Return the names of the operator's inputs for these fields: the fields, and squares of some (`SQUARES`)."""
         return tuple(fields)
 
+    def group_summed_inputs(self, count: int) -> Sequence[int | None]:
+        """Return by input the group of those of which partials need the sum alone, or None. count: inputs. The sum of a
+        group's inputs may be passed to `partial_of_fields` as the first one of them, without the others."""
+        return [None] * count
+
     @abstractmethod
     def width(self, dim: int) -> int | None:
         """Return P, the floats per sample in a partial, for vectors of width `dim`; None: values must be sent."""

@@ -39,13 +39,16 @@ class PairwiseProducts(Interaction):
     def list_inputs(self, fields: Sequence[str]) -> tuple[str, ...]:
         if self.over == "fields":
             return tuple(fields)
-        inputs: list[str] = []
-        for i, name in enumerate(fields):
-            inputs += [name] if i in self.single else [name, name + SQUARES]
-        return tuple(inputs)
+        kinds = [("",) if i in self.single else ("", SQUARES) for i in range(len(fields))]
+        return tuple(name + kind for name, own in zip(fields, kinds, strict=True) for kind in own)
 
     def needs_pooled_fields(self) -> bool:
         return self.over == "fields" or bool(self.single)
+
+    def group_summed_inputs(self, count: int) -> Sequence[int | None]:
+        if self.over == "fields":
+            return [None] * count
+        return [None if term == ops.BOTH else term for term in self._list_terms(count)[:count]]
 
     def sum_inputs(
         self, fields: Tensor, field_indices: Sequence[int] | None
@@ -54,24 +57,15 @@ class PairwiseProducts(Interaction):
         if self.over == "fields":
             return fields.sum(1), fields.square().sum(1)
         indices = range(fields.shape[1]) if field_indices is None else field_indices
-        kinds = self._list_input_kinds(max(indices, default=-1) + 1)
-        # Views, not columns by an index: copies of those took twice as long, with their gradients (measured).
-        inputs = [(kinds[i], field) for i, field in zip(indices, fields.unbind(1), strict=True)]
-        zero = fields.new_zeros(fields.shape[0], fields.shape[2])
-        vectors = [field for kind, field in inputs if kind != "squares"]
-        squares = [
-            field.square() if kind == "single" else field
-            for kind, field in inputs
-            if kind != "vector"
-        ]
-        return sum(vectors, zero), sum(squares, zero)
+        terms = self._list_terms(max(indices, default=-1) + 1)
+        return ops.sum_terms(fields, [terms[i] for i in indices])
 
-    def _list_input_kinds(self, count: int) -> list[str]:
-        """List what the first inputs are, at least `count`."""
-        kinds: list[str] = []
-        for i in range(count):
-            kinds += ["single"] if i in self.single else ["vector", "squares"]
-        return kinds
+    def _list_terms(self, count: int) -> list[int]:
+        """List the terms (`ops.interaction.fm`) of the first inputs over ids, at least `count`."""
+        terms = (
+            [ops.BOTH] if i in self.single else [ops.VECTOR, ops.SQUARES] for i in range(count)
+        )
+        return [term for field_terms in terms for term in field_terms]
 
 
 class FM(PairwiseProducts):
@@ -111,9 +105,9 @@ class FM(PairwiseProducts):
         return torch.cat([sums, squares.sum(1, keepdim=True)], dim=1)
 
     def forward(self, fields: Tensor) -> Tensor:
-        if self.over == "fields":
-            return ops.fm([fields], dim=fields.shape[2])
-        return super().forward(fields)
+        count = fields.shape[1]
+        terms = [] if self.over == "fields" else self._list_terms(count)[:count]
+        return ops.fm([fields], dim=fields.shape[2], terms=terms)
 
 
 class Sum(Interaction):
@@ -124,6 +118,9 @@ class Sum(Interaction):
 
     def needs_pooled_fields(self) -> bool:
         return False
+
+    def group_summed_inputs(self, count: int) -> Sequence[int | None]:
+        return [0] * count
 
     def partial(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from colonnade.interaction import Concat
-from colonnade.lookup.layout import Consumer, EmbeddingDeclaration
+from colonnade.lookup.layout import Consumer, EmbeddingDeclaration, list_lookup_outputs
 from colonnade.topology.sharding import Sharding
 
 
@@ -66,11 +66,19 @@ class FieldLayout:
 
     declaration: EmbeddingDeclaration
     order: tuple[int, ...]  # indices into Declaration.fields
+    groups: Mapping[int, Hashable] = field(default_factory=dict)
+    """Group of each field that is needed only as the sum of its group."""
 
     @cached_property
     def columns(self) -> FieldColumns:
-        """Columns of the pooled fields."""
-        return FieldColumns({i: self.declaration.fields[i].dim for i in self.pooled})
+        """Columns of the pooled fields; those of a group have the key of its first field."""
+        return FieldColumns({i: self.declaration.fields[i].dim for i in self.column_keys})
+
+    @cached_property
+    def column_keys(self) -> tuple[int, ...]:
+        """Key of the columns of each pooled field."""
+        firsts: dict[Hashable, int] = {}
+        return tuple(firsts.setdefault(self.groups.get(i, i), i) for i in self.pooled)
 
     @cached_property
     def pooled(self) -> tuple[int, ...]:
@@ -95,12 +103,14 @@ class FieldLayout:
         fields."""
         return tuple(dict.fromkeys(self.declaration.fields[i].feature for i in self.order))
 
-    def select_rank(self, rank: int, shardings: Sequence[Sharding]) -> FieldLayout:
-        """Return the fields of tables that have rows on that rank."""
+    def select_rank(
+        self, rank: int, shardings: Sequence[Sharding], groups: Mapping[int, Hashable]
+    ) -> FieldLayout:
+        """Return the fields of tables that have rows on that rank, in these groups."""
         parts = self.declaration.parts
         fields = self.declaration.fields
         own_fields = [i for i in self.order if rank in shardings[parts[fields[i].part][0]].ranks]
-        return FieldLayout(self.declaration, tuple(own_fields))
+        return FieldLayout(self.declaration, tuple(own_fields), groups)
 
     def as_sum_declaration(self, declared_pooling: Collection[int] = ()) -> EmbeddingDeclaration:
         """Return the declaration that an owner pools: one output with the sums of the pooled fields, and one for each
@@ -115,7 +125,15 @@ class FieldLayout:
         names = tuple(declaration.fields[i].name for i in self.pooled)
         consumers = {"pooled": Consumer(Concat(), names)} if names else {}
         compute: Any = declaration.tables[0].compute_dtype
-        return EmbeddingDeclaration(declaration.tables, features, consumers, compute)
+        sums = EmbeddingDeclaration(declaration.tables, features, consumers, compute)
+        if len(self.columns.dims) == len(self.pooled):
+            return sums
+        pooled, *sequences = list_lookup_outputs(sums)
+        starts = tuple(self.columns.starts[i] for i in self.column_keys)
+        return replace(
+            sums,
+            shared=(replace(pooled, columns=starts, width=self.columns.width), *sequences),
+        )
 
 
 def find_runs(

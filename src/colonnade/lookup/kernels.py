@@ -12,7 +12,7 @@ Legend: B samples, T tables, E lookups, O rows that a rank owns, W elements of a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -25,14 +25,18 @@ from colonnade import _native
 from colonnade.lookup.contract import NO_TENSORS, PartLookup, RowGradients, RowSource
 from colonnade.lookup.layout import EmbeddingDeclaration, LookupColumns, Lookups, Output
 from colonnade.lookup.reads import (
+    PairedReads,
     Read,
     add_gradients,
+    build_native_reads,
     compute_lookup_gradients,
+    find_shared_columns,
     get_column_bag,
     list_reads,
     pool_squares,
     separate_lookups,
     squared_columns,
+    transpose_int32,
 )
 from colonnade.lookup.row_layout import RowLayout, RowSums, build_row_layout
 from colonnade.ops import optimizers as rules
@@ -63,7 +67,11 @@ class NativeKernels:
         self.itemsize = declaration.tables[0].itemsize
         self.compute = declaration.tables[0].compute_dtype
         self.pooled_reads, self.square_reads = list_reads(declaration, lookup_columns, outputs)
-        self.reads = _native_reads(self.pooled_reads)
+        self.reads = build_native_reads(self.pooled_reads)
+        self._paired = PairedReads(self.pooled_reads, self.square_reads)
+        paired = {read for read, _ in self._paired.pairs}
+        self._unpaired = [n for n, read in enumerate(self.pooled_reads) if read not in paired]
+        self._unpaired_reads = build_native_reads(self.pooled_reads[n] for n in self._unpaired)
         self.reads_of_key: dict[tuple[int, int], list[Read]] = {}
         """Reads of each part through each column of lookups: pooled vectors, then squares."""
         for read in (*self.pooled_reads, *self.square_reads):
@@ -74,7 +82,7 @@ class NativeKernels:
             np.array(read_columns, dtype=np.int64).reshape(-1, 3).T.copy()
         )
         self.whole_rows = _native.Reads(
-            *_transpose_int32(
+            *transpose_int32(
                 (i, 0, width) for i, width in enumerate(self.widths.tolist() * num_ranks)
             )
         )
@@ -107,49 +115,16 @@ class NativeKernels:
             index,
             bases,
             strides,
-            self.reads,
-            out_bases,
-            out_strides,
+            self._unpaired_reads,
+            out_bases[self._unpaired],
+            out_strides[self._unpaired],
             self.dtype,
             self.declaration.output,
             order,
         )
-        if self.square_reads:
-            self._pool_squares(lookups, row_locations, tensors)
+        if self._paired.pairs:
+            self._paired.pool(lookups, index, bases, strides, self.dtype, tensors)
         return tensors
-
-    def _pool_squares(
-        self,
-        lookups: Lookups,
-        locations: tuple[Any, Any, Tensor, Tensor | None],
-        tensors: Sequence[Tensor],
-    ) -> None:
-        """Write squares into their columns of the outputs, and keep the vectors for the gradients."""
-        bases, strides, index, _ = locations
-        dtype = self.declaration.compute_dtype
-        separate = separate_lookups(lookups, self.lookup_columns, dtype)
-        counts = lookups.feature_offsets.diff().tolist()
-        rows = [empty(counts[r.column], r.part.dim, dtype=dtype) for r in self.square_reads]
-        _native.pool(
-            separate.native,
-            index,
-            bases,
-            strides,
-            _native_reads(self.square_reads),
-            *_block_addresses(rows),
-            self.dtype,
-            self.compute,
-        )
-        for read, block in zip(self.square_reads, rows, strict=True):
-            out = tensors[read.output][:, read.columns]
-            values = out if out.dtype == dtype else empty(*out.shape, dtype=dtype)
-            offsets, pooling, weights = get_column_bag(
-                lookups, self.lookup_columns, read.column, block
-            )
-            _native.pool_squares(block, offsets, POOLINGS.index(pooling), weights, values)
-            if values is not out:
-                out.copy_(values)
-            lookups.squared_rows[read.key] = block
 
     def zero_outputs(self, lookups: Lookups) -> list[Tensor]:
         return [output.zero_() for output in self._empty_outputs(lookups)]
@@ -223,7 +198,7 @@ class NativeKernels:
             merged.append(gradient)
         source = _native.OutputGradients(
             separate_lookups(lookups, self.lookup_columns, dtype).native,
-            _native_reads(reads[0] for reads in self.reads_of_key.values()),
+            build_native_reads(reads[0] for reads in self.reads_of_key.values()),
             *_block_addresses(merged),
             self.compute,
         )
@@ -394,12 +369,6 @@ def output_shapes(
     return shapes
 
 
-def _native_reads(reads: Iterable[Read]) -> _native.Reads:
-    return _native.Reads(
-        *_transpose_int32((read.column, read.part.column, read.part.dim) for read in reads)
-    )
-
-
 def _block_addresses(row_blocks: Sequence[Tensor]) -> tuple[np.ndarray, np.ndarray]:
     """Return the address of the first row of each block, and the bytes between its rows, (R,) int64 each."""
     strides = [block.stride(0) * block.element_size() for block in row_blocks]
@@ -407,11 +376,6 @@ def _block_addresses(row_blocks: Sequence[Tensor]) -> tuple[np.ndarray, np.ndarr
         np.array([block.data_ptr() for block in row_blocks], dtype=np.int64),
         np.array(strides, dtype=np.int64),
     )
-
-
-def _transpose_int32(rows: Iterable[tuple[int, int, int]]) -> Tensor:
-    """Return the transposed rows, (3, N) int32."""
-    return torch.tensor(list(rows), dtype=torch.int32).reshape(-1, 3).T.contiguous()
 
 
 @dataclass(frozen=True, slots=True)
@@ -480,6 +444,9 @@ class DeviceKernels:
             for i, shape in enumerate(shapes)
         ]
         bounds = lookups.feature_offsets.tolist()
+        shared = find_shared_columns((*self.reads, *self.square_reads))
+        for (output, _), columns in shared.items():
+            tensors[output][:, columns].zero_()
         for read in (*self.reads, *self.square_reads):
             c = read.column
             part = read.part
@@ -492,7 +459,8 @@ class DeviceKernels:
                 pooled = pool_squares(values, row_locations.bags[c])
             else:
                 pooled = reference.pool(values, *row_locations.bags[c], dtype)
-            tensors[read.output][:, read.columns] = pooled
+            out = tensors[read.output][:, read.columns]
+            out.add_(pooled) if (read.output, read.start) in shared else out.copy_(pooled)
         return tensors
 
     def zero_outputs(self, lookups: Lookups) -> list[Tensor]:

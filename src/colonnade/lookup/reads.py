@@ -1,19 +1,23 @@
 """Reads of outputs: the parts of rows that lookups pool into columns of an output, and squares of them.
 
 Squares of a field are, by sample, the sum over its ids of (x v)^2 (`interaction.contract.SQUARES`). They are computed
-from the vectors that lookups read, which are kept for the gradients: natively on the CPU, in torch on a device.
+from the vectors that lookups read, which are kept for the gradients: natively on the CPU, in torch on a device. Several
+fields may have the same columns of an output: it gets the sum of them.
 
 Legend: B samples, E lookups of a feature, D elements of a field.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from colonnade import _native
 from colonnade.lookup.layout import (
     EmbeddingDeclaration,
     LookupColumns,
@@ -22,6 +26,7 @@ from colonnade.lookup.layout import (
     replace_poolings,
 )
 from colonnade.ops import reference
+from colonnade.ops.memory import empty
 from colonnade.table import POOLINGS, Part, Pooling
 
 
@@ -50,7 +55,8 @@ class Read:
 def list_reads(
     declaration: EmbeddingDeclaration, lookup_columns: LookupColumns, outputs: Sequence[Output]
 ) -> tuple[list[Read], list[Read]]:
-    """List reads of pooled vectors, and those of squares, each in the order of the outputs' fields."""
+    """List reads of pooled vectors in the order of the outputs' fields, and those of squares in the order of their
+    vectors."""
     starts = [(i, start) for i, output in enumerate(outputs) for start in output.columns]
     reads = [
         Read(c, *declaration.parts[p], *start, is_squared)
@@ -58,7 +64,98 @@ def list_reads(
             lookup_columns.reads, starts, lookup_columns.squared, strict=True
         )
     ]
-    return [r for r in reads if not r.is_squared], [r for r in reads if r.is_squared]
+    vectors = [r for r in reads if not r.is_squared]
+    numbers = {r.key: n for n, r in reversed(list(enumerate(vectors)))}
+    squares = sorted(
+        (r for r in reads if r.is_squared), key=lambda r: numbers.get(r.key, len(reads))
+    )
+    return vectors, squares
+
+
+def find_shared_columns(reads: Sequence[Read]) -> dict[tuple[int, int], slice]:
+    """Return columns to which several of these reads are added, by output and first column."""
+    counts = Counter((read.output, read.start) for read in reads)
+    return {(r.output, r.start): r.columns for r in reads if counts[r.output, r.start] > 1}
+
+
+def build_native_reads(reads: Iterable[Read]) -> _native.Reads:
+    return _native.Reads(
+        *transpose_int32((read.column, read.part.column, read.part.dim) for read in reads)
+    )
+
+
+def transpose_int32(rows: Iterable[tuple[int, int, int]]) -> Tensor:
+    """Return the transposed rows, (3, N) int32."""
+    return torch.tensor(list(rows), dtype=torch.int32).reshape(-1, 3).T.contiguous()
+
+
+class PairedReads:
+    """Reads of vectors and of their squares that one native pass over the rows pools: all reads of squares, and those
+    of vectors that have squares, or share columns of an output with others."""
+
+    def __init__(self, vector_reads: Sequence[Read], square_reads: Sequence[Read]) -> None:
+        self.shared_columns = find_shared_columns((*vector_reads, *square_reads))
+        squares: dict[tuple[int, int], list[Read]] = {}
+        for read in square_reads:
+            squares.setdefault(read.key, []).append(read)
+        self.pairs: list[tuple[Read | None, Read | None]] = []
+        for read in vector_reads:
+            square = squares[read.key].pop(0) if squares.get(read.key) else None
+            if square is not None or (read.output, read.start) in self.shared_columns:
+                self.pairs.append((read, square))
+        self.pairs += [(None, read) for reads in squares.values() for read in reads]
+        self.native = build_native_reads(
+            next(read for read in pair if read is not None) for pair in self.pairs
+        )
+
+    def pool(
+        self,
+        lookups: Lookups,
+        index: Tensor,
+        bases: np.ndarray,
+        strides: np.ndarray,
+        row_dtype: str,
+        out_tensors: Sequence[Tensor],
+    ) -> None:
+        """Write sums and squares into their columns of the outputs, and keep the vectors whose squares were pooled for
+        the gradients. Rows are located as `NativeKernels` locates them."""
+        dtype = torch.float64 if row_dtype == "float64" else torch.float32
+        values = [
+            out if out.dtype == dtype else empty(*out.shape, dtype=dtype) for out in out_tensors
+        ]
+        for (output, _), columns in self.shared_columns.items():
+            values[output][:, columns].zero_()
+        counts = lookups.feature_offsets.diff().tolist()
+        rows = {
+            square.key: empty(counts[square.column], square.part.dim, dtype=dtype)
+            for _, square in self.pairs
+            if square is not None
+        }
+        lookups.squared_rows.update(rows)
+        places = [
+            (
+                *self._locate(read, values),
+                *self._locate(square, values),
+                0 if square is None else rows[square.key].data_ptr(),
+            )
+            for read, square in self.pairs
+        ]
+        numbers = np.array(places, dtype=np.int64)
+        _native.pool_squares(lookups.native, index, bases, strides, self.native, numbers, row_dtype)
+        for read in (read for pair in self.pairs for read in pair if read is not None):
+            if values[read.output] is not out_tensors[read.output]:
+                out_tensors[read.output][:, read.columns] = values[read.output][:, read.columns]
+
+    def _locate(self, read: Read | None, out_tensors: Sequence[Tensor]) -> tuple[int, int, bool]:
+        """Return the address of a read's columns, the bytes between rows, and whether others are added there, too."""
+        if read is None:
+            return 0, 0, False
+        out = out_tensors[read.output]
+        return (
+            out.data_ptr() + read.start * out.element_size(),
+            out.stride(0) * out.element_size(),
+            (read.output, read.start) in self.shared_columns,
+        )
 
 
 Bag = tuple[Tensor | None, Pooling, Tensor | None]

@@ -21,6 +21,9 @@ from torch import Tensor
 from colonnade import _native
 from colonnade.ops.memory import empty
 
+BOTH, VECTOR, SQUARES = range(3)
+"""Terms of `fm`: a vector that is added, and its square; one that is added alone; sums of squares of single ids."""
+
 
 def plain_pairwise_dot(vectors: Sequence[Tensor], included: Sequence[int] = ()) -> Tensor:
     """Compute `pairwise_dot` of vectors (B, k, D) each -> (B, len(included) * D + V (V - 1) / 2)."""
@@ -32,10 +35,22 @@ def plain_pairwise_dot(vectors: Sequence[Tensor], included: Sequence[int] = ()) 
     return torch.cat([*(stacked[:, v] for v in included), selected.to(stacked.dtype)], dim=1)
 
 
-def plain_fm(vectors: Sequence[Tensor]) -> Tensor:
+def plain_fm(vectors: Sequence[Tensor], terms: Sequence[int] = ()) -> Tensor:
     """Compute `fm` of vectors (B, k, D) each -> (B, 1): half of |sum of vectors|^2 - sum of |vector|^2."""
     stacked = torch.cat(list(vectors), dim=1)
-    return (stacked.sum(1).square() - stacked.square().sum(1)).sum(1, keepdim=True) / 2
+    sums, squares = (
+        sum_terms(stacked, terms) if terms else (stacked.sum(1), stacked.square().sum(1))
+    )
+    return (sums.square() - squares).sum(1, keepdim=True) / 2
+
+
+def sum_terms(vectors: Tensor, terms: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Return the sums (B, D) that vectors (B, V, D) have in `fm`: those of vectors, and of squares."""
+    # Views, not columns by an index: copies of those took twice as long, with their gradients (measured).
+    pairs = list(zip(vectors.unbind(1), terms, strict=True))
+    zero = vectors.new_zeros(vectors.shape[0], vectors.shape[2])
+    squares = [v.square() if term == BOTH else v for v, term in pairs if term != VECTOR]
+    return sum((v for v, term in pairs if term != SQUARES), zero), sum(squares, zero)
 
 
 def plain_cross(first: Tensor, factor: Tensor, input: Tensor) -> Tensor:
@@ -66,15 +81,20 @@ def pairwise_dot(vectors: Sequence[Tensor], *, dim: int, included: Sequence[int]
     return torch.ops.colonnade.pairwise_dot(views, indices)
 
 
-def fm(vectors: Sequence[Tensor], *, dim: int) -> Tensor:
+def fm(vectors: Sequence[Tensor], *, dim: int, terms: Sequence[int] = ()) -> Tensor:
     """Return the factorization machine's second-order term (Rendle 2010): the sum of <v_i, v_j> over pairs, (B, 1).
 
     vectors: as in `pairwise_dot`. Computed as half of |sum of vectors|^2 - sum of |vector|^2, element by element.
+    terms: `BOTH`, `VECTOR` or `SQUARES` for each vector; (): all are `BOTH`.
     """
     views = _view_vectors(vectors, dim)
     if not _is_native(views):
-        return plain_fm(views)
-    return _native_fm(views) if _can_skip_dispatch() else torch.ops.colonnade.fm(views)
+        return plain_fm(views, terms)
+    return (
+        _native_fm(views, terms)
+        if _can_skip_dispatch()
+        else torch.ops.colonnade.fm(views, list(terms))
+    )
 
 
 def cross(first: Tensor, factor: Tensor, input: Tensor) -> Tensor:
@@ -187,9 +207,9 @@ def _pairwise_dot_gradient(
     return [o for o in out if o is not None]
 
 
-def _native_fm(vectors: Sequence[Tensor]) -> Tensor:
+def _native_fm(vectors: Sequence[Tensor], terms: Sequence[int]) -> Tensor:
     out = empty(len(vectors[0]), 1, dtype=vectors[0].dtype)
-    _native.fm(_prepare_vectors(vectors), out)
+    _native.fm(_prepare_vectors(vectors), out, list(terms))
     return out
 
 
@@ -197,17 +217,18 @@ _fm = torch.library.custom_op("colonnade::fm", mutates_args=(), device_types="cp
 
 
 @_fm.register_fake
-def _(vectors):
+def _(vectors, terms):
     return vectors[0].new_empty(vectors[0].shape[0], 1)
 
 
 @torch.library.custom_op("colonnade::fm_gradient", mutates_args=(), device_types="cpu")
 def _fm_gradient(
-    vectors: Sequence[Tensor], gradient: Tensor, wanted: Sequence[bool]
+    vectors: Sequence[Tensor], terms: Sequence[int], gradient: Tensor, wanted: Sequence[bool]
 ) -> list[Tensor]:
     """Compute the gradients of the vectors that are wanted."""
     out = _allocate_gradients(vectors, wanted)
-    _native.fm_gradient(_prepare_vectors(vectors), gradient.detach().contiguous(), out)
+    gradient = gradient.detach().contiguous()
+    _native.fm_gradient(_prepare_vectors(vectors), gradient, out, list(terms))
     return [o for o in out if o is not None]
 
 
@@ -243,7 +264,7 @@ def _(vectors, included, gradient, wanted):
 
 
 @_fm_gradient.register_fake
-def _(vectors, gradient, wanted):
+def _(vectors, terms, gradient, wanted):
     return [v.new_empty(v.shape) for v, is_wanted in zip(vectors, wanted, strict=True) if is_wanted]
 
 
@@ -254,7 +275,7 @@ def _(first, factor, gradient):
 
 def _save_vectors(ctx: Any, inputs: tuple, output: Tensor) -> None:
     ctx.save_for_backward(*inputs[0])
-    ctx.included = inputs[1] if len(inputs) > 1 else None
+    ctx.numbers = inputs[1]  # included vectors, or terms
     ctx.wanted = [v.requires_grad for v in inputs[0]]
 
 
@@ -265,15 +286,17 @@ def _fill_unwanted(gradients: Sequence[Tensor], wanted: Sequence[bool]) -> list[
 
 def _dots_backward(ctx: Any, gradient: Tensor):
     gradients = torch.ops.colonnade.pairwise_dot_gradient(
-        list(ctx.saved_tensors), ctx.included, gradient, ctx.wanted
+        list(ctx.saved_tensors), ctx.numbers, gradient, ctx.wanted
     )
     # torch wants None for a list of numbers, but an empty list for an empty one.
-    return _fill_unwanted(gradients, ctx.wanted), None if ctx.included else []
+    return _fill_unwanted(gradients, ctx.wanted), None if ctx.numbers else []
 
 
 def _fm_backward(ctx: Any, gradient: Tensor):
-    gradients = torch.ops.colonnade.fm_gradient(list(ctx.saved_tensors), gradient, ctx.wanted)
-    return _fill_unwanted(gradients, ctx.wanted)
+    gradients = torch.ops.colonnade.fm_gradient(
+        list(ctx.saved_tensors), ctx.numbers, gradient, ctx.wanted
+    )
+    return _fill_unwanted(gradients, ctx.wanted), None if ctx.numbers else []
 
 
 def _save_factors(ctx: Any, inputs: tuple, output: Tensor) -> None:
