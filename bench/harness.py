@@ -451,10 +451,6 @@ def write_report(path: Path, result: Mapping[str, Any]) -> None:
     part.replace(path)
 
 
-def geometric_mean(values: Sequence[float]) -> float:
-    return math.exp(sum(map(math.log, values)) / len(values))
-
-
 def open_grid(
     headings: Sequence[str], *, texts: int | Sequence[str] = 1, title: str | None = None
 ) -> Table:

@@ -8,9 +8,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from statistics import median
+from statistics import geometric_mean, median
 
-from harness import Measured, geometric_mean, open_grid
+from harness import Measured, open_grid
 from rich.console import Console
 
 OURS = "colonnade"
