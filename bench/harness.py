@@ -7,7 +7,6 @@ Blocks are interleaved, A B C A B C ..., so that what else the machine does hits
 from __future__ import annotations
 
 import json
-import math
 import os
 import platform
 import resource
