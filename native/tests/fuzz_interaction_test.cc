@@ -101,32 +101,41 @@ void fuzz_interaction(std::uint64_t seed) {
   }
 
   const Block sums(static_cast<std::size_t>(batch * item));
-  fm(vectors, {}, sums.data());
+  std::vector<Term> terms(fuzz.one_in(3) ? 0 : static_cast<std::size_t>(n));
+  for (auto& term : terms) term = fuzz.pick({Term::both, Term::vector, Term::squares});
+  const auto is_of = [&](std::int64_t v, Term other) { return !terms.empty() && terms[v] == other; };
+  fm(vectors, terms, sums.data());
   for (std::int64_t b = 0; b < batch; b += step) {
     double wanted = 0, scale = 0;
     for (std::int64_t j = 0; j < dim; ++j) {
-      double sum = 0, squares = 0, size = 0;
+      double sum = 0, squares = 0, size = 0, size_of_squares = 0;
       for (std::int64_t v = 0; v < n; ++v) {
-        sum += at(v, b, j);
-        squares += at(v, b, j) * at(v, b, j);
-        size += std::abs(at(v, b, j));
+        const double x = at(v, b, j);
+        if (!is_of(v, Term::squares)) sum += x, size += std::abs(x);
+        if (!is_of(v, Term::vector)) {
+          const double square = is_of(v, Term::squares) ? x : x * x;
+          squares += square, size_of_squares += std::abs(square);
+        }
       }
       wanted += (sum * sum - squares) / 2;
-      scale += size * size;
+      scale += size * size + size_of_squares;
     }
     check_close(element(sums.data(), b, dtype), wanted, scale, dtype);
   }
-  fm_gradient(vectors, sums.data(), targets);
+  fm_gradient(vectors, terms, sums.data(), targets);
   for (std::int64_t b = 0; b < batch; b += step) {
     for (std::int64_t j = 0; j < dim; ++j) {
       double sum = 0, size = 0;
       for (std::int64_t v = 0; v < n; ++v) {
-        sum += at(v, b, j);
-        size += std::abs(at(v, b, j));
+        if (!is_of(v, Term::squares)) sum += at(v, b, j), size += std::abs(at(v, b, j));
       }
       const double g = element(sums.data(), b, dtype);
-      for (std::int64_t v = 0; v < n; ++v)
-        if (targets[v].base) check_close(target(v, b, j), g * (sum - at(v, b, j)), std::abs(g) * size, dtype);
+      for (std::int64_t v = 0; v < n; ++v) {
+        if (!targets[v].base) continue;
+        const double own = is_of(v, Term::vector) ? 0 : at(v, b, j);
+        const double wanted = is_of(v, Term::squares) ? -g / 2 : g * (sum - own);
+        check_close(target(v, b, j), wanted, std::abs(g) * (size + 1), dtype);
+      }
     }
   }
 }
