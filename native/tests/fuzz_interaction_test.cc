@@ -101,8 +101,10 @@ void fuzz_interaction(std::uint64_t seed) {
   }
 
   const Block sums(static_cast<std::size_t>(batch * item));
-  std::vector<Term> terms(fuzz.one_in(3) ? 0 : static_cast<std::size_t>(n));
-  for (auto& term : terms) term = fuzz.pick({Term::both, Term::vector, Term::squares});
+  std::vector<Term> terms;
+  if (!fuzz.one_in(3)) {
+    for (std::int64_t v = 0; v < n; ++v) terms.push_back(fuzz.pick({Term::both, Term::vector, Term::squares}));
+  }
   const auto is_of = [&](std::int64_t v, Term other) { return !terms.empty() && terms[v] == other; };
   fm(vectors, terms, sums.data());
   for (std::int64_t b = 0; b < batch; b += step) {
