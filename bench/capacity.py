@@ -83,9 +83,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory(prefix="colonnade-capacity-", dir=options.folder) as folder:
         check_disk(Path(folder), sizes, num_rows)
         measured = measure(Path(folder), sizes, num_rows, rounds, restarts, steps)
+        result = write_result(options.json, measured, num_rows, before)
         if not options.quick:
             measured += measure_nodes(Path(folder), restarts, num_rows // 4, steps)
-    result = report(
+            result = write_result(options.json, measured, num_rows, before)
+    show(Console(highlight=False, width=120), measured, result)
+
+
+def write_result(
+    path: Path | None, measured: Sequence[Measured], num_rows: int, before: Any
+) -> dict[str, Any]:
+    """Write what is measured so far. before: processor seconds when the bench began."""
+    return report(
         "capacity",
         version=colonnade.__version__,
         machine=describe_machine(
@@ -94,9 +103,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         ),
         measured=measured,
         ratios=compute_ratios(measured),
-        path=options.json,
+        path=path,
     )  # fmt: skip
-    show(Console(highlight=False, width=120), measured, result)
 
 
 def check_disk(folder: Path, sizes: Sequence[str], num_rows: int) -> None:
