@@ -11,7 +11,8 @@ their seed. The first arm is what the others are compared with, by blocks of tes
     workers    LR, Wide & Deep and DeepFM over ids on a stream of ads, 200 ids a sample: synchronous training, in
                batches of 256 and 4,096, and asynchronous workers of a parameter server (`workers/quality_workers.py`)
     affinity   fields of a flat DLRM, DCN-v2 and DeepFM, grouped by `colonnade towers` on a stream with planted groups
-    towers     DLRM and DCN-v2 with tower modules, on a stream with planted groups of fields, and on MovieLens-1M
+    towers     DLRM and DCN-v2 with four tower modules as `model.tower_ratio` makes them, of fields that `colonnade
+               towers` puts together and of fields dealt round, on a stream with planted groups, and on MovieLens-1M
                (`workers/quality_runs.py`)
     theory     logistic regression whose weights are read late, beside what is derived for it
     ids        FM, NFM and DeepFM on MovieLens-1M: pairs of ids or of fields, with bags of genres and of 20 films
@@ -22,7 +23,7 @@ arm's own. MovieLens-1M is read from $COLONNADE_DATA, else from ../shared/data b
 groups are left out.
 
 Each arm is written to FILE when it ends, and a call with the same FILE adds the others. `--seeds 0` prints FILE, also
-one of the former benches `quality_partials` and `towers_quality`.
+one of the former bench `quality_partials`.
 """
 
 from __future__ import annotations
@@ -46,11 +47,11 @@ from tables.pilot import find_best_rate
 from tables.quality import AUC, SEED
 from workers.quality_case import Run
 from workers.quality_runs import (
+    TOWERS,
     Towers,
     measure_purity,
     train_ids,
-    train_movielens_towers,
-    train_stream_towers,
+    train_towers,
 )
 from workers.quality_theory import SHARES, STEPS_LATE, train_late
 from workers.quality_workers import Order, train_order
@@ -64,6 +65,7 @@ from colonnade.staleness import RowClock, row_clock
 RATES = {
     "adagrad": (0.0125, 0.025, 0.05, 0.1, 0.2, 0.4),
     "sgd": (0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0),
+    "towers": (0.25, 0.5, 1.0, 2.0),
     "ads": (0.0003125, 0.000625, 0.00125, 0.0025, 0.005, 0.01, 0.02, 0.04),
 }
 """Learning rates that a pilot may try; it begins in the middle."""
@@ -93,13 +95,13 @@ ORDERS = {
     "64 x 256": Order(256, workers=64),
     "synchronous, 256": Order(256),
 }
-STREAM_TOWERS = (
-    Towers(4, "planted"), Towers(4, "learned"), Towers(4, "striped"), Towers(8, "learned"), Towers(4, "learned", 8),
-)  # fmt: skip
-MOVIELENS_TOWERS = [Towers(*item) for item in product((2, 4), ("natural", "learned", "striped"))]
+TOWER_ARMS: dict[str, Towers | None] = {"flat": None} | {
+    f"{kind} towers CR {ratio}": Towers(kind, ratio)
+    for kind, ratio in product(("learned", "striped"), (2, 4))
+}
 QUICK_SAMPLES = 65_536
-FORMER_NAMES = ("quality_partials", "towers_quality")
-"""Benches with result files that this one replaces."""
+FORMER_NAMES = ("quality_partials",)
+"""Bench with a result file that this one replaces."""
 
 
 @dataclass(frozen=True)
@@ -114,11 +116,6 @@ class Group:
     samples: int = 0
     rates: Sequence[float] = ()
     seeds: int = 3
-
-
-def towers_by_name(towers: Sequence[Towers]) -> dict[str, Towers | None]:
-    arms = {f"{item.number} {item.kind} towers CR {item.ratio}": item for item in towers}
-    return {"flat": None, **arms}
 
 
 def list_groups() -> list[Group]:
@@ -139,12 +136,14 @@ def list_groups() -> list[Group]:
         Group("affinity", f"fields of {model}", kinds, partial(measure_purity, model), 2_000_000)
         for model in ("dlrm", "dcnv2", "deepfm")
     ]
-    stream, movielens = towers_by_name(STREAM_TOWERS), towers_by_name(MOVIELENS_TOWERS)
     groups += [
-        Group("towers", model, stream, partial(train_stream_towers, model), 10_000_000)
+        Group("towers", name, TOWER_ARMS, partial(train_towers, model, data), samples, rates, seeds)
         for model in ("dlrm", "dcnv2")
+        for name, data, samples, rates, seeds in (
+            (model, TOWERS, 1_500_000, RATES["towers"], 3),
+            (f"{model} on {MOVIELENS}", MOVIELENS, 0, (), 10),
+        )
     ]
-    groups += [Group("towers", "dlrm on ml-1m", movielens, train_movielens_towers, seeds=5)]
     late = {f"{steps} steps late": steps for steps in STEPS_LATE}
     groups += [
         Group("theory", f"weights of {alpha:g} of samples", late, partial(train_late, alpha))

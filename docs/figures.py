@@ -269,6 +269,10 @@ def partials_rows() -> Iterable[tuple[str | Figure, ...]]:
         yield (f"{model}, {ids}, {dim}", *cells, Best(file, case, "auto"), Best(file, case, "torchrec *"))  # fmt: skip
 
 
+EXACT = "[!y]"
+"""End of a pattern of systems that leaves out lossy ones."""
+
+
 def tower_rows() -> Iterable[tuple[str | Figure, ...]]:
     for file, shape, net in (
         ("towers", "2x2 D=64", "D=64"), ("towers", "2x2 20-hot D=64", "20 ids a field, D=64"),
@@ -276,9 +280,9 @@ def tower_rows() -> Iterable[tuple[str | Figure, ...]]:
     ):  # fmt: skip
         for link in ("0.2", "1"):
             case = f"{shape} {link} Gbit/s"
-            flat = Best(file, case, "auto"), Best(file, case, "rows *")
+            flat = Best(file, case, "auto"), Best(file, case, f"rows *{EXACT}")
             modules = [Best(file, case, f"towers*CR {ratio} lossy") for ratio in (2, 4, 8)]
-            torchrec = Best(file, case, "torchrec *")
+            torchrec = Best(file, case, f"torchrec *{EXACT}")
             yield (f"{net}, {LINKS[link]}", torchrec, *flat, *modules)
 
 
@@ -439,7 +443,11 @@ def missed_rows() -> Iterable[tuple[str | Figure, ...]]:
     """Yield the ratios that do not reach what is wanted of them; a smaller error or regret is a better one."""
     for label, file, name, wanted in (
         ("late reads: time won of what overlap can win, worst case", "hybrid", "overlap_won", 0.7),
-        ("towers, compression 8, against the best flat exchange, worst case", "towers", "towers_cr8_vs_best_flat", 1.3),
+        ("towers, compression 4, against TorchRec, geometric mean", "towers", "cr4_vs_best_torchrec_mean", 1.9),
+        ("towers, compression 4, against TorchRec, worst case", "towers", "cr4_vs_best_torchrec_worst", 1.3),
+        ("towers, compression 4, against the best flat exchange, 200 Mbit/s", "towers", "cr4_vs_best_flat", 1),
+        ("towers, compression 8, against the best flat exchange, 200 Mbit/s", "towers", "cr8_vs_best_flat", 1.6),
+        ("towers, compression 4, 20 ids a field, against the best flat one", "towers", "bags_cr4_vs_best_flat", 1.9),
         ("towers: error of predicted seconds, worst case", "towers", "predicted_time_error", 0.15),
         ("partials: the chosen plan's time over the best plan's, worst case", "partials", "chooser_regret", 1.05),
         ("the default cache against no cache, 200 Mbit/s", "staleness", "default_vs_no_cache", 2.2),
@@ -576,7 +584,7 @@ TABLES = {
         tuple(partials_rows()),
     ),
     "towers": Table(
-        ("", "TorchRec table-wise", "chosen flat plan", "`rows`", "towers, CR 2", "CR 4", "CR 8"),
+        ("", "TorchRec", "chosen flat plan", "`rows`", "towers, CR 2", "CR 4", "CR 8"),
         tuple(tower_rows()),
     ),
     "affinity": Table(("", "interactions", "cosines"), tuple(affinity_rows())),

@@ -6,6 +6,7 @@ the difference of AUCs on a block (`bench/tables/intervals.py`).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from math import isnan, nan
 from statistics import fmean
@@ -26,6 +27,9 @@ SAVED, STEPS, CURVE = "row messages saved", "scored steps", "AUC by step"
 NEAR = 0.0005
 """Difference of AUC below which a score counts as reached in `steps_to_near_score`."""
 PURITY = "purity"
+TOWER_LOSS = re.compile(
+    r"auc_lost \w+(?P<movielens> on ml-1m)? (?P<kind>learned|striped) towers CR (?P<ratio>\d+)"
+)
 EXCESS, PREDICTED, ON_TIME = "excess loss", "predicted loss", BASES[-1]
 """Loss above the minimum, as measured and as derived, and the arm that both are compared with."""
 FACTS = (
@@ -103,7 +107,7 @@ def ratios_of(measured: Sequence[Measured]) -> dict[str, float]:
         observed, derived = np.array(cells).T
         rest = ((observed - derived) ** 2).sum() / ((observed - observed.mean()) ** 2).sum()
         ratios["theory_r2"] = round(1 - float(rest), 4)
-    return ratios | worst_cases(ratios)
+    return ratios | worst_cases(ratios) | tower_losses(ratios)
 
 
 def late_cells(groups: Groups) -> list[tuple[float, float]]:
@@ -138,6 +142,17 @@ def worst_cases(ratios: Mapping[str, float]) -> dict[str, float]:
         if sgd and arm == "default":
             worst["sgd_lost"] = max(sgd)
     return worst
+
+
+def tower_losses(ratios: Mapping[str, float]) -> dict[str, float]:
+    """Return what tower modules lose by ratio: learned towers in the worst of the models, striped ones in the best."""
+    lost: dict[str, list[float]] = {}
+    for key, value in ratios.items():
+        if match := TOWER_LOSS.fullmatch(key):
+            striped, suffix = match["kind"] == "striped", "_ml1m" if match["movielens"] else ""
+            name = f"{'striped_' * striped}loss_cr{match['ratio']}{suffix}"
+            lost.setdefault(name, []).append(value)
+    return {name: (min if "striped" in name else max)(values) for name, values in lost.items()}
 
 
 def is_cache_ratio(key: str, name: str, arm: str) -> bool:

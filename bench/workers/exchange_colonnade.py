@@ -43,6 +43,7 @@ from colonnade.plan.comparison import describe_exchanges, order_plans_to_time
 from colonnade.plan.constraints import resolve_plan_config
 from colonnade.plan.cost.consumers import build_model_load, check_whole_bags
 from colonnade.plan.measure.device import RowRate
+from colonnade.plan.plan import EXACT
 from colonnade.plan.search import choose
 from colonnade.plan.search.candidates import Constraint, PlanDecision, Problem, step_seconds
 from colonnade.planning.choices import NUM_RUNNERS_UP
@@ -162,9 +163,10 @@ def plan_of(tables: list[Table], choice: Mapping[str, Any], case: Case, mesh: Me
         return build_plan(tables, mesh.world, choice["plan"])
     shardings = SHARDINGS[choice["sharding"]](case.rows, mesh)
     own = zip(case.names, shardings, strict=True)
-    late = choice.get("late", 0)
+    late, codec = choice.get("late", 0), choice.get("codec", "exact")
     config = PlanConfig(
         exchange=choice["exchange"], tables={name: {"sharding": sharding} for name, sharding in own},
+        codec={"values": codec, "gradients": codec},
         staleness_steps=late, lookahead=choice.get("lookahead", late + 2), cache=choice.get("cache"),
     )  # fmt: skip
     return build_plan(tables, mesh.world, config)
@@ -247,7 +249,7 @@ class Chooser:
         choices = {
             n: self.forced(links, s.collection)
             for n, s in self.systems.items()
-            if n != AUTO and not has_copies(s.collection)
+            if n != AUTO and is_predicted(s.collection)
         }
         try:
             choices[AUTO] = choose(
@@ -342,9 +344,10 @@ def describe_decision(decision: PlanDecision) -> str:
     return describe_exchanges(table.chosen.option for table in decision.tables)
 
 
-def has_copies(collection: EmbeddingCollection) -> bool:
-    """Return whether ranks cache rows: no step of such plans is predicted."""
-    return any(table.cache is not None for table in collection.plan.tables)
+def is_predicted(collection: EmbeddingCollection) -> bool:
+    """Return whether steps of the plan are predicted here: not with cached rows or codecs."""
+    plan = collection.plan
+    return plan.codecs == EXACT and all(table.cache is None for table in plan.tables)
 
 
 def rehearse(system: Opened, mesh: Mesh) -> float:

@@ -1,11 +1,12 @@
 """TorchRec on gloo: EmbeddingBagCollection or EmbeddingCollection, sharded, fused row-wise Adagrad.
 
-A choice is {"sharding": "table_wise", "row_wise" or "planner", "ahead": bool}:
+A choice is {"sharding": "table_wise", "row_wise" or "planner", "ahead": bool, "codec": "fp16" or "int8"}:
 
     table_wise   by its planner, told to; so it balances the tables as it does
     row_wise     forced: its planner never enumerates it on CPU
     planner      left alone, told the links' rates
     ahead        ids of the next batch travel while this one computes, as TrainPipelineSparseDist lets them
+    codec        FBGEMM's, of values and of gradients; without it, they travel as they are
 """
 
 from __future__ import annotations
@@ -24,6 +25,11 @@ from torch import Tensor, nn
 from torchrec.distributed import comm_ops
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.fbgemm_qcomm_codec import (
+    CommType,
+    QCommsConfig,
+    get_qcomm_codecs_registry,
+)
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise
 from torchrec.distributed.types import ShardingEnv
@@ -117,9 +123,12 @@ def shard(
     module = (torchrec.EmbeddingBagCollection if case.pooled else torchrec.EmbeddingCollection)(
         **settings
     )
-    sharder: Any = EmbeddingBagCollectionSharder()
-    if not case.pooled:
-        sharder = EmbeddingCollectionSharder()
+    codecs = None
+    if codec := choice.get("codec"):
+        kind = CommType[codec.upper()]
+        codecs = get_qcomm_codecs_registry(QCommsConfig(kind, kind), CPU)
+    sharder_type: Any = EmbeddingBagCollectionSharder if case.pooled else EmbeddingCollectionSharder
+    sharder = sharder_type(qcomm_codecs_registry=codecs)
     apply_optimizer_in_backward(optimizer, module.parameters(), dict(optimizer_settings))
     num_ranks, on_host = dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])
     if choice["sharding"] == "row_wise":

@@ -1,8 +1,16 @@
-"""One training of an arm of `bench quality`."""
+"""One training of an arm of `bench quality`, and the tower modules of `bench quality` and `bench towers`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
+
+TOWER_SETTINGS: dict[str, dict[str, Any]] = {
+    "dlrm": {"tower_vectors": 0, "tower_summaries": 2},
+    "dcnv2": {"tower_layers": 1, "cross_rank": 32},
+}
+"""Settings of each model's tower modules. DLRM's modules output vectors of all fields of a tower: with one vector for
+each field, the model could do what a flat one of narrower rows can, whatever fields are in a tower."""
 
 
 @dataclass(frozen=True, slots=True)

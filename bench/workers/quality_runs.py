@@ -1,28 +1,33 @@
-"""Arms of `bench quality` that a configuration says: towers on a stream made for them, and models of MovieLens-1M.
+"""Arms of `bench quality` that a configuration says: fields grouped by affinity, models with towers, and models of
+MovieLens-1M.
 
-The stream has 26 fields in eight groups that interact within and with no others. To tell losses of 0.0005 apart, the
-flat model must come close to the ceiling and its seeds close to each other. So
+Suite affinity has a stream of 26 fields in eight groups, and pairs of a group interact: an id has two numbers, whose
+products within a group are half of the logit's variance, and an effect of its own. What is planted can be learned:
+fields have 12 to 96 ids of skewed popularity, and the logit's standard deviation is 2 (ceiling 0.871).
 
-* what is planted can be learned: two numbers of each id, whose products within a group are half of the logit's
-  variance, its own effect, and numbers; three of 16 columns hold an id's, so a ratio of 8 (two columns) has to lose;
-* fields have 12 to 96 ids of skewed popularity, and the logit's standard deviation is 2 (ceiling 0.871);
-* rows are trained with Adagrad by element, in batches of 1,024, and rates fall evenly to zero.
+Suite towers has a stream of 24 fields in four groups of two sides. An id has three numbers; a side's sums of them, and
+a constant, are multiplied by those of the other side of its group, and less by those of other groups' other sides. The
+logit's standard deviation is 4. So
 
-Products of small vectors are learned slowly at first, by towers through a layer more, so what they lose depends on how
-long and how fast all is trained: the number of samples is part of a figure. On MovieLens-1M rates stay and the best
-epoch by validation samples is scored, because rates that fall to zero left the flat model overfitted.
+* a tower that has a whole group lets six sums out, which are two vectors of a module of DLRM;
+* a tower with fields of all groups has to let out three numbers of each field, 18, where a module lets out twelve
+  columns at a ratio of 2, and six at 4. Rows have four columns.
+
+What towers lose depends on how long all is trained, so the number of samples is part of a figure. On MovieLens-1M rates
+stay and the best epoch by validation samples is scored, because rates that fall to zero left the flat model overfitted.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import chain, combinations
+from itertools import combinations
 from statistics import fmean
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from colonnade import Ids, fit
@@ -32,7 +37,7 @@ from colonnade.config.run import RunConfig, build_config, override_settings
 from colonnade.data import Splits, open_source
 from colonnade.data.batches import read_rank_batches
 from colonnade.data.contract import Column, Source
-from colonnade.data.tensors import TensorSource
+from colonnade.data.tensors import TensorSource, open_tensors
 from colonnade.models.build import build_model
 from colonnade.plan.towers.affinity import AffinityKind
 from colonnade.plan.towers.partition import build_tower_map
@@ -40,7 +45,7 @@ from colonnade.run.defaults import get_preset
 from colonnade.topology.towers import Partition, build_round_robin_partition
 from colonnade.train.metrics import auc
 from colonnade.train.objective import Probability
-from workers.quality_case import Run
+from workers.quality_case import TOWER_SETTINGS, Run
 
 BLOCKS, LEAST = 50, 200
 """Blocks of test samples, where each has as many samples as that; fewer of few samples."""
@@ -51,11 +56,14 @@ STREAM: dict[str, Any] = {
     "label_model": "pairs", "groups": GROUPS, "cardinalities": tuple((12, 24, 48, 96)[f % 4] for f in range(26)),
     "exponent": 0.6, "signal": 2.0,
 }  # fmt: skip
+SIDED = tuple(NAMES[6 * g : 6 * g + 6] for g in range(4))
+"""Groups of the stream of suite towers; every second field is of the same side."""
+NUM_FACTORS, NUM_IDS, ACROSS = 3, 8, 0.2
+"""Numbers of an id, ids of a field, and the weight of products between groups, where those inside have 1."""
 FALLING = {"name": "linear"}
-DIM, TEST_SAMPLES = 16, 1_000_000
+TEST_SAMPLES = 1_000_000
 STREAM_SETTINGS: dict[str, Any] = {
-    # Rows' rate: flat is as good at 0.2, where towers learn later (docs/decisions/measuring.md).
-    "model.dim": DIM, "model.top": [64, 32], "embedding.optimizer": "adagrad", "embedding.lr": 0.4,
+    "model.dim": 16, "model.top": [64, 32], "embedding.optimizer": "adagrad", "embedding.lr": 0.4,
     "embedding.schedule": FALLING, "dense.lr": 3e-3, "dense.schedule": FALLING, "train.batch_size": 1024,
     "train.epochs": 1,
 }  # fmt: skip
@@ -63,15 +71,16 @@ MODEL_SETTINGS: dict[str, dict[str, Any]] = {
     "dlrm": {"model.bottom": [64, 32]},
     "dcnv2": {"model.cross_layers": 2, "model.cross_rank": 32},
 }
-LEARNED_SAMPLES = 2_000_000
-"""Samples of a flat model's run from which the stream's learned towers are made."""
+SIDED_SETTINGS = {"model.dim": 4, "embedding.init_scale": 0.3, "dense.lr": 1e-2}
+AFFINITY, TOWERS, MOVIELENS = "affinity", "towers", "ml-1m"
+"""Data: the streams of two suites, and MovieLens-1M."""
+MOVIELENS_SETTINGS: dict[str, dict[str, Any]] = {
+    "dlrm": {},
+    "dcnv2": {"model.keep_fields": None, **MODEL_SETTINGS["dcnv2"]},
+}
 PROBED = 8
 """Number of batches that measure the affinity of fields."""
-NATURAL = {
-    2: [["user", "sex", "age", "occupation", "zip3"], ["movie", "year", "genres"]],
-    4: [["user"], ["sex", "age", "occupation", "zip3"], ["movie"], ["year", "genres"]],
-}
-"""Fields of MovieLens-1M, put together by what they tell of: people or films."""
+NUM_TOWERS = 4
 IDS_EPOCHS = 8
 HISTORY_PART = 0.3
 """Part of the training samples whose films make the histories."""
@@ -81,11 +90,10 @@ Values = dict[str, list[float]]
 
 @dataclass(frozen=True, slots=True)
 class Towers:
-    """Tower modules: number and kind of the towers; ratio: dim over the columns of a field that a module lets out."""
+    """Tower modules: kind of the towers, "learned" or "striped", and `model.tower_ratio`."""
 
-    number: int
     kind: str
-    ratio: int = 2
+    ratio: int
 
 
 class BlockScores(Probability):
@@ -119,16 +127,6 @@ def block_aucs(model: nn.Module, source: Source, mesh: Mesh) -> list[float]:
     return results
 
 
-def block_ceiling(source: Source) -> float:
-    """Return the mean AUC of the true probabilities, which synthetic samples carry."""
-    size = block_size(source)
-    return fmean(
-        auc(batch.key, batch.label)
-        for batch in source.batches(size)
-        if batch.size == size and batch.key is not None and batch.label is not None
-    )
-
-
 def block_size(source: Source) -> int:
     """Return the block size of a source that knows its number of samples."""
     assert source.num_samples
@@ -151,9 +149,36 @@ def train_run(config: RunConfig, data: Splits) -> tuple[list[float], nn.Module]:
 
 @cache
 def open_stream(samples: int) -> Splits:
-    """Open the stream with planted groups; the same whatever the seed of rows and weights."""
+    """Open the stream of suite affinity; the same whatever the seed of rows and weights."""
     num_test = min(TEST_SAMPLES, samples // 4)
     return open_source("synthetic", num_train=samples, num_test=num_test, **STREAM)
+
+
+@cache
+def open_sided(samples: int, seed: int = 0) -> tuple[Splits, float]:
+    """Open the stream of suite towers; return the AUC of its test samples' true probabilities, too."""
+    random = np.random.default_rng(seed)
+    size = samples + min(TEST_SAMPLES, samples // 4)
+    sums = np.full((2, len(SIDED), NUM_FACTORS, size), 0.5, np.float32)
+    ids = {}
+    for group, names in enumerate(SIDED):
+        for number, name in enumerate(names):
+            ids[name] = (random.random(size) ** 1.2 * NUM_IDS).astype(np.int64)
+            factors = random.standard_normal((NUM_FACTORS, NUM_IDS), np.float32)[:, ids[name]]
+            sums[number % 2, group] += standardize(factors) / 3**0.5
+    inside, (one, other) = (sums[0] * sums[1]).sum((0, 1)), sums.sum(1)
+    logit = (1 - ACROSS) * inside + ACROSS * (one * other).sum(0)
+    probability = 1 / (1 + np.exp(1 - 4 * standardize(logit)))
+    label = (random.random(size) < probability).astype(np.float32)
+    source = open_tensors(ids, cardinalities=dict.fromkeys(ids, NUM_IDS), label=label)
+    train, test = torch.arange(size).split([samples, size - samples])
+    ceiling = auc(torch.from_numpy(probability)[test], torch.from_numpy(label)[test, None])
+    return Splits(replace(source, rows=train), test=replace(source, rows=test)), ceiling
+
+
+def standardize(values: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return values of mean 0 and deviation 1 along the last axis."""
+    return (values - values.mean(-1, keepdims=True)) / values.std(-1, keepdims=True)
 
 
 def stream_config(model: str, seed: int, **settings: Any) -> RunConfig:
@@ -169,11 +194,24 @@ def movielens_config(model: str, seed: int, **settings: Any) -> RunConfig:
     return override_settings(base, {**fixed, **settings})
 
 
+def open_case(model: str, data: str, run: Run) -> tuple[RunConfig, Splits]:
+    """Return a flat model's configuration and its data: of suite affinity, of suite towers, or MovieLens-1M. A pilot
+    has half of the samples, of another stream."""
+    if data == MOVIELENS:
+        settings = {"train.epochs": 1 if run.is_quick else 5, **MOVIELENS_SETTINGS[model]}
+        config = movielens_config(model, run.seed, **settings)
+        return config, open_source("movielens", seed=run.seed)
+    if data == AFFINITY:
+        return stream_config(model, run.seed), open_stream(run.samples)
+    config = stream_config(model, run.seed, **{**SIDED_SETTINGS, "embedding.lr": run.lr})
+    return config, open_sided(run.samples // (1 + run.is_pilot), int(run.is_pilot))[0]
+
+
 @cache
-def train_flat(model: str, seed: int, samples: int) -> tuple[list[float], nn.Module, Splits]:
-    """Train the flat model on the stream: block AUCs, the model, and its data."""
-    data = open_stream(samples)
-    return *train_run(stream_config(model, seed), data), data
+def train_flat(model: str, data: str, run: Run) -> tuple[list[float], nn.Module, Splits]:
+    """Train the flat model once for itself and for its seed's learned towers: block AUCs, the model, and its data."""
+    config, splits = open_case(model, data, run)
+    return *train_run(config, splits), splits
 
 
 def measure_fields(
@@ -186,7 +224,7 @@ def measure_fields(
 def measure_purity(model: str, kind: AffinityKind, run: Run) -> Values:
     """Make as many towers as there are planted groups from a flat model, and count the fields in the tower of their
     group."""
-    aucs, network, data = train_flat(model, run.seed, run.samples)
+    aucs, network, data = train_flat(model, AFFINITY, run)
     sample = measure_fields(network, data, kind)
     towers = build_tower_map(
         sample.affinity, sample.loads, len(GROUPS), silent=sample.silent, halves=sample.halves
@@ -196,76 +234,46 @@ def measure_purity(model: str, kind: AffinityKind, run: Run) -> Values:
     return {"AUC": aucs, "purity": [sum(largest) / len(NAMES)], "agreement": [towers.agreement]}
 
 
-@cache
-def train_movielens_flat(seed: int, epochs: int) -> tuple[list[float], FeatureSample]:
-    """Train the flat model once for itself and for its seed's learned towers: block AUCs, and affinity of fields."""
-    config = movielens_config("dlrm", seed, **{"train.epochs": epochs})
-    data = open_source("movielens", seed=seed)
-    aucs, model = train_run(config, data)
-    return aucs, measure_fields(model, data)
-
-
-def build_towers(
-    towers: Towers, natural: list[list[str]], probe: FeatureSample | None, seed: int
-) -> Partition:  # fmt: skip
-    """Build the partition of a kind. natural: towers of fields that belong together. probe: for learned towers."""
-    if probe is not None:
-        return build_tower_map(
-            probe.affinity, probe.loads, towers.number, silent=probe.silent, seed=seed
-        ).partition
-    if towers.kind == "striped":
-        return build_round_robin_partition(list(chain(*natural)), towers.number)
-    return Partition(tuple(map(tuple, natural)))
-
-
-def tower_settings(partition: Partition, ratio: int) -> dict[str, Any]:
-    return {
-        "model.towers": [list(tower) for tower in partition.towers],
-        "model.tower_dim": max(1, DIM // ratio),
-    }
-
-
-def planted_groups(number: int) -> list[list[str]]:
-    """Put the stream's groups together to `number` towers."""
-    return [list(chain(*GROUPS[8 * t // number : 8 * (t + 1) // number])) for t in range(number)]
+def build_towers(data: Splits, probe: FeatureSample | None, seed: int) -> Partition:
+    """Build towers by the affinities of a probe; without one, deal the fields round."""
+    if probe is None:
+        names = [column.name for column in data.train.schema.categorical]
+        return build_round_robin_partition(names, NUM_TOWERS)
+    return build_tower_map(
+        probe.affinity, probe.loads, NUM_TOWERS, silent=probe.silent, seed=seed
+    ).partition
 
 
 def share_of_pairs_together(partition: Partition) -> float:
     """Return the share of pairs of one planted group that are in one tower."""
-    pairs = [pair for group in GROUPS for pair in combinations(group, 2)]
+    pairs = [pair for group in SIDED for pair in combinations(group, 2)]
     return fmean(partition.tower_of(one) == partition.tower_of(other) for one, other in pairs)
 
 
-def train_stream_towers(model: str, towers: Towers | None, run: Run) -> Values:
-    """Train a model on the stream, flat or with towers."""
-    data = open_stream(run.samples)
-    assert data.test is not None
+def train_towers(model: str, data: str, towers: Towers | None, run: Run) -> Values:
+    """Train a model on the stream or on MovieLens-1M, flat or with towers."""
+    config, splits = open_case(model, data, run)
     if towers is None:
-        return {
-            "AUC": train_run(stream_config(model, run.seed), data)[0],
-            "ceiling": [block_ceiling(data.test)],
-        }
+        aucs = train_flat(model, data, run)[0]
+        return {"AUC": aucs} | (
+            {} if data == MOVIELENS else {"ceiling": [open_sided(run.samples)[1]]}
+        )
     probe = None
     if towers.kind == "learned":
-        probe = measure_fields(*train_flat(model, run.seed, min(run.samples, LEARNED_SAMPLES))[1:])
-    partition = build_towers(towers, planted_groups(towers.number), probe, run.seed)
-    config = stream_config(model, run.seed, **tower_settings(partition, towers.ratio))
-    return {
-        "AUC": train_run(config, data)[0],
-        "planted pairs together": [share_of_pairs_together(partition)],
+        probe = measure_fields(*train_flat(model, data, run)[1:])
+    partition = build_towers(splits, probe, run.seed)
+    settings = {f"model.{name}": value for name, value in TOWER_SETTINGS[model].items()}
+    settings |= {
+        "model.towers": [list(tower) for tower in partition.towers],
+        "model.tower_ratio": towers.ratio,
     }
-
-
-def train_movielens_towers(towers: Towers | None, run: Run) -> Values:
-    """Train the preset's DLRM on MovieLens-1M, flat or with towers."""
-    epochs = 1 if run.is_quick else 5
-    if towers is None:
-        return {"AUC": train_movielens_flat(run.seed, epochs)[0]}
-    probe = train_movielens_flat(run.seed, epochs)[1] if towers.kind == "learned" else None
-    partition = build_towers(towers, NATURAL[towers.number], probe, run.seed)
-    settings = {"train.epochs": epochs, **tower_settings(partition, towers.ratio)}
-    config = movielens_config("dlrm", run.seed, **settings)
-    return {"AUC": train_run(config, open_source("movielens", seed=run.seed))[0]}
+    aucs = train_run(override_settings(config, settings), splits)[0]
+    together = (
+        {}
+        if data == MOVIELENS
+        else {"planted pairs together": [share_of_pairs_together(partition)]}
+    )
+    return {"AUC": aucs, **together}
 
 
 @cache

@@ -1,6 +1,7 @@
 """Colonnade by towers between hosts, one tower on each: a choice is one of `exchange_colonnade`'s, or the exchange
-`towers`, and may have {"ratio": CR}: then each tower has a module that lets D / CR columns of a field out, and the
-gradient comes back to these; its weights are summed over all ranks and take a step of SGD.
+`towers`, and may have {"model": name, "ratio": CR}: then each tower has the module that the model makes with
+`model.tower_ratio`, and gradients come back to its output. Its weights are summed over all ranks and take a step of
+SGD.
 """
 
 from __future__ import annotations
@@ -16,11 +17,15 @@ from torch import Tensor
 
 from colonnade import Feature, Table
 from colonnade.interaction import TowerModule
-from colonnade.models.tower_modules import DLRMTower
+from colonnade.models.dcn import DCNv2
+from colonnade.models.dlrm import DLRM
+from colonnade.topology.towers import Partition
 from workers import exchange_colonnade
 from workers.exchange_colonnade import NO_CHOICE, assign_shares, the_mesh
 from workers.exchange_loop import Case, serve
+from workers.quality_case import TOWER_SETTINGS
 
+MODELS: dict[str, type[DLRM] | type[DCNv2]] = {"dlrm": DLRM, "dcnv2": DCNv2}
 LR = 0.02
 TRIED = 3
 
@@ -53,13 +58,13 @@ class Opened(exchange_colonnade.Opened):
         tables, features, consumers = exchange_colonnade.Opened.declared(case)
         if (ratio := choice.get("ratio", 1)) == 1:
             return tables, features, consumers
-        consumers, out = {}, case.dim // ratio
-        for number, names in enumerate(towers_of(case)):
-            torch.manual_seed(number)
-            module = DLRMTower(len(names), case.dim, out, vectors=1, summaries=0)
-            dims = [case.dim] * len(names)
-            consumers[f"tower{number}"] = TowerModule(module, dims, len(names) * out), names
-        return tables, features, consumers
+        name = choice["model"]
+        towers = Partition(tuple(map(tuple, towers_of(case))))
+        model = MODELS[name](
+            tables, features, num_dense=0, towers=towers, tower_ratio=ratio, **TOWER_SETTINGS[name]
+        )
+        declared = model.embeddings.declaration.consumers
+        return tables, features, {k: (c.interaction, list(c.features)) for k, c in declared.items()}
 
     def outputs(self, result: dict[str, Tensor]) -> list[Tensor]:
         return super().outputs(result) if self.ratio == 1 else list(result.values())
@@ -79,7 +84,8 @@ class Opened(exchange_colonnade.Opened):
         world = self.mesh.world
         module, spent = modules[world.host(self.mesh.rank)], []
         size = self.case.batch_size * world.num_hosts
-        fields = torch.zeros(size, len(module.dims), self.case.dim, requires_grad=True)
+        dims = (len(module.dims), self.case.dim) if module.needs_equal_dims else (sum(module.dims),)
+        fields = torch.zeros(size, *dims, requires_grad=True)
         for _ in range(TRIED):
             began = time.process_time()
             partials = module.partial_of_fields(fields)

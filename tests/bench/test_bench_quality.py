@@ -101,7 +101,6 @@ def test_groups_differ_and_have_a_base_first() -> None:
 @pytest.mark.parametrize(
     ("file", "group", "loss"),
     [
-        ("towers_quality.json", "dlrm", "auc_lost dlrm 4 learned towers CR 2"),
         ("quality_partials.json", "lr", "tail_auc_lost lr 16 x 256 against synchronous, 256"),
     ],
 )
@@ -117,8 +116,7 @@ def test_files_of_former_benches_are_printed(
         ArmFile(path, "quality", tables.ratios_of, {}, bench.FORMER_NAMES).measured
     )
     former = json.loads(text)["ratios"]
-    name = loss.replace("auc_lost dlrm", "loss dlrm /")
-    assert ratios[loss] == pytest.approx(former[name], abs=1e-6)
+    assert ratios[loss] == pytest.approx(former[loss], abs=1e-6)
     assert path.read_text() == text
 
 
@@ -181,6 +179,24 @@ def test_the_worst_data_set_counts() -> None:
     assert ratios["auc_lost_at_default high"] == pytest.approx(0.002 + half)
     assert ratios["saved_at_default"] == pytest.approx(0.7001)
     assert ratios["sgd_lost"] == pytest.approx(0.02)
+
+
+def test_towers_lose_as_much_as_the_worst_model_and_stripes_as_the_best() -> None:
+    measured = []
+    for group, learned, striped in (
+        ("dlrm", 0.001, 0.01), ("dcnv2", -0.002, 0.02), ("dlrm on ml-1m", 0.003, 0.0)
+    ):  # fmt: skip
+        case = f"{group} seed 0"
+        measured += [
+            Measured(case, "flat", "AUC", [0.8, 0.9]),
+            Measured(case, "learned towers CR 2", "AUC", [0.8 - learned, 0.9 - learned]),
+            Measured(case, "striped towers CR 2", "AUC", [0.8 - striped, 0.9 - striped]),
+        ]
+    ratios = tables.ratios_of(measured)
+    assert ratios["loss_cr2"] == pytest.approx(0.001)
+    assert ratios["striped_loss_cr2"] == pytest.approx(0.01)
+    assert ratios["loss_cr2_ml1m"] == pytest.approx(0.003)
+    assert "loss_cr4" not in ratios
 
 
 def test_steps_to_score_are_of_the_mean_curve_of_common_seeds() -> None:

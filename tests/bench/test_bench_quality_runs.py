@@ -19,18 +19,17 @@ sys.path.insert(0, str(BENCH))  # benches are scripts, not part of the package
 
 from workers import quality_runs as runs  # noqa: E402
 from workers.quality_case import Run  # noqa: E402
-from workers.quality_runs import GROUPS, NAMES, Towers  # noqa: E402
+from workers.quality_runs import GROUPS, MOVIELENS, NAMES, SIDED, TOWERS, Towers  # noqa: E402
 
 from colonnade import Mesh  # noqa: E402
 from colonnade.data import open_source  # noqa: E402
-from colonnade.models.build import build_model  # noqa: E402
 from colonnade.topology.towers import Partition  # noqa: E402
 from colonnade.train.metrics import auc  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
 def no_cached_runs():
-    caches = (runs.open_stream, runs.train_flat, runs.train_movielens_flat, runs.open_films)
+    caches = (runs.open_stream, runs.open_sided, runs.train_flat, runs.open_films)
     for function in caches:
         function.cache_clear()
     yield
@@ -44,37 +43,33 @@ def movielens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLONNADE_DATA", str(tmp_path))
 
 
-def test_planted_towers_are_whole_groups() -> None:
-    assert tuple(chain(*GROUPS)) == NAMES
-    for number in (2, 4, 8):
-        groups = runs.planted_groups(number)
-        planted = runs.build_towers(Towers(number, "planted"), groups, None, 0)
-        assert len(planted.towers) == number and planted.features == NAMES
-        assert all(len({planted.tower_of(name) for name in group}) == 1 for group in GROUPS)
-        striped = runs.build_towers(Towers(number, "striped"), groups, None, 0)
-        assert runs.share_of_pairs_together(planted) == 1 > runs.share_of_pairs_together(striped)
+RUN = Run(seed=0, samples=3 * 1024, lr=0.4)
 
 
-def test_models_of_a_seed_differ_by_their_towers_alone() -> None:
-    schema = runs.open_stream(1000).train.schema
-    planted = runs.build_towers(Towers(2, "planted"), runs.planted_groups(2), None, 0)
-    flat, same, half = (
-        build_model(schema, runs.stream_config("dlrm", 3, **settings))
-        for settings in ({}, runs.tower_settings(planted, 1), runs.tower_settings(planted, 2))
-    )
-    assert torch.equal(flat.bottom[0].weight, same.bottom[0].weight)
-    assert torch.equal(flat.top[0].weight, same.top[0].weight)
-    declaration = half.embeddings.declaration
-    assert half.dim == 8 and declaration.consumers["tower0"].interaction.ratio == 2
-    assert same.embeddings.declaration.consumers["tower1"].interaction.ratio == 1
+def test_a_flat_model_and_towers_differ_by_their_modules_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Both models have modules of the ratio, and DLRM's top network is that of its fewer vectors."""
+    models, real = [], runs.train_run
+    monkeypatch.setattr(runs, "train_run", lambda *item: models.append(real(*item)) or models[-1])
+    for name in ("dlrm", "dcnv2"):
+        for towers in (None, Towers("striped", 4)):
+            values = runs.train_towers(name, TOWERS, towers, RUN)
+            assert set(values) == {"AUC", "planted pairs together" if towers else "ceiling"}
+    for flat, narrow in ((models[0][1], models[1][1]), (models[2][1], models[3][1])):
+        consumers = narrow.embeddings.declaration.consumers
+        assert len(consumers) == 4 == runs.NUM_TOWERS
+        assert all(4 <= consumer.interaction.ratio < 5 for consumer in consumers.values())
+        assert flat.embeddings.tables[0].width == narrow.embeddings.tables[0].width == 4
 
 
-def test_every_field_of_movielens_is_in_one_tower(movielens: None) -> None:
-    names = [value.name for value in open_source("movielens").train.schema.categorical]
-    for number, towers in runs.NATURAL.items():
-        assert len(towers) == number and sorted(chain(*towers)) == sorted(names)
-        natural = runs.build_towers(Towers(number, "natural"), towers, None, 0)
-        assert [list(tower) for tower in natural.towers] == towers
+def test_the_stream_of_towers_has_a_ceiling_and_another_world_for_pilots() -> None:
+    """The stream has four whole groups, a ceiling, and another world for pilots."""
+    splits, ceiling = runs.open_sided(20_000)
+    assert list(splits.train.columns.ids) == [*chain(*SIDED)] and 0.93 < ceiling < 0.97
+    assert splits.train.num_samples == 20_000 and splits.test.num_samples == 5_000
+    again, _ = runs.open_sided(20_000, 1)
+    assert not torch.equal(again.train.columns.label, splits.train.columns.label)
 
 
 def test_the_best_epoch_is_scored(movielens: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,11 +93,13 @@ def test_learned_towers_reuse_the_flat_run(
     calls, real = [], runs.train_run
     monkeypatch.setattr(runs, "train_run", lambda *item: calls.append(1) or real(*item))
     run = Run(seed=0, is_quick=True)
-    values = [
-        runs.train_movielens_towers(towers, run)["AUC"]
-        for towers in (None, Towers(2, "learned"), Towers(2, "striped"))
-    ]
-    assert len(calls) == 3 and all(0 <= score <= 1 for score in chain(*values))
+    for model in ("dlrm", "dcnv2"):
+        values = [
+            runs.train_towers(model, MOVIELENS, towers, run)["AUC"]
+            for towers in (None, Towers("learned", 2), Towers("striped", 4))
+        ]
+        assert all(0 <= score <= 1 for score in chain(*values))
+    assert len(calls) == 6
 
 
 @pytest.mark.parametrize("history", [0, 2])
@@ -141,7 +138,6 @@ def test_blocks_of_scores_are_those_of_all_samples() -> None:
         for k in range(50)
     ]
     assert result == pytest.approx(wanted, abs=1e-6) and model.training
-    assert runs.block_ceiling(test) > np.mean(result)
 
 
 def test_a_run_that_was_stopped_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,22 +153,23 @@ def test_a_run_that_was_stopped_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(type(splits.train), "read", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        runs.train_stream_towers("dlrm", None, Run(seed=0, samples=200_000))
+        runs.measure_purity("dlrm", "interactions", Run(seed=0, samples=200_000))
     assert len(requests) < 100
 
 
 def test_learned_towers_are_those_of_the_partitioner() -> None:
-    sample = runs.measure_fields(*runs.train_flat("dlrm", 0, 3 * 1024)[1:])
-    assert sample.affinity.shape == (26, 26) and sample.num_samples == 2048
-    assert tuple(load.name for load in sample.loads) == NAMES
-    groups = runs.planted_groups(2)
-    learned = runs.build_towers(Towers(2, "learned"), groups, sample, 0)
-    assert sorted(learned.features) == sorted(NAMES)
+    _, network, data = runs.train_flat("dlrm", TOWERS, RUN)
+    sample = runs.measure_fields(network, data)
+    assert sample.affinity.shape == (24, 24) and sample.num_samples == 2048
+    assert tuple(load.name for load in sample.loads) == NAMES[:24]
+    assert sorted(runs.build_towers(data, sample, 0).features) == sorted(NAMES[:24])
+    striped = runs.build_towers(data, None, 0)
+    assert all(len({striped.tower_of(name) for name in group[:4]}) == 4 for group in SIDED)
     # Fields that are alike stand together.
-    planted = runs.build_towers(Towers(2, "planted"), groups, None, 0)
-    group = np.array([planted.tower_of(name) for name in NAMES])
+    group = np.array([next(g for g, one in enumerate(SIDED) if name in one) for name in NAMES[:24]])
     alike = replace(sample, affinity=np.where(group[:, None] == group, 0.8, 0.1))
-    assert runs.build_towers(Towers(2, "learned"), groups, alike, 0) == planted
+    learned = runs.build_towers(data, alike, 0)
+    assert runs.share_of_pairs_together(learned) == 1 > runs.share_of_pairs_together(striped)
 
 
 def test_purity_is_the_share_of_fields_with_their_group(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,7 +183,6 @@ def test_purity_is_the_share_of_fields_with_their_group(monkeypatch: pytest.Monk
 
 @pytest.mark.slow
 def test_planted_groups_are_learned() -> None:
-    groups = runs.planted_groups(4)
-    probe = runs.measure_fields(*runs.train_flat("dlrm", 0, 300_000)[1:])
-    learned = runs.build_towers(Towers(4, "learned"), groups, probe, 0)
+    _, network, data = runs.train_flat("dlrm", TOWERS, replace(RUN, samples=500_000))
+    learned = runs.build_towers(data, runs.measure_fields(network, data), 0)
     assert runs.share_of_pairs_together(learned) > 0.8
