@@ -447,6 +447,8 @@ def missed_rows() -> Iterable[tuple[str | Figure, ...]]:
         ("towers, compression 4, against TorchRec, worst case", "towers", "cr4_vs_best_torchrec_worst", 1.3),
         ("towers, compression 4, against the best flat exchange, 200 Mbit/s", "towers", "cr4_vs_best_flat", 1),
         ("towers, compression 8, against the best flat exchange, 200 Mbit/s", "towers", "cr8_vs_best_flat", 1.6),
+        ("towers, compression 8, against the best flat exchange, worst case", "towers",
+         "cr8_vs_best_flat 4x2 D=64 1 Gbit/s", 1.3),
         ("towers, compression 4, 20 ids a field, against the best flat one", "towers", "bags_cr4_vs_best_flat", 1.9),
         ("towers: error of predicted seconds, worst case", "towers", "predicted_time_error", 0.15),
         ("partials: the chosen plan's time over the best plan's, worst case", "partials", "chooser_regret", 1.05),
