@@ -27,7 +27,11 @@ from colonnade.topology.towers import Partition
 
 
 class DLRM(Scorer):
-    """DLRM over pooled fields of equal dim; `num_dense` may be 0 (then there is no bottom MLP)."""
+    """DLRM over pooled fields of equal dim; `num_dense` may be 0 (then there is no bottom MLP).
+
+    With `keep_fields` the top MLP's input has the field vectors, in addition to their dots. None: if there are no dense
+    columns; dots of vectors near 0 would be its only input.
+    """
 
     ordered = ("top.0.",)
 
@@ -49,9 +53,6 @@ class DLRM(Scorer):
         seed: int = 0,
     ) -> None:
         """Create the model.
-
-        `keep_fields`: the top MLP's input has the field vectors, in addition to their dots. None: if there are no dense
-        columns; dots of vectors near 0 would be its only input.
 
         `towers` with `tower_dim`: a tower's module outputs c = `tower_vectors` vectors of that dim per field and
         p = `tower_summaries` of all its fields. The dots are of these vectors, and the bottom MLP's output has their
