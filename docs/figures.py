@@ -356,6 +356,18 @@ def cached_quality() -> Iterable[tuple[str | Figure, ...]]:
         )
 
 
+def node_rows() -> Iterable[tuple[str | Figure, ...]]:
+    if "one_tiered_of_four_dram" in read_results("capacity")["ratios"]:
+        yield (
+            "1, a quarter of the rows in memory, the others in files",
+            Best("capacity", "nodes", "one tiered"),
+        )
+        yield (
+            "4, a quarter of the rows in the memory of each",
+            Best("capacity", "nodes", "four in DRAM"),
+        )
+
+
 def exchange_rows() -> Iterable[tuple[str | Figure, ...]]:
     for label, case in (("D=64", "2x2 D=64"), ("D=128", "2x2 D=128")):
         for link in ("1", "10"):
@@ -564,10 +576,7 @@ TABLES = {
     ),
     "nodes": Table(
         ("nodes", "samples/s"),
-        (
-            ("1, a quarter of the rows in memory, the others in files", Best("capacity", "nodes", "one tiered")),
-            ("4, a quarter of the rows in the memory of each", Best("capacity", "nodes", "four in DRAM")),
-        ),
+        tuple(node_rows()),
     ),
     "exchange": Table(
         ("", "chosen plan", "best forced plan", "TorchRec table-wise", "row-wise", "planner", "chosen: MB",
