@@ -233,9 +233,8 @@ def train_rows() -> Iterable[tuple[str | Figure, ...]]:
         ("embeddings of DLRM alone, D=16", "D=16 sparse only", both),
         ("embeddings of DLRM alone, D=64", "D=64 sparse only", both),
     ):
-        figures = [
-            Best("train", case, system, unit="samples/s") for system in ("colonnade", *peers)
-        ]
+        file = "train_deepfm" if "DeepFM" in case else "train"
+        figures = [Best(file, case, system, unit="samples/s") for system in ("colonnade", *peers)]
         yield (label, *figures, *[""] * (5 - len(figures)))
 
 
