@@ -511,7 +511,7 @@ def claim_rows() -> Iterable[tuple[str | Figure, ...]]:
          "des_bytes_saved_vs_ps_best", 2, "partials", "60", "synthetic"),
         ("", "times the speed of rows from owners, best case", "partials_k500_d16", "des_throughput_vs_ps_best", 2,
          "partials", "60", "synthetic"),
-        ("", "time of partial results over that of rows, FM over ids", "partials_over_ids", "ids_vs_rows", 2, "partials",
+        ("", "time of partial results over rows's, FM over ids", "partials_over_ids", "ids_vs_rows", 2, "partials",
          "60", "synthetic"),
         ("DES: better AUC than asynchronous workers", "AUC lost by 64 workers in the tail, DeepFM", "quality_partials",
          "tail_auc_lost deepfm 64 x 256 against synchronous", 3, "quality --suite workers", "60", "stream of ads"),
