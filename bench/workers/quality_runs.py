@@ -68,7 +68,7 @@ STREAM_SETTINGS: dict[str, Any] = {
     "train.epochs": 1,
 }  # fmt: skip
 MODEL_SETTINGS: dict[str, dict[str, Any]] = {
-    "dlrm": {"model.bottom": [64, 32]},
+    "dlrm": {"model.bottom": [64, 32], "model.keep_fields": False},
     "dcnv2": {"model.cross_layers": 2, "model.cross_rank": 32},
 }
 SIDED_SETTINGS = {"model.dim": 4, "embedding.init_scale": 0.3, "dense.lr": 1e-2}
