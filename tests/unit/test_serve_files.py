@@ -105,7 +105,7 @@ def test_a_base_that_changed_in_place_is_not_served(trained, batch, tmp_path):
     published = tmp_path / "published"
     shutil.copytree(trained / "published", published)
     with opened(published, tmp_path / "state") as client:
-        expected = scores_of(infer(client, batch))
+        expected, step = scores_of(infer(client, batch)), client.service.model.step
         paths = list(published.rglob("rows-*.safetensors"))
         contents = [path.read_bytes() for path in paths]
         for path, content in zip(paths, contents, strict=True):
@@ -114,7 +114,8 @@ def test_a_base_that_changed_in_place_is_not_served(trained, batch, tmp_path):
         for path, content in zip(paths, contents, strict=True):
             overwrite(path, content)
             os.utime(path, (2e9 + 1, 2e9 + 1))
-        wait_for(lambda: client.service.is_ready)
+        # The base and the changes after it are loaded one after another, and each step is served.
+        wait_for(lambda: client.service.is_ready and client.service.model.step == step)
         assert (scores_of(infer(client, batch)) == expected).all()
 
 

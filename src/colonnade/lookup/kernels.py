@@ -414,6 +414,7 @@ class DeviceKernels:
         self.outputs = outputs
         self.host = host
         self.reads, self.square_reads = list_reads(declaration, lookup_columns, outputs)
+        self._shared_columns = find_shared_columns((*self.reads, *self.square_reads))
         self.tables = lookup_columns.tables.tolist()  # by column of lookups
         self.poolings: list[reference.Pooling] = [
             declaration.features[f].pooling for f in lookup_columns.features
@@ -444,8 +445,7 @@ class DeviceKernels:
             for i, shape in enumerate(shapes)
         ]
         bounds = lookups.feature_offsets.tolist()
-        shared = find_shared_columns((*self.reads, *self.square_reads))
-        for (output, _), columns in shared.items():
+        for (output, _), columns in self._shared_columns.items():
             tensors[output][:, columns].zero_()
         for read in (*self.reads, *self.square_reads):
             c = read.column
@@ -460,7 +460,8 @@ class DeviceKernels:
             else:
                 pooled = reference.pool(values, *row_locations.bags[c], dtype)
             out = tensors[read.output][:, read.columns]
-            out.add_(pooled) if (read.output, read.start) in shared else out.copy_(pooled)
+            is_shared = (read.output, read.start) in self._shared_columns
+            out.add_(pooled) if is_shared else out.copy_(pooled)
         return tensors
 
     def zero_outputs(self, lookups: Lookups) -> list[Tensor]:
