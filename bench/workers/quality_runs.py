@@ -5,13 +5,13 @@ Suite affinity has a stream of 26 fields in eight groups, and pairs of a group i
 products within a group are half of the logit's variance, and an effect of its own. What is planted can be learned:
 fields have 12 to 96 ids of skewed popularity, and the logit's standard deviation is 2 (ceiling 0.871).
 
-Suite towers has a stream of 24 fields in four groups of two sides. An id has three numbers; a side's sums of them, and
-a constant, are multiplied by those of the other side of its group, and less by those of other groups' other sides. The
-logit's standard deviation is 4. So
+Suite towers has a stream of 24 fields in four groups of two sides. An id has five numbers and an effect of its own. The
+products of a side's sums with those of the other side of its group are half of the logit's variance, effects the other
+half; its standard deviation is 3 (ceiling 0.918). Rows have 16 columns: with 8, flat models find the products late. So
 
-* a tower that has a whole group lets six sums out, which are two vectors of a module of DLRM;
-* a tower with fields of all groups has to let out three numbers of each field, 18, where a module lets out twelve
-  columns at a ratio of 2, and six at 4. Rows have four columns.
+* a tower that has a whole group lets ten sums and an effect out, of 24 columns at a ratio of 4;
+* a tower with fields of all groups has to let out five numbers of each field, 30, where it has 24 at a ratio of 4. At 2
+  it has 48, but two vectors of a tower, for DLRM's products.
 
 What towers lose depends on how long all is trained, so the number of samples is part of a figure. On MovieLens-1M rates
 stay and the best epoch by validation samples is scored, because rates that fall to zero left the flat model overfitted.
@@ -57,9 +57,9 @@ STREAM: dict[str, Any] = {
     "exponent": 0.6, "signal": 2.0,
 }  # fmt: skip
 SIDED = tuple(NAMES[6 * g : 6 * g + 6] for g in range(4))
-"""Groups of the stream of suite towers; every second field is of the same side."""
-NUM_FACTORS, NUM_IDS, ACROSS = 3, 8, 0.2
-"""Numbers of an id, ids of a field, and the weight of products between groups, where those inside have 1."""
+"""Groups of the stream of suite towers; the first three fields are one side."""
+NUM_FACTORS, NUM_IDS = 5, 8
+"""Numbers of an id, and ids of a field."""
 FALLING = {"name": "linear"}
 TEST_SAMPLES = 1_000_000
 STREAM_SETTINGS: dict[str, Any] = {
@@ -71,7 +71,7 @@ MODEL_SETTINGS: dict[str, dict[str, Any]] = {
     "dlrm": {"model.bottom": [64, 32], "model.keep_fields": False},
     "dcnv2": {"model.cross_layers": 2, "model.cross_rank": 32},
 }
-SIDED_SETTINGS = {"model.dim": 4, "embedding.init_scale": 0.3, "dense.lr": 1e-2}
+SIDED_SETTINGS = {"model.keep_fields": None, "embedding.init_scale": 1.0, "dense.lr": 1e-2}
 AFFINITY, TOWERS, MOVIELENS = "affinity", "towers", "ml-1m"
 """Data: the streams of two suites, and MovieLens-1M."""
 MOVIELENS_SETTINGS: dict[str, dict[str, Any]] = {
@@ -159,16 +159,16 @@ def open_sided(samples: int, seed: int = 0) -> tuple[Splits, float]:
     """Open the stream of suite towers; return the AUC of its test samples' true probabilities, too."""
     random = np.random.default_rng(seed)
     size = samples + min(TEST_SAMPLES, samples // 4)
-    sums = np.full((2, len(SIDED), NUM_FACTORS, size), 0.5, np.float32)
-    ids = {}
+    sums = np.zeros((2, len(SIDED), NUM_FACTORS, size), np.float32)
+    effects, ids = np.zeros(size, np.float32), {}
     for group, names in enumerate(SIDED):
         for number, name in enumerate(names):
             ids[name] = (random.random(size) ** 1.2 * NUM_IDS).astype(np.int64)
             factors = random.standard_normal((NUM_FACTORS, NUM_IDS), np.float32)[:, ids[name]]
-            sums[number % 2, group] += standardize(factors) / 3**0.5
-    inside, (one, other) = (sums[0] * sums[1]).sum((0, 1)), sums.sum(1)
-    logit = (1 - ACROSS) * inside + ACROSS * (one * other).sum(0)
-    probability = 1 / (1 + np.exp(1 - 4 * standardize(logit)))
+            sums[number // 3, group] += standardize(factors)
+            effects += standardize(random.standard_normal(NUM_IDS, np.float32)[ids[name]])
+    logit = standardize((sums[0] * sums[1]).sum((0, 1))) + standardize(effects)
+    probability = 1 / (1 + np.exp(-3 * standardize(logit)))
     label = (random.random(size) < probability).astype(np.float32)
     source = open_tensors(ids, cardinalities=dict.fromkeys(ids, NUM_IDS), label=label)
     train, test = torch.arange(size).split([samples, size - samples])
