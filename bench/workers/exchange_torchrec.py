@@ -126,7 +126,7 @@ def shard(
     codecs = None
     if codec := choice.get("codec"):
         kind = CommType[codec.upper()]
-        codecs = get_qcomm_codecs_registry(QCommsConfig(kind, kind), CPU)
+        codecs = get_qcomm_codecs_registry(QCommsConfig(kind, kind), device=CPU)
     sharder_type: Any = EmbeddingBagCollectionSharder if case.pooled else EmbeddingCollectionSharder
     sharder = sharder_type(qcomm_codecs_registry=codecs)
     apply_optimizer_in_backward(optimizer, module.parameters(), dict(optimizer_settings))
