@@ -14,7 +14,7 @@ from movielens_files import write_movielens
 from colonnade.batch import Ids
 from colonnade.cli import app
 from colonnade.data import Position, open_source
-from colonnade.data.interactions import (
+from colonnade.data.interactions.samples import (
     concat_bags,
     group_items_by_user,
     hold_out,

@@ -17,10 +17,10 @@ from colonnade.batch import Ids
 from colonnade.data.contract import Column, Splits
 from colonnade.data.counter import stream_key
 from colonnade.data.graph import FAN_OUTS, open_graph
-from colonnade.data.interactions import (
+from colonnade.data.interactions.samples import (
     SEQUENCE_SETTINGS,
     SPLIT_KEY,
-    Interactions,
+    InteractionSplit,
     ItemOrder,
     SampleKind,
     group_items_by_user,
@@ -82,7 +82,7 @@ def open_gowalla(
     num_items = max(int(items.max()) for _, items in pairs) + 1
     rest, test = (group_items_by_user(users, items, num_users) for users, items in pairs)
     train, validation = hold_out(rest, VALIDATION_FRACTION, stream_key(SPLIT_KEY, 1))
-    interactions = Interactions(
+    interactions = InteractionSplit(
         train,
         validation,
         test,

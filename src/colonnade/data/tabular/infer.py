@@ -111,11 +111,7 @@ def infer_fields(
     left_out = {}
     for name, array in others.items():
         kind = types.get(name) if name else UNNAMED
-        inferred = (
-            _infer_fields_from_values(name, array)
-            if kind is None
-            else _build_fields_from_header(path, kind, name, array)
-        )
+        inferred = infer_column_fields(path, name, array, kind)
         if isinstance(inferred, str):
             left_out[name] = inferred
         else:
@@ -196,6 +192,15 @@ def _key_dtype(array: pa.Array) -> Dtype | None:
     return (
         None if pa.types.is_boolean(array.type) or is_list(array.type) else id_dtype_of(array.type)
     )
+
+
+def infer_column_fields(
+    path: Path, name: str, array: pa.Array, header_type: str | None = None
+) -> list[DeclaredField] | str:
+    """Infer the fields of one narrowed column by the rules of `infer_fields`, or return the reason why there are none."""
+    if header_type is None:
+        return _infer_fields_from_values(name, array)
+    return _build_fields_from_header(path, header_type, name, array)
 
 
 def _infer_fields_from_values(
