@@ -96,7 +96,9 @@ class RetrievalObjective:
             items = embed_items(model, catalogue)
 
             def measure(batch: Batch) -> dict[str, Tensor]:
-                values = measure_ranking(rank_held_out(model.queries(batch), items, batch.key), batch.key)
+                values = measure_ranking(
+                    rank_held_out(model.queries(batch), items, batch.key), batch.key
+                )
                 if popularity is not None:
                     values += measure_ranking(rank_by_popularity(popularity, batch.key), batch.key)
                 return dict(zip(names, values, strict=True))
@@ -258,7 +260,11 @@ def rank_candidates(queries: Tensor, items: Tensor, candidates: Ids, k: int) -> 
     """Rank the items of a bag for each query: (B, k), best first; equal scores in the order of item numbers; -1 where
     there are fewer."""
     sample = candidates.samples
-    scores = (queries[sample.to(queries.device)] * items[candidates.values.to(items.device)]).sum(1).cpu()
+    scores = (
+        (queries[sample.to(queries.device)] * items[candidates.values.to(items.device)])
+        .sum(1)
+        .cpu()
+    )
     check_scores(scores)
     order = torch.from_numpy(np.lexsort((candidates.values, -scores, sample)))
     position = torch.arange(len(order)) - (candidates.counts.cumsum(0) - candidates.counts)[sample]
@@ -269,9 +275,9 @@ def rank_candidates(queries: Tensor, items: Tensor, candidates: Ids, k: int) -> 
 
 
 def measure_first_hits(top_items: Tensor, true_items: Ids, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute hit rate, reciprocal rank of the first hit (0 without one) and precision of the first k, (B,) float64 each.
+    """Compute hit rate, reciprocal rank of the first hit (0 without one) and precision of the first k items.
 
-    Arguments as of `recall_and_ndcg`."""
+    Arguments and shapes as of `recall_and_ndcg`."""
     is_hit = mark_hits(top_items[:, :k], true_items).double()
     ranks = torch.arange(1, is_hit.shape[1] + 1, dtype=torch.float64)
     reciprocal = (is_hit / ranks).amax(1) if is_hit.shape[1] else is_hit.sum(1)

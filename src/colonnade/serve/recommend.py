@@ -386,7 +386,9 @@ class Recommender:
         num_known = 0 if taken is None else len(taken.counts)
         values = [record.get(USER) if isinstance(record, Mapping) else None for record in records]
         if keys is None:
-            return torch.tensor([_parse_user(value, row, num_known) for row, value in enumerate(values)])
+            return torch.tensor(
+                [_parse_user(value, row, num_known) for row, value in enumerate(values)]
+            )
         if keys.dtype != object:
             return to_positions(keys, np.array([_parse_integer_key(value) for value in values]))
         return to_positions(keys, np.array(["" if v is None else str(v) for v in values], object))
@@ -402,12 +404,13 @@ class Recommender:
             for record, known in zip(records, (positions >= 0).tolist(), strict=True)
         ]
         batch = self.encoder.encode(filled)
-        for name in stored.keys() & batch.ids.keys():
+        ids = dict(batch.ids)
+        for name in stored.keys() & ids.keys():
             columns = self.encoder.find_columns(name)
             is_absent = torch.tensor([not any(c in record for c in columns) for record in records])
             of_users = gather_ids(stored[name], positions.clamp(min=0))
-            batch.ids[name] = select_samples(batch.ids[name], of_users, is_absent & (positions >= 0))
-        return batch
+            ids[name] = select_samples(ids[name], of_users, is_absent & (positions >= 0))
+        return replace(batch, ids=ids)
 
     def _find_seen_items(self, user_positions: Tensor) -> Ids:
         """Return the bags of items that the users of the training data took; empty for others."""

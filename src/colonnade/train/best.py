@@ -13,7 +13,9 @@ HIGHER = 1
 LOWER = -1
 NEITHER = 0
 DIRECTIONS = {
-    **dict.fromkeys(("auc", "group_auc", "mrr", "hits", "recall", "ndcg", "hit_rate", "precision"), HIGHER),
+    **dict.fromkeys(
+        ("auc", "group_auc", "mrr", "hits", "recall", "ndcg", "hit_rate", "precision"), HIGHER
+    ),
     **dict.fromkeys(
         ("loss", "log_loss", "normalized_entropy", "expected_calibration_error", "mean rank"), LOWER
     ),

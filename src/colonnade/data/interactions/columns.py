@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import numpy as np
 import pyarrow as pa
@@ -67,7 +68,9 @@ class Interactions:
         """Return the interactions at indices, or those that a mask selects, in that order."""
         columns = (self.user_n, self.item_n, self.time_n, self.part_n)
         return Interactions(
-            self.users, self.items, *(None if c is None else c[rows] for c in columns)  # type: ignore[arg-type]
+            self.users,
+            self.items,
+            *(None if c is None else c[rows] for c in columns),  # type: ignore[arg-type]
         )
 
 
@@ -97,10 +100,10 @@ def index_keys(arrays: list[pa.ChunkedArray], name: str) -> tuple[NDArray, list[
     keys = dictionary.take(pa.array(order)).to_numpy(zero_copy_only=False)
     ends = np.cumsum([0, *map(len, narrowed)])
     all_positions = positions[encoded.indices.to_numpy()]
-    return keys, [all_positions[a:b] for a, b in zip(ends[:-1], ends[1:], strict=True)]
+    return keys, [all_positions[a:b] for a, b in pairwise(ends)]
 
 
-def build_ids(keys: NDArray, name: str, history: bool = False) -> tuple[Category, Ids]:
+def build_ids(keys: NDArray, name: str) -> tuple[Category, Ids]:
     """Return the field of an entity's id in an open table, and the id of each key (K,): integers are ids themselves,
     texts are hashed, as in every file."""
     category = Category(name, dtype="text" if keys.dtype == object else "integer")
@@ -123,7 +126,8 @@ def add_features(
     missing values.
     """
     category, ids = build_ids(entities.keys, name)
-    features, columns = {name: ids}, (Column(name),)
+    features = {name: ids}
+    columns: tuple[Column, ...] = (Column(name),)
     if fields:
         rows = pa.array(position_K, mask=position_K < 0)
         schema = FileSchema(fields)

@@ -1,11 +1,11 @@
 """Files of interactions, and of the users and items in them: columns by header types and usual names.
 
-    source                                    columns
-    CSV, TSV, RecBole's .inter, Parquet       by name
-    Arrow: .arrow, .feather, or an object     by name
-    with `__arrow_c_stream__`
-    text without a header                     user, item; user, item, time or rating; user, item, rating, time
-    lines of a user and its items (LightGCN)  user, item
+source                                    columns
+CSV, TSV, RecBole's .inter, Parquet       by name
+Arrow: .arrow, .feather, or an object     by name
+with `__arrow_c_stream__`
+text without a header                     user, item; user, item, time or rating; user, item, rating, time
+lines of a user and its items (LightGCN)  user, item
 """
 
 from __future__ import annotations
@@ -94,7 +94,11 @@ class _Table:
 def find_parts(path: Any) -> dict[int, Any]:
     """Return the source of each part: the files train, valid and test of a folder that has them; else all trains."""
     if isinstance(path, str | Path) and (folder := Path(path).expanduser()).is_dir():
-        by_stem = {file.name.split(".")[0].lower(): file for file in sorted(folder.iterdir()) if file.is_file()}
+        by_stem = {
+            file.name.split(".")[0].lower(): file
+            for file in sorted(folder.iterdir())
+            if file.is_file()
+        }
         parts = {
             part: by_stem[name]
             for part, names in PART_NAMES.items()
@@ -139,7 +143,9 @@ def _open_file(path: Path, options: FileOptions) -> _Table:
         try:
             table = pa.ipc.open_file(path).read_all()
         except (pa.ArrowException, OSError) as error:
-            raise DataError(f"{path}: cannot be read as an Arrow file ({error}). Write it again") from None
+            raise DataError(
+                f"{path}: cannot be read as an Arrow file ({error}). Write it again"
+            ) from None
         return _Table(str(path), table.column_names, {}, table.select)
     if ending in PLAIN and options.names is None and _has_item_lists(path):
         table = read_item_lists(path)
@@ -151,7 +157,7 @@ def _open_file(path: Path, options: FileOptions) -> _Table:
         if options.delimiter is None and ending in PLAIN:
             syntax["delimiter"] = _guess_delimiter(path)
     file: Any = format.open_file(path, **syntax)
-    if format.name == "csv" and options.names is None and all(map(NUMBER.fullmatch, file.names)):
+    if format.name == "csv" and options.names is None and not _has_header(file.names, options):
         head = [narrow_column(pa.array([name])) for name in file.names]
         file = format.open_file(path, **{**syntax, "names": _name_columns(head, path)})
 
@@ -170,6 +176,14 @@ def _open_file(path: Path, options: FileOptions) -> _Table:
         return pa.concat_tables(blocks, promote_options="permissive")
 
     return _Table(str(path), file.names, file.header_types, read)
+
+
+def _has_header(names: Sequence[str], options: FileOptions) -> bool:
+    """Return whether the first line names columns: a known one, or none that is a number."""
+    usual = {name for group in NAMES.values() for name in group}
+    is_known = any(_plain_name(name) in usual for name in names)
+    is_given = any(getattr(options, role) in names for role in NAMES)
+    return is_known or is_given or not any(map(NUMBER.fullmatch, names))
 
 
 def _name_columns(values: Sequence[pa.Array], path: Path) -> list[str]:
@@ -288,7 +302,9 @@ def select_rows(
 ) -> pa.Table:
     """Return the rows with a rating of at least `at_least` and an event of `events`. Raises ConfigError."""
     if at_least is not None:
-        numbers = convert_to_numbers(Number("rating"), combine_chunks(table.column(roles["rating"])))
+        numbers = convert_to_numbers(
+            Number("rating"), combine_chunks(table.column(roles["rating"]))
+        )
         table = table.filter(pa.array(numbers >= at_least))
     if events is not None:
         texts = table.column(roles["event"]).cast(pa.string())
@@ -308,8 +324,8 @@ def infer_features(
     role: str,
     taken: Sequence[str],
 ) -> tuple[DeclaredField, ...]:
-    """Infer the fields of users or items; a number becomes buckets between its quantiles. A field with a name in `taken`
-    gets `role` before it."""
+    """Infer the fields of users or items. A number becomes buckets between its quantiles; a field with a name in
+    `taken` gets `role` before it."""
     fields: list[DeclaredField] = []
     for name, array in columns.items():
         array = narrow_column(array)
@@ -388,16 +404,28 @@ def read_interactions(
                     f"{table.source}: got no column named like {role}s, which data.options."
                     f"{'at_least' if role == 'rating' else 'events'} needs; say which it is with data.options.{role}"
                 )
-        tables.append((table.source, select_rows(table.read(list(roles.values())), roles, at_least, events), roles))
+        tables.append(
+            (
+                table.source,
+                select_rows(table.read(list(roles.values())), roles, at_least, events),
+                roles,
+            )
+        )
     part_n = np.repeat(np.array(list(parts), np.int8), [len(table) for _, table, _ in tables])
     if not len(part_n):
         raise DataError(f"{tables[0][0]}: got no interaction, wanted one at least")
     times = None
     if all("time" in columns for _, _, columns in tables):
         times = np.concatenate(
-            [read_times(combine_chunks(table.column(columns["time"])), source) for source, table, columns in tables]
+            [
+                read_times(combine_chunks(table.column(columns["time"])), source)
+                for source, table, columns in tables
+            ]
         )
-    files = {role: _read_entity_file(source, role, options) for role, source in ((USER, users), (ITEM, items))}
+    files = {
+        role: _read_entity_file(source, role, options)
+        for role, source in ((USER, users), (ITEM, items))
+    }
     keys, positions = {}, {}
     for role, file in files.items():
         columns_of_role = [table.column(columns[role]) for _, table, columns in tables]
@@ -414,7 +442,8 @@ def read_interactions(
 
 
 def drop_repeats(interactions: Interactions) -> Interactions:
-    """Order interactions by time and keep the first of each pair of user and item: of the training part, if it is there."""
+    """Order interactions by time, and keep the first of each pair of user and item, that of the training part if there
+    is one."""
     times = interactions.time_n
     if times is not None:
         interactions = interactions.take(np.argsort(times, kind="stable"))
@@ -431,14 +460,17 @@ def keep_core(interactions: Interactions, core: int) -> Interactions:
     interaction is left."""
     while True:
         counts = [
-            np.bincount(positions)[positions] for positions in (interactions.user_n, interactions.item_n)
+            np.bincount(positions)[positions]
+            for positions in (interactions.user_n, interactions.item_n)
         ]
         is_kept = (counts[0] >= core) & (counts[1] >= core)
         if is_kept.all():
             return interactions
         interactions = interactions.take(is_kept)
         if not interactions.size:
-            raise ConfigError(f"core={core}: no user and item have that many interactions; give a smaller one")
+            raise ConfigError(
+                f"core={core}: no user and item have that many interactions; give a smaller one"
+            )
 
 
 def _read_entity_file(source: Any, role: str, options: FileOptions) -> EntityFile | None:
@@ -479,7 +511,9 @@ def _add_entities(
             row_of_key[rows] = np.arange(len(rows))
             if len(np.unique(rows)) < len(rows):
                 twice = whole.keys[np.flatnonzero(np.bincount(rows) > 1)[0]]
-                raise DataError(f"{file.source}: got {twice!r} twice, wanted one row for each {role}. Remove one")
+                raise DataError(
+                    f"{file.source}: got {twice!r} twice, wanted one row for each {role}. Remove one"
+                )
             own = infer_features(file.source, file.columns, file.header_types, role, taken)
             if schema is not None:
                 own = tuple(f for f in _split_fields(given)[role] if isinstance(f, Categorical))
@@ -500,7 +534,7 @@ def _add_entities(
 
 
 def _split_fields(fields: Sequence[DeclaredField]) -> dict[str, Sequence[DeclaredField]]:
-    """Return the features of users and of items in a recorded schema: user, its features, item, its features, history."""
+    """Return the features of users and of items in a recorded schema: user, features, item, features, history."""
     names = [field.name for field in fields]
     middle = names.index(ITEM)
     return {USER: fields[1:middle], ITEM: fields[middle + 1 : names.index(HISTORY)]}

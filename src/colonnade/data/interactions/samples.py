@@ -140,13 +140,15 @@ def open_interaction_splits(
     return Splits(
         train=train,
         validation=build_queries(past, interactions.validation, past),
-        test=build_queries(test_past, interactions.test, concat_bags(past, interactions.validation)),
+        test=build_queries(
+            test_past, interactions.test, concat_bags(past, interactions.validation)
+        ),
     )
 
 
 def draw_candidates(interactions: InteractionSplit, truth: Ids, num_negatives: int) -> Ids:
-    """Draw the items that are ranked for each user (U,): its held-out items, and `num_negatives` distinct others that it
-    has in no part, at random; fewer where there are fewer. The same for every seed of training."""
+    """Draw the items that are ranked for each user (U,): its held-out items, and `num_negatives` distinct others that
+    it has in no part, at random; fewer where there are fewer. The same for every seed of training."""
     bags = [interactions.train, interactions.validation, interactions.test]
     if interactions.past is not None:
         bags.append(interactions.past)

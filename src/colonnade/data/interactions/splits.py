@@ -55,12 +55,15 @@ class SplitOptions:
 
 
 def assign_parts(interactions: Interactions, options: SplitOptions) -> Parts:
-    """Assign each interaction to a part (n,). Raises ConfigError if the data has no times, or nothing is left to train."""
+    """Assign each interaction to a part (n,). Raises ConfigError without times for a split by time, and if nothing is
+    left to train on."""
     if options.kind == "files":
         assert interactions.part_n is not None
         parts = interactions.part_n.copy()
         if not (parts == VALIDATION).any():
-            _draw_part(interactions, parts, VALIDATION, options.validation_fraction, True, options.seed)
+            _draw_part(
+                interactions, parts, VALIDATION, options.validation_fraction, True, options.seed
+            )
     elif options.kind == "leave_one_out":
         parts = _leave_last_items_out(interactions)
     elif options.kind == "time":
@@ -182,14 +185,17 @@ def build_split(
     *,
     is_ordered: bool,
 ) -> InteractionSplit:
-    """Build the bags of each part. is_ordered: a query of the test has the validation items in its history, too, because
-    they come before."""
+    """Build the bags of each part.
+
+    is_ordered: validation items come before those of the test, so that they are in the history of its queries."""
     num_users = len(interactions.users.keys)
 
     def group(*wanted: int) -> Ids:
         mask = np.isin(parts, wanted)
         return group_items_by_user(
-            torch.from_numpy(interactions.user_n[mask]), torch.from_numpy(interactions.item_n[mask]), num_users
+            torch.from_numpy(interactions.user_n[mask]),
+            torch.from_numpy(interactions.item_n[mask]),
+            num_users,
         )
 
     users, items = interactions.users, interactions.items

@@ -98,7 +98,9 @@ def open_interactions(
     Raises DataError naming file and row, ConfigError.
     """
     parts = find_parts(path)
-    parts |= {part: file for part, file in ((VALIDATION, validation), (TEST, test)) if file is not None}
+    parts |= {
+        part: file for part, file in ((VALIDATION, validation), (TEST, test)) if file is not None
+    }
     data, record_schema, note = read_interactions(
         parts,
         FileOptions(user, item, time, rating, event, delimiter, names),
@@ -117,9 +119,16 @@ def open_interactions(
         )
     if split is None:
         split = "files" if len(parts) > 1 else "leave_one_out" if is_ordered else "per_user"
-    cutoffs = [None if at is None else _parse_cutoff(at) for at in (test_after, validation_after)]
     divided = assign_parts(
-        data, SplitOptions(split, test_fraction, validation_fraction, *cutoffs, split_seed)
+        data,
+        SplitOptions(
+            split,
+            test_fraction,
+            validation_fraction,
+            _parse_cutoff(test_after),
+            _parse_cutoff(validation_after),
+            split_seed,
+        ),
     )
     splits = open_interaction_splits(
         build_split(
@@ -152,15 +161,17 @@ def _describe_split(interactions: Interactions, parts: Parts, split: SplitKind) 
     ]
     if sees_future(interactions, parts):
         lines.append(
-            f"split {split} trains on interactions that are later than some of the test, so scores are higher than those "
-            "of a model in use; data.options.split=time avoids it"
+            f"split {split} trains on interactions that are later than some of the test, so scores are higher than "
+            "those of a model in use; data.options.split=time avoids it"
         )
     return lines
 
 
-def _parse_cutoff(cutoff: str | float) -> float:
+def _parse_cutoff(cutoff: str | float | None) -> float | None:
     """Return a cutoff in microseconds since 1970 if it is an ISO time, else the number. Raises ConfigError."""
     try:
         return parse_time(cutoff) if isinstance(cutoff, str) else cutoff
     except ValueError:
-        raise ConfigError(f"got {cutoff!r} as a cutoff, wanted a time such as '2024-05-31T12:00:00', or a number") from None
+        raise ConfigError(
+            f"got {cutoff!r} as a cutoff, wanted a time such as '2024-05-31T12:00:00', or a number"
+        ) from None
