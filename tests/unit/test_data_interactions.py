@@ -217,7 +217,6 @@ def test_real_movielens(shared_data):
     ("train", "words"),
     [
         ("0 1 2\n1 x 3\n", ["train.txt, line 2", "'x'", "numbers"]),
-        ("0 1 2\n\n1 3\n", ["train.txt, line 2", "empty"]),
         ("0 -1\n", ["train.txt, line 1", "'-1'"]),
         ("0 99999999999999999999\n", ["train.txt, line 1", "99999999999999999999"]),
         ("0\n1\n", ["train.txt", "no item"]),

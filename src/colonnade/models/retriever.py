@@ -9,6 +9,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,7 +19,6 @@ from colonnade.batch import Batch, Ids
 from colonnade.comm.collectives import concatenate_over_ranks
 from colonnade.comm.mesh import Mesh
 from colonnade.data.contract import Source
-from colonnade.data.interactions.samples import HeldOutItems
 from colonnade.data.tensors import TensorColumns
 from colonnade.errors import ConfigError
 from colonnade.models.ranking import (
@@ -28,6 +28,9 @@ from colonnade.models.ranking import (
     mark_matching_candidates,
 )
 from colonnade.models.split import SplitModel
+
+if TYPE_CHECKING:
+    from colonnade.data.interactions.samples import HeldOutItems
 
 CUTOFFS = (10, 20)
 POPULARITY = "popularity_"

@@ -35,7 +35,7 @@ class Entities:
     keys: NDArray
     """Ids as the files have them (K,): distinct int64, or texts as objects."""
     features: Mapping[str, Ids] = field(default_factory=dict)
-    """What a model reads of each (K,), by column; the id first."""
+    """Features that a model reads of each (K,), by column; the id first."""
     columns: tuple[Column, ...] = ()
 
     def select(self, is_selected_K: NDArray[np.bool_]) -> Entities:

@@ -58,7 +58,7 @@ DELIMITERS = "\t,;|"
 PART_NAMES = {TRAIN: ("train",), VALIDATION: ("valid", "validation", "val", "dev"), TEST: ("test",)}
 """Names of the files of parts in a folder, before their endings."""
 NUM_BUCKETS = 16
-"""Most buckets of a number that describes users or items: its quantiles."""
+"""Maximal number of buckets of a number that describes users or items, between its quantiles."""
 LINES_SEEN = 1000
 """Number of first lines that decide whether a text file has lists of items."""
 PLAIN = (".txt", ".dat", ".data", "")
@@ -91,23 +91,21 @@ class _Table:
         return self.read([name]).column(name)
 
 
-def find_parts(path: Any) -> dict[int, Any]:
-    """Return the source of each part: the files train, valid and test of a folder that has them; else all trains."""
+def find_parts(path: Any, validation: Any = None, test: Any = None) -> dict[int, Any]:
+    """Return the source of each part: `validation` and `test` if they are given; else the files train, valid and test
+    of a folder that has them."""
+    parts = {TRAIN: path}
     if isinstance(path, str | Path) and (folder := Path(path).expanduser()).is_dir():
-        by_stem = {
-            file.name.split(".")[0].lower(): file
-            for file in sorted(folder.iterdir())
-            if file.is_file()
-        }
-        parts = {
-            part: by_stem[name]
+        stems = {f.name.split(".")[0].lower(): f for f in sorted(folder.iterdir()) if f.is_file()}
+        in_folder = {
+            part: stems[name]
             for part, names in PART_NAMES.items()
             for name in names
-            if name in by_stem
+            if name in stems
         }
-        if TRAIN in parts:
-            return parts
-    return {TRAIN: path}
+        parts = in_folder if TRAIN in in_folder else parts
+    separate = {VALIDATION: validation, TEST: test}
+    return parts | {part: file for part, file in separate.items() if file is not None}
 
 
 def open_table(source: Any, options: FileOptions) -> _Table:
@@ -246,14 +244,14 @@ def find_roles(table: _Table, options: FileOptions, wanted: Sequence[str]) -> di
     """Return the column of each role that the table has: the one of the options, else the first with a usual name."""
     roles = {}
     for role in wanted:
-        given = getattr(options, role)
-        if given is not None:
-            if given not in table.names:
+        requested = getattr(options, role)
+        if requested is not None:
+            if requested not in table.names:
                 raise ConfigError(
-                    f"{table.source}: got no column {given!r}, which data.options.{role} names; the columns are "
+                    f"{table.source}: got no column {requested!r}, which data.options.{role} names; the columns are "
                     f"{', '.join(list(table.names)[:20])}"
                 )
-            roles[role] = given
+            roles[role] = requested
             continue
         for name in table.names:
             if _plain_name(name) in NAMES[role] and name not in roles.values():
@@ -430,8 +428,11 @@ def read_interactions(
     for role, file in files.items():
         columns_of_role = [table.column(columns[role]) for _, table, columns in tables]
         others = [] if file is None else [file.keys]
-        keys[role], found = index_keys([*columns_of_role, *others], role)
-        positions[role] = np.concatenate(found[: len(tables)]), found[-1] if others else None
+        keys[role], by_table = index_keys([*columns_of_role, *others], role)
+        positions[role] = (
+            np.concatenate(by_table[: len(tables)]),
+            by_table[-1] if others else None,
+        )
     data = Interactions(
         Entities(keys[USER]), Entities(keys[ITEM]), positions[USER][0], positions[ITEM][0], times,
         part_n if len(parts) > 1 else None,
@@ -497,7 +498,6 @@ def _add_entities(
 ) -> tuple[Interactions, FileSchema]:
     """Leave out users and items that neither interact nor have a row, and add what models read of the others."""
     entities, fields, numbers = {}, {}, {}
-    given = () if schema is None else schema.fields
     taken = [USER, ITEM, HISTORY]
     for role, used in ((USER, interactions.user_n), (ITEM, interactions.item_n)):
         file, rows = files[role], positions[role][1]
@@ -516,7 +516,9 @@ def _add_entities(
                 )
             own = infer_features(file.source, file.columns, file.header_types, role, taken)
             if schema is not None:
-                own = tuple(f for f in _split_fields(given)[role] if isinstance(f, Categorical))
+                own = tuple(
+                    f for f in _split_fields(schema.fields)[role] if isinstance(f, Categorical)
+                )
         taken += [field.name for field in own]
         columns = {} if file is None else file.columns
         entities[role], fields[role] = add_features(

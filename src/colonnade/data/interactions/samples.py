@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
@@ -17,8 +17,10 @@ from torch import Tensor
 from colonnade.batch import Batch, Ids
 from colonnade.data.contract import Block, BlockSource, Column, Schema, Splits
 from colonnade.data.counter import random_permutation, random_words, stream_key
-from colonnade.data.tabular.declaration import FileSchema
 from colonnade.data.tensors import TensorColumns, gather_ids, locate_bag_items
+
+if TYPE_CHECKING:
+    from colonnade.data.tabular.declaration import FileSchema
 
 SampleKind = Literal["pairs", "sequences"]
 ItemOrder = Literal["shuffled", "file", "past"]
@@ -312,7 +314,7 @@ class QuerySource(BlockSource):
     max_history: int
     candidates: Ids | None = None
     popularity: Tensor | None = None
-    """All items (I,) by their number of training interactions, the largest first: what models are compared with."""
+    """Items (I,) by their number of training interactions, the largest first: models are compared with this order."""
 
     @property
     def num_samples(self) -> int:

@@ -82,25 +82,21 @@ def open_interactions(
     at_least, events                   lowest rating, and values of `event`, that count; default: any
     users, items                       files with a row for each user, and item: features by which models know them
     core                               least number of interactions of a user, and of an item
-    validation, test                   files of these parts; default: the files of a folder that has train and test
-    split                              as in `interactions.splits`; default: files if they are given, leave_one_out if
-                                       there is an order, else per_user
+    validation, test                   files of these parts; default: those of a folder that has train and test
+    split                              as in `interactions.splits`; default: files, else leave_one_out if there is an
+                                       order, else per_user
     test_after, validation_after       cutoffs of split=time: ISO times, or numbers
     split_seed                         seed of drawn parts; `seed` orders the samples of an epoch
     samples                            "pairs" (user, item), or "sequences" of a user's items
     max_history                        most items of a history
     max_pairs                          most pairs of a user in an epoch; default: all
     negatives                          items drawn at random for each sequence
-    order                              order of a user's items: that of the times, the file's, or none. Default: time
-                                       if there is such a column, else none
+    order                              order of a user's items; default: time if there is such a column, else none
     ranked_negatives                   number of drawn items among which held-out items are ranked; default: all items
 
     Raises DataError naming file and row, ConfigError.
     """
-    parts = find_parts(path)
-    parts |= {
-        part: file for part, file in ((VALIDATION, validation), (TEST, test)) if file is not None
-    }
+    parts = find_parts(path, validation, test)
     data, record_schema, note = read_interactions(
         parts,
         FileOptions(user, item, time, rating, event, delimiter, names),
@@ -112,31 +108,13 @@ def open_interactions(
         has_times=order in (None, "time"),
         schema=None if schema is None else load_file_schema(schema),
     )
-    is_ordered = order == "file" or data.time_n is not None
-    if order == "time" and not is_ordered:
-        raise ConfigError(
-            "order=time: got no column of times, wanted one; name it with data.options.time"
-        )
-    if split is None:
-        split = "files" if len(parts) > 1 else "leave_one_out" if is_ordered else "per_user"
-    divided = assign_parts(
-        data,
-        SplitOptions(
-            split,
-            test_fraction,
-            validation_fraction,
-            _parse_cutoff(test_after),
-            _parse_cutoff(validation_after),
-            split_seed,
-        ),
-    )
+    is_ordered = _has_order(data, order)
+    kind = split or _choose_split(len(parts), is_ordered)
+    cutoffs = _parse_cutoff(test_after), _parse_cutoff(validation_after)
+    shares = test_fraction, validation_fraction
+    divided = assign_parts(data, SplitOptions(kind, *shares, *cutoffs, split_seed))
     splits = open_interaction_splits(
-        build_split(
-            data,
-            divided,
-            record_schema,
-            is_ordered=is_ordered and split in ("leave_one_out", "time", "users"),
-        ),
+        build_split(data, divided, record_schema, is_ordered=is_ordered),
         samples=samples,
         seed=seed,
         max_history=max_history,
@@ -145,11 +123,28 @@ def open_interactions(
         order="past" if is_ordered else "shuffled",
         ranked_negatives=ranked_negatives,
     )
+    return _without_empty_parts(splits, (note, *_describe_split(data, divided, kind)))
+
+
+def _has_order(interactions: Interactions, order: str | None) -> bool:
+    """Return whether a user's items have an order. Raises ConfigError for one by times that are not there."""
+    if order == "time" and interactions.time_n is None:
+        raise ConfigError("order=time: got no column of times; name it with data.options.time")
+    return order == "file" or interactions.time_n is not None
+
+
+def _choose_split(num_parts: int, is_ordered: bool) -> SplitKind:
+    if num_parts > 1:
+        return "files"
+    return "leave_one_out" if is_ordered else "per_user"
+
+
+def _without_empty_parts(splits: Splits, notes: tuple[str, ...]) -> Splits:
     return replace(
         splits,
         validation=splits.validation if has_samples(splits.validation) else None,
         test=splits.test if has_samples(splits.test) else None,
-        notes=(note, *_describe_split(data, divided, split)),
+        notes=notes,
     )
 
 
