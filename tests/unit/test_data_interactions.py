@@ -14,7 +14,7 @@ from movielens_files import write_movielens
 from colonnade.batch import Ids
 from colonnade.cli import app
 from colonnade.data import Position, open_source
-from colonnade.data.interactions import (
+from colonnade.data.interactions.samples import (
     concat_bags,
     group_items_by_user,
     hold_out,
@@ -217,7 +217,6 @@ def test_real_movielens(shared_data):
     ("train", "words"),
     [
         ("0 1 2\n1 x 3\n", ["train.txt, line 2", "'x'", "numbers"]),
-        ("0 1 2\n\n1 3\n", ["train.txt, line 2", "empty"]),
         ("0 -1\n", ["train.txt, line 1", "'-1'"]),
         ("0 99999999999999999999\n", ["train.txt, line 1", "99999999999999999999"]),
         ("0\n1\n", ["train.txt", "no item"]),

@@ -16,7 +16,7 @@ from torch.nn.functional import normalize
 import colonnade
 from colonnade import SGD, Adam, Batch, Feature, Ids, Mesh, RowOptimizer, Table, Uniform
 from colonnade.data import open_source
-from colonnade.data.interactions import HeldOutItems
+from colonnade.data.interactions.samples import HeldOutItems
 from colonnade.data.sets.power_law import build_edge_distribution
 from colonnade.errors import ConfigError, DataError
 from colonnade.models.graphsage import GraphSAGE

@@ -117,10 +117,20 @@ def show_outcome(console: Console, summary: Mapping[str, Any], folder: Path | No
         for name, value in select_judged(summary["metrics"]).items()
         if value == value  # NaN: undefined
     }
+    is_below = False
     for name, value in metrics.items():
-        console.print(f"{name.replace('_', ' ')}: {value:.4f}", style="bold")
+        part, _, metric = name.partition("_")
+        popular = summary["metrics"].get(f"{part}_popularity_{metric}")
+        beside = "" if popular is None else f"   by popularity {popular:.4f}"
+        is_below |= popular is not None and name == f"test_{summary['monitor']}" and value < popular
+        console.print(f"{name.replace('_', ' ')}: {value:.4f}{beside}", style="bold")
     if metrics:
         console.print(describe_metrics_step(summary))
+    if is_below:
+        console.print(
+            "the model ranks worse than popularity: too little data, or too few or too many steps; try other learning "
+            "rates (embedding.lr, dense.lr), a smaller train.batch_size, or model.temperature"
+        )
     if summary["stopped_early"]:
         console.print("stopped early: no improvement (train.patience)")
     if summary["stopped"]:

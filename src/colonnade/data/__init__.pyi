@@ -8,15 +8,27 @@ from colonnade.data.contract import (
     num_steps as num_steps,
 )
 from colonnade.data.graph import open_graph as open_graph
-from colonnade.data.interactions import (
-    Interactions as Interactions,
+from colonnade.data.interactions.columns import Interactions as Interactions
+from colonnade.data.interactions.files import (
+    FileOptions as FileOptions,
+    read_interactions as read_interactions,
+)
+from colonnade.data.interactions.samples import (
+    InteractionSplit as InteractionSplit,
     group_items_by_user as group_items_by_user,
     hold_out as hold_out,
+    open_interaction_splits as open_interaction_splits,
+)
+from colonnade.data.interactions.splits import (
+    SplitOptions as SplitOptions,
+    assign_parts as assign_parts,
+    build_split as build_split,
 )
 from colonnade.data.processes import ProcessSource as ProcessSource
 from colonnade.data.sets.criteo import open_criteo as open_criteo
 from colonnade.data.sets.fb15k237 import open_fb15k237 as open_fb15k237
 from colonnade.data.sets.gowalla import open_gowalla as open_gowalla
+from colonnade.data.sets.interactions import open_interactions as open_interactions
 from colonnade.data.sets.movielens import open_movielens as open_movielens
 from colonnade.data.sets.movielens_retrieval import (
     open_movielens_retrieval as open_movielens_retrieval,

@@ -149,12 +149,14 @@ class Splits:
     """Training, validation and test parts of a data set. All parts share a schema.
 
     `days`: parts of `train` in the order of time, where the data set has them: for progressive validation.
+    `notes`: lines that say what was recognised and left out when the data was opened.
     """
 
     train: Source
     validation: Source | None = None
     test: Source | None = None
     days: tuple[Source, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 def num_steps(num_samples: int, batch_size: int, last_batch: LastBatch = "keep") -> int:

@@ -16,10 +16,10 @@ from torch import Tensor
 from colonnade.batch import Batch, Ids
 from colonnade.data.contract import Block, BlockSource, Column, Schema, Splits
 from colonnade.data.counter import Words, random_words, stream_key
-from colonnade.data.interactions import (
+from colonnade.data.interactions.samples import (
     LOG_Q,
     HeldOutItems,
-    Interactions,
+    InteractionSplit,
     PairSource,
     QuerySource,
     concat_bags,
@@ -116,7 +116,7 @@ def sample_hops(
 
 
 def open_graph(
-    interactions: Interactions,
+    interactions: InteractionSplit,
     *,
     first_item: int,
     seed: int = 0,
@@ -193,7 +193,7 @@ class NeighbourSource(BlockSource):
     fan_outs: tuple[int, ...]
 
     @property
-    def interactions(self) -> Interactions:
+    def interactions(self) -> InteractionSplit:
         return self.pairs.interactions
 
     @property

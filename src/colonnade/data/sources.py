@@ -19,6 +19,7 @@ DATA_SETS = (
     "criteo",
     "fb15k237",
     "gowalla",
+    "interactions",
     "movielens",
     "movielens_retrieval",
     "power_law",

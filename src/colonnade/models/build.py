@@ -21,7 +21,7 @@ from colonnade.config.run import (
     override_settings,
 )
 from colonnade.data.contract import Column, Schema, multi_id_columns
-from colonnade.data.interactions import LOG_Q
+from colonnade.data.interactions.samples import LOG_Q
 from colonnade.errors import ConfigError
 from colonnade.files.untrusted import read_regular
 from colonnade.models.dcn import DCN, DCNv2

@@ -14,7 +14,7 @@ from torch.nn.functional import normalize
 
 from colonnade.batch import Batch
 from colonnade.data.graph import ROLES
-from colonnade.data.interactions import HeldOutItems
+from colonnade.data.interactions.samples import HeldOutItems
 from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import ConfigError, DataError
 from colonnade.models.fields import find_field_dims

@@ -9,7 +9,9 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,7 +29,12 @@ from colonnade.models.ranking import (
 )
 from colonnade.models.split import SplitModel
 
+if TYPE_CHECKING:
+    from colonnade.data.interactions.samples import HeldOutItems
+
 CUTOFFS = (10, 20)
+POPULARITY = "popularity_"
+"""Prefix of the metrics of a ranking of all items by their number of training interactions."""
 CHUNK = 4096  # items embedded at a time
 BLOCK = 1 << 16
 """Number of items scored at a time, at least."""
@@ -61,7 +68,10 @@ class RetrievalObjective:
     """Objective of a `Retriever`: softmax cross entropy of each positive against candidates of all ranks."""
 
     monitor = "ndcg@20"
-    metrics = tuple(f"{metric}@{k}" for k in CUTOFFS for metric in ("recall", "ndcg"))
+    metrics = (
+        *(f"{metric}@{k}" for k in CUTOFFS for metric in ("recall", "ndcg")),
+        *(f"{metric}@{CUTOFFS[0]}" for metric in ("hit_rate", "mrr", "precision")),
+    )
 
     def loss(self, model: Retriever, batch: Batch, mesh: Mesh) -> Tensor:
         return contrastive_loss(model(batch), model.temperature, mesh)
@@ -78,21 +88,27 @@ class RetrievalObjective:
     def evaluate(
         self, model: Retriever, source: Source, batch_size: int, mesh: Mesh
     ) -> dict[str, float]:
-        """Rank the catalogue for each query; the metrics are means over queries."""
+        """Rank the catalogue for each query; the metrics are means over queries, those of popularity among them."""
         self.check_source(source)
+        catalogue: TensorColumns = source.catalogue  # type: ignore[attr-defined]
+        popularity = getattr(source, "popularity", None)
+        names = list(self.metrics)
+        if popularity is not None:
+            names += [f"{POPULARITY}{name}" for name in self.metrics]
         with evaluation_mode(model):
-            items = embed_items(model, source.catalogue)  # type: ignore[attr-defined]
+            items = embed_items(model, catalogue)
 
             def measure(batch: Batch) -> dict[str, Tensor]:
-                top, _ = rank_items(model.queries(batch), items, batch.key.excluded, max(CUTOFFS))
-                values = [
-                    value for k in CUTOFFS for value in recall_and_ndcg(top, batch.key.truth, k)
-                ]
-                return dict(zip(self.metrics, values, strict=True))
+                values = measure_ranking(
+                    rank_held_out(model.queries(batch), items, batch.key), batch.key
+                )
+                if popularity is not None:
+                    values += measure_ranking(rank_by_popularity(popularity, batch.key), batch.key)
+                return dict(zip(names, values, strict=True))
 
             return average_metrics(
                 measure,
-                self.metrics,
+                names,
                 source,
                 batch_size,
                 mesh,
@@ -206,6 +222,73 @@ def recall_and_ndcg(top_items: Tensor, true_items: Ids, k: int) -> tuple[Tensor,
     """
     top_items = top_items[:, :k]
     counts = true_items.counts
+    is_hit = mark_hits(top_items, true_items)
+    gains = 1 / torch.arange(2, k + 2, dtype=torch.float64).log2()
+    perfect = torch.cat([torch.zeros(1, dtype=torch.float64), gains.cumsum(0)])
+    hits = is_hit.double()
+    return hits.sum(1) / counts, (hits * gains[: top_items.shape[1]]).sum(1) / perfect[
+        counts.clamp(max=k)
+    ]
+
+
+def measure_ranking(top_items: Tensor, held_out: HeldOutItems) -> list[Tensor]:
+    """Return the values (B,) of `RetrievalObjective.metrics`, of the first items (B, k) of each query."""
+    values = [value for k in CUTOFFS for value in recall_and_ndcg(top_items, held_out.truth, k)]
+    return [*values, *measure_first_hits(top_items, held_out.truth, CUTOFFS[0])]
+
+
+def rank_held_out(queries: Tensor, items: Tensor, held_out: HeldOutItems) -> Tensor:
+    """Return the first items (B, k) of each query (B, D), of its candidates or of all that are not excluded."""
+    if held_out.candidates is None:
+        return rank_items(queries, items, held_out.excluded, max(CUTOFFS))[0]
+    return rank_candidates(queries, items, held_out.candidates, max(CUTOFFS))
+
+
+def rank_by_popularity(popular_items: Tensor, held_out: HeldOutItems) -> Tensor:
+    """Do what `rank_held_out` does, by the order of all items (I,), the most popular first."""
+    k, size = max(CUTOFFS), len(held_out.truth.counts)
+    if held_out.candidates is not None:
+        rank = torch.empty(len(popular_items))
+        rank[popular_items] = torch.arange(len(popular_items)).float()
+        return rank_candidates(-torch.ones(size, 1), rank[:, None], held_out.candidates, k)
+    excluded = held_out.excluded
+    first = popular_items[: k + int(excluded.counts.max()) if size else k]
+    is_excluded = mark_matching_candidates(excluded.samples, excluded.values, size, first)
+    position = torch.arange(len(first)) + len(first) * is_excluded
+    best = position.topk(min(k, len(first)), dim=1, largest=False).values
+    return torch.where(best < len(first), first[best % max(len(first), 1)], -1)
+
+
+def rank_candidates(queries: Tensor, items: Tensor, candidates: Ids, k: int) -> Tensor:
+    """Rank the items of a bag for each query: (B, k), best first; equal scores in the order of item numbers; -1 where
+    there are fewer."""
+    sample = candidates.samples
+    scores = (
+        (queries[sample.to(queries.device)] * items[candidates.values.to(items.device)])
+        .sum(1)
+        .cpu()
+    )
+    check_scores(scores)
+    order = torch.from_numpy(np.lexsort((candidates.values, -scores, sample)))
+    position = torch.arange(len(order)) - (candidates.counts.cumsum(0) - candidates.counts)[sample]
+    is_top = position < k
+    top = torch.full((len(queries), k), -1, dtype=torch.int64)
+    top[sample[is_top], position[is_top]] = candidates.values[order][is_top]
+    return top
+
+
+def measure_first_hits(top_items: Tensor, true_items: Ids, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute hit rate, reciprocal rank of the first hit (0 without one) and precision of the first k items.
+
+    Arguments and shapes as of `recall_and_ndcg`."""
+    is_hit = mark_hits(top_items[:, :k], true_items).double()
+    ranks = torch.arange(1, is_hit.shape[1] + 1, dtype=torch.float64)
+    reciprocal = (is_hit / ranks).amax(1) if is_hit.shape[1] else is_hit.sum(1)
+    return (is_hit.sum(1) > 0).double(), reciprocal, is_hit.sum(1) / k
+
+
+def mark_hits(top_items: Tensor, true_items: Ids) -> Tensor:
+    """Mark which of the items (B, k) are a query's true items; -1 is none."""
     sample = true_items.samples
     # Keys that differ between queries, so that one search serves all queries.
     largest = max(
@@ -215,17 +298,10 @@ def recall_and_ndcg(top_items: Tensor, true_items: Ids, k: int) -> tuple[Tensor,
     width = int(largest) + 2
     true_keys = (sample * width + true_items.values).sort().values
     top_keys = torch.arange(len(top_items))[:, None] * width + top_items
-    if len(true_keys):
-        positions = torch.searchsorted(true_keys, top_keys).clamp(max=len(true_keys) - 1)
-        is_hit = (true_keys[positions] == top_keys) & (top_items >= 0)
-    else:
-        is_hit = torch.zeros_like(top_items, dtype=torch.bool)
-    gains = 1 / torch.arange(2, k + 2, dtype=torch.float64).log2()
-    perfect = torch.cat([torch.zeros(1, dtype=torch.float64), gains.cumsum(0)])
-    hits = is_hit.double()
-    return hits.sum(1) / counts, (hits * gains[: top_items.shape[1]]).sum(1) / perfect[
-        counts.clamp(max=k)
-    ]
+    if not len(true_keys):
+        return torch.zeros_like(top_items, dtype=torch.bool)
+    positions = torch.searchsorted(true_keys, top_keys).clamp(max=len(true_keys) - 1)
+    return (true_keys[positions] == top_keys) & (top_items >= 0)
 
 
 def embed_items(model: Retriever, catalogue: TensorColumns) -> Tensor:

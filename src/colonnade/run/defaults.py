@@ -69,6 +69,8 @@ def get_preset(data: str, model: str | None = None) -> RunConfig:
     return override_settings(build_config(values), MODEL_PRESETS[data].get(model, {}))
 
 
+INTERACTIONS = "interactions"
+"""Data of users' interactions in files."""
 FILES = (*FORMATS, "criteo")
 """Data sets of user files, with a size that is not known in advance."""
 PATIENCE = 3
@@ -151,7 +153,8 @@ def open_data(config: RunConfig, folder: Path | None) -> tuple[RunConfig, Splits
     checkpoints is resumed with its recorded settings.
     """
     if config.data.name not in FILES:
-        return config, open_source(config.data.name, config.data.path, **config.data.options), ""
+        data = open_source(config.data.name, config.data.path, **config.data.options)
+        return choose_tower_columns(config, data), data, "\n".join(data.notes)
     if folder is not None and list_checkpoints(folder):
         config = _fill_from_recorded(config, load_config(folder / "config.yaml"))
         return config, _open_data_source(config), ""
@@ -174,6 +177,24 @@ def open_data(config: RunConfig, folder: Path | None) -> tuple[RunConfig, Splits
     values = ", ".join(f"{name}={value}" for name, value in chosen.items())
     line = f"chosen for {num_samples:,} training samples: {values}" if chosen else ""
     return override_settings(config, chosen), data, line
+
+
+def choose_tower_columns(config: RunConfig, data: Splits) -> RunConfig:
+    """Choose the columns of the two towers for interactions in files, where they are open: those of items, and a user's
+    history with what its file says of it.
+
+    A query without the user's id learns from all users, also for new ones.
+    """
+    split = getattr(data.train, "interactions", None)
+    settings = MODEL_SPECS[config.model.name].parameters
+    if config.data.name != INTERACTIONS or split is None or "query_columns" not in settings:
+        return config
+    chosen: dict[str, list[str]] = {}
+    if config.model.query_columns is None:
+        chosen["model.query_columns"] = ["history", *(c for c in split.users if c != "user")]
+    if config.model.item_columns is None:
+        chosen["model.item_columns"] = list(split.items)
+    return override_settings(config, chosen)
 
 
 def resolve_settings(config: RunConfig, objective: Objective) -> RunConfig:

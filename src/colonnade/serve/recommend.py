@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,7 +29,12 @@ from colonnade.batch import Batch, Ids
 from colonnade.config.run import RunConfig
 from colonnade.data import open_source
 from colonnade.data.contract import Schema
-from colonnade.data.interactions import Interactions, concat_bags
+from colonnade.data.interactions.columns import to_positions
+from colonnade.data.interactions.samples import (
+    InteractionSplit,
+    concat_bags,
+    truncate_to_newest_items,
+)
 from colonnade.data.tensors import TensorColumns, gather_ids
 from colonnade.errors import ConfigError, DataError
 from colonnade.models.retriever import Retriever, embed_items, rank_items, to_column_major
@@ -59,6 +64,10 @@ class Catalogue:
     """Ids of the items in answers (I,): integers, or texts as objects."""
     taken: Ids | None = None
     """Bags (U,) of the positions of the items that each user of the training data took; None: unknown."""
+    user_keys: NDArray | None = None
+    """Ids of these users in records (U,), ascending; None: they are numbered."""
+    users: Mapping[str, Ids] = field(default_factory=dict)
+    """Features that the data has of each user (U,), with its history: for records that leave them out."""
 
     @property
     def num_items(self) -> int:
@@ -237,7 +246,8 @@ class Recommender:
     ) -> Recommendations:
         """Recommend the k best items of the catalogue to each user.
 
-        users         records with the raw columns of queries, as `RecordEncoder.encode` takes them
+        users         records with the raw columns of queries, as `RecordEncoder.encode` takes them; of a user of the
+                      training data, columns that a record leaves out are those of the data
         exclude       ids of items that each user does not get; ids that the catalogue does not have are ignored
         exclude_seen  whether a user does not get the items of its own columns, such as `history`, and those that it
                       took in training: the user whose number the record has as `user`
@@ -248,8 +258,10 @@ class Recommender:
             raise DataError(
                 f"got k={describe_value(k)}, wanted 1 to {MAX_K:,} items. Send another k"
             )
-        batch = self.encoder.encode(users)
-        return self.recommend_batch(batch, k, self._build_mask(batch, users, exclude, exclude_seen))
+        positions = self._find_users(users)
+        batch = self._encode_users(users, positions)
+        mask = self._build_mask(batch, positions, exclude, exclude_seen)
+        return self.recommend_batch(batch, k, mask)
 
     def recommend_batch(self, batch: Batch, k: int, masked: Ids) -> Recommendations:
         """Recommend the k best items to each query of a batch. `masked`: bags of positions that are not recommended."""
@@ -320,7 +332,7 @@ class Recommender:
     def _build_mask(
         self,
         batch: Batch,
-        users: Sequence[Record],
+        user_positions: Tensor,
         excluded_ids: Sequence[Sequence[Any]] | None,
         exclude_seen: bool,
     ) -> Ids:
@@ -330,7 +342,7 @@ class Recommender:
             parts.append(self._find_excluded(excluded_ids, batch.size))
         if exclude_seen:
             parts += [self._find_positions(batch.ids[name]) for name in self._history]
-            parts.append(self._find_seen_items(users))
+            parts.append(self._find_seen_items(user_positions))
         masked = Ids(
             torch.empty(0, dtype=torch.int64), torch.zeros(batch.size + 1, dtype=torch.int64)
         )
@@ -368,20 +380,68 @@ class Recommender:
         )
         return Ids(positions, ends[offsets])
 
-    def _find_seen_items(self, users: Sequence[Record]) -> Ids:
+    def _find_users(self, records: Sequence[Record]) -> Tensor:
+        """Return the position of each record's user in the training data, (B,) int64; -1 for none."""
+        taken, keys = self.catalogue.taken, self.catalogue.user_keys
+        num_known = 0 if taken is None else len(taken.counts)
+        values = [record.get(USER) if isinstance(record, Mapping) else None for record in records]
+        if keys is None:
+            return torch.tensor(
+                [_parse_user(value, row, num_known) for row, value in enumerate(values)]
+            )
+        if keys.dtype != object:
+            return to_positions(keys, np.array([_parse_integer_key(value) for value in values]))
+        return to_positions(keys, np.array(["" if v is None else str(v) for v in values], object))
+
+    def _encode_users(self, records: Sequence[Record], positions: Tensor) -> Batch:
+        """Encode records; what one of a known user leaves out is taken from the data."""
+        stored = self.catalogue.users
+        if not stored or not bool((positions >= 0).any()):
+            return self.encoder.encode(records)
+        names = self.encoder.columns
+        filled = [
+            {**dict.fromkeys(names), **record} if known else record
+            for record, known in zip(records, (positions >= 0).tolist(), strict=True)
+        ]
+        batch = self.encoder.encode(filled)
+        ids = dict(batch.ids)
+        for name in stored.keys() & ids.keys():
+            columns = self.encoder.find_columns(name)
+            is_absent = torch.tensor([not any(c in record for c in columns) for record in records])
+            of_users = gather_ids(stored[name], positions.clamp(min=0))
+            ids[name] = select_samples(ids[name], of_users, is_absent & (positions >= 0))
+        return replace(batch, ids=ids)
+
+    def _find_seen_items(self, user_positions: Tensor) -> Ids:
         """Return the bags of items that the users of the training data took; empty for others."""
         taken = self.catalogue.taken
-        num_known = 0 if taken is None else len(taken.counts)
-        numbers = [_parse_user(user.get(USER), row, num_known) for row, user in enumerate(users)]
-        if taken is None or num_known == 0:
-            return Ids(
-                torch.empty(0, dtype=torch.int64), torch.zeros(len(users) + 1, dtype=torch.int64)
-            )
-        bags = gather_ids(taken, torch.tensor([max(number, 0) for number in numbers]))
-        is_known = torch.tensor([number >= 0 for number in numbers])
+        if taken is None or not len(taken.counts):
+            offsets = torch.zeros(len(user_positions) + 1, dtype=torch.int64)
+            return Ids(torch.empty(0, dtype=torch.int64), offsets)
+        bags = gather_ids(taken, user_positions.clamp(min=0))
+        is_known = user_positions >= 0
         counts = bags.counts * is_known
         values = bags.values[is_known[bags.samples]]
         return Ids(values, torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)]))
+
+
+def select_samples(one: Ids, other: Ids, is_other: Tensor) -> Ids:
+    """Return each sample (B,) of `other` that a mask selects, and the others of `one`."""
+    size = len(is_other)
+    values = torch.cat([one.values, other.values])
+    offsets = None
+    if one.offsets is not None and other.offsets is not None:
+        offsets = torch.cat([one.offsets, other.offsets[1:] + one.offsets[-1]])
+    return gather_ids(Ids(values, offsets), torch.arange(size) + size * is_other)
+
+
+def _parse_integer_key(value: Any) -> int:
+    """Return a user's integer id; the smallest integer, which no user has, for a value that is none."""
+    try:
+        number = int(str(value))
+    except ValueError:
+        return -(2**63)
+    return number if -(2**63) <= number < 2**63 else -(2**63)
 
 
 def _parse_user(user_value: Any, row_index: int, num_known_users: int) -> int:
@@ -460,11 +520,17 @@ def open_data_catalogue(config: RunConfig) -> Catalogue:
             f"the {config.data.name} reader has no catalogue of items, wanted all items that may be recommended. Give "
             "their records: items=[...], or --items FILE"
         )
-    interactions = getattr(splits.train, "interactions", None)
-    taken = None
-    if isinstance(interactions, Interactions):
-        taken = concat_bags(interactions.train, interactions.validation)
-    return Catalogue(features, np.arange(features.num_samples), taken)
+    split = getattr(splits.train, "interactions", None)
+    if not isinstance(split, InteractionSplit):
+        return Catalogue(features, np.arange(features.num_samples))
+    if split.item_keys is None:
+        taken = concat_bags(split.train, split.validation)
+        return Catalogue(features, np.arange(features.num_samples), taken)
+    past = split.train if split.past is None else split.past
+    taken = concat_bags(concat_bags(past, split.validation), split.test)
+    history = truncate_to_newest_items(split.get_item_ids(taken), splits.train.max_history)  # type: ignore[attr-defined]
+    users = {**split.users, "history": history}
+    return Catalogue(features, split.item_keys, taken, split.user_keys, users)
 
 
 def build_catalogue(
@@ -477,7 +543,9 @@ def build_catalogue(
     dense = [] if model.log_q is None else [schema.dense[model.log_q]]
     items = encoder.select([*model.item_features, *dense])
     id_column = items.find_columns(model.item_features[0])[0]
-    batch = items.encode(records)
+    # Without frequencies of their own, items are ranked by their vectors alone.
+    absent = dict.fromkeys(dense, 0.0)
+    batch = items.encode([{**absent, **record} for record in records])
     keys = [record.get(id_column) for record in records]
     order = _sort_keys(keys, id_column)
     features = TensorColumns(dense=batch.dense, ids=batch.ids)

@@ -577,6 +577,7 @@ def build_encoder(config: RunConfig | None, schema: Schema) -> RecordEncoder:
 
     The model was trained on            a record has
     files with a schema (FORMATS)       the columns of the files
+    interactions                        user, item, history, and the columns of the files of users and items
     criteo                              I1 .. I13, C1 .. C26, as in the file: integers and 8 hexadecimal digits
     any other reader, or its own loop   the features and dense columns of `schema`: integer ids, numbers, lists of ids
     """
@@ -591,6 +592,8 @@ def build_encoder(config: RunConfig | None, schema: Schema) -> RecordEncoder:
         return _build_file_encoder(name, options)
     if name == "criteo":
         return _build_criteo_encoder(options.get("hash_rows"))
+    if name == "interactions" and "schema" in options:
+        return _build_interaction_encoder(load_file_schema(options["schema"]), schema)
     return _build_schema_encoder(schema)
 
 
@@ -609,6 +612,16 @@ def _build_file_encoder(name: str, options: Mapping[str, Any]) -> RecordEncoder:
     return RecordEncoder(
         file_schema, columns, rules, ignored=others - {column.name for column in columns}
     )
+
+
+def _build_interaction_encoder(record_schema: FileSchema, schema: Schema) -> RecordEncoder:
+    """Build the encoder for users and items of interactions: in sequences the item is the column `target`."""
+    dense = [Number(name, missing=0.0) for name in schema.dense]
+    file_schema = FileSchema((*record_schema.fields, *dense))
+    columns = plan_columns(file_schema, is_hex=False, is_required=False)
+    is_sequence = any(column.name == "target" for column in schema.categorical)
+    names = {"item": "target"} if is_sequence else {}
+    return RecordEncoder(file_schema, columns, FORMATS["csv"].value_rules, names=names)
 
 
 def _build_criteo_encoder(hash_rows: int | None) -> RecordEncoder:

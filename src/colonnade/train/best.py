@@ -13,12 +13,14 @@ HIGHER = 1
 LOWER = -1
 NEITHER = 0
 DIRECTIONS = {
-    **dict.fromkeys(("auc", "group_auc", "mrr", "hits", "recall", "ndcg"), HIGHER),
+    **dict.fromkeys(
+        ("auc", "group_auc", "mrr", "hits", "recall", "ndcg", "hit_rate", "precision"), HIGHER
+    ),
     **dict.fromkeys(
         ("loss", "log_loss", "normalized_entropy", "expected_calibration_error", "mean rank"), LOWER
     ),
     **dict.fromkeys(("rmse", "mse", "mae", "mape", "perplexity"), LOWER),  # of users' objectives
-    **dict.fromkeys(("num_samples", "positive_rate", "calibration"), NEITHER),
+    **dict.fromkeys(("num_samples", "positive_rate", "calibration", "popularity"), NEITHER),
 }
 """Direction of better values of each metric, by its name without a cutoff ("@20") and without a label ("_buy")."""
 LOWER_WORDS = ("loss", "entropy", "error", "mean rank", "mean_rank")

@@ -10,31 +10,31 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
 import torch
 
 from colonnade.batch import Ids
 from colonnade.data.contract import Column, Splits
 from colonnade.data.counter import stream_key
 from colonnade.data.graph import FAN_OUTS, open_graph
-from colonnade.data.interactions import (
+from colonnade.data.interactions.columns import ITEM, USER
+from colonnade.data.interactions.files import read_item_lists
+from colonnade.data.interactions.samples import (
     SEQUENCE_SETTINGS,
     SPLIT_KEY,
-    Interactions,
+    InteractionSplit,
     ItemOrder,
     SampleKind,
     group_items_by_user,
     hold_out,
     open_interaction_splits,
 )
-from colonnade.data.lines import build_field_error, format_excerpt, locate_data_file, read_all_lines
+from colonnade.data.lines import locate_data_file
 from colonnade.errors import DataError
 
 FOLDER = "gowalla"
 VALIDATION_FRACTION = 0.1
 LIMIT = 10**8
 """Bound of user and item numbers, which start at 0 without large gaps; a larger number is a damaged line."""
-MAX_DIGITS = len(str(LIMIT))
 
 
 PRESET = {
@@ -77,12 +77,12 @@ def open_gowalla(
     in `graph.open_graph`. Raises DataError naming file and line.
     """
     train_file = locate_data_file(path, data_set_folder=FOLDER, file_name="train.txt")
-    pairs = [read_user_items(train_file), read_user_items(train_file.with_name("valid.txt"))]
+    pairs = [read_pairs(train_file), read_pairs(train_file.with_name("valid.txt"))]
     num_users = max(int(users.max()) for users, _ in pairs) + 1
     num_items = max(int(items.max()) for _, items in pairs) + 1
     rest, test = (group_items_by_user(users, items, num_users) for users, items in pairs)
     train, validation = hold_out(rest, VALIDATION_FRACTION, stream_key(SPLIT_KEY, 1))
-    interactions = Interactions(
+    interactions = InteractionSplit(
         train,
         validation,
         test,
@@ -105,30 +105,13 @@ def open_gowalla(
     )
 
 
-def read_user_items(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
-    """Read users (n,) and items (n,) of `user item item ...` lines, in order; users without items are skipped."""
-    users = []
-    items = []
-    for number, line in enumerate(read_all_lines(path), 1):
-        fields = line.split()
-        for field in fields:
-            if not field.isdigit() or len(field) > MAX_DIGITS or int(field) >= LIMIT:
-                raise build_field_error(
-                    path,
-                    number,
-                    None,
-                    got=format_excerpt(field),
-                    wanted=f"numbers from 0 to {LIMIT - 1} with blanks between them: a user, then its items",
-                    fix="Repair the line",
-                )
-        if not fields:
-            raise build_field_error(
-                path, number, None, got="an empty line", wanted="a user", fix="Remove the line"
-            )
-        values = np.array(fields[1:], dtype=np.int64)
-        users.append(np.full(len(values), int(fields[0])))
-        items.append(values)
-    pairs = torch.from_numpy(np.concatenate(users)), torch.from_numpy(np.concatenate(items))
-    if not len(pairs[0]):
-        raise DataError(f"{path}: got no item on any line, wanted a user and its items on each")
-    return pairs
+def read_pairs(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    """Read users (n,) and items (n,) of `user item item ...` lines, in order. Raises DataError for large numbers."""
+    table = read_item_lists(path)
+    pairs = [torch.from_numpy(table.column(name).to_numpy()) for name in (USER, ITEM)]
+    largest = max(int(numbers.max()) for numbers in pairs)
+    if largest >= LIMIT:
+        raise DataError(
+            f"{path}: got the number {largest}, wanted numbers from 0 to {LIMIT - 1}. Repair its line"
+        )
+    return pairs[0], pairs[1]

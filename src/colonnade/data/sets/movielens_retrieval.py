@@ -14,10 +14,10 @@ import torch
 from colonnade.batch import Ids
 from colonnade.data.contract import Column, Splits
 from colonnade.data.counter import stream_key
-from colonnade.data.interactions import (
+from colonnade.data.interactions.samples import (
     SEQUENCE_SETTINGS,
     SPLIT_KEY,
-    Interactions,
+    InteractionSplit,
     ItemOrder,
     SampleKind,
     group_items_by_user,
@@ -89,7 +89,7 @@ def open_movielens_retrieval(
             ids[name] = Ids(torch.from_numpy(index))
     columns.append(Column("genres", len(movies.genre_names), kind="bag"))
     by_item["genres"] = movies.genres
-    interactions = Interactions(train, validation, test, by_user, by_item, tuple(columns))
+    interactions = InteractionSplit(train, validation, test, by_user, by_item, tuple(columns))
     return open_interaction_splits(
         interactions,
         samples=samples,

@@ -16,7 +16,7 @@ from colonnade.batch import Ids
 from colonnade.data.contract import Column, Splits
 from colonnade.data.counter import random_permutation, random_words, stream_key
 from colonnade.data.graph import FAN_OUTS, open_graph
-from colonnade.data.interactions import Interactions, group_items_by_user
+from colonnade.data.interactions.samples import InteractionSplit, group_items_by_user
 from colonnade.errors import ConfigError
 
 STREAM_KEY = 30
@@ -129,7 +129,7 @@ def open_power_law(
     )
     node_ids = Ids(torch.arange(nodes))
     columns = (Column("user", nodes), Column("item", nodes))
-    interactions = Interactions(
+    interactions = InteractionSplit(
         train, validation, test, {"user": node_ids}, {"item": node_ids}, columns
     )
     return open_graph(interactions, first_item=0, seed=seed, fan_outs=fan_outs, max_pairs=max_pairs)

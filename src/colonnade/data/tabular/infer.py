@@ -111,11 +111,7 @@ def infer_fields(
     left_out = {}
     for name, array in others.items():
         kind = types.get(name) if name else UNNAMED
-        inferred = (
-            _infer_fields_from_values(name, array)
-            if kind is None
-            else _build_fields_from_header(path, kind, name, array)
-        )
+        inferred = infer_column_fields(path, name, array, kind)
         if isinstance(inferred, str):
             left_out[name] = inferred
         else:
@@ -131,7 +127,8 @@ def _choose_label_column(
     if chosen is None:
         raise ConfigError(
             f"{path}: got no column named {', '.join(LABELS)}, wanted to know the label. Say which column it is "
-            f"with label (--label NAME); the columns are {', '.join(list(columns)[:20])}"
+            f"with label (--label NAME), or, if users chose items, read them with --data interactions; the columns are "
+            f"{', '.join(list(columns)[:20])}"
         )
     if chosen not in columns:
         raise ConfigError(
@@ -196,6 +193,15 @@ def _key_dtype(array: pa.Array) -> Dtype | None:
     return (
         None if pa.types.is_boolean(array.type) or is_list(array.type) else id_dtype_of(array.type)
     )
+
+
+def infer_column_fields(
+    path: Path, name: str, array: pa.Array, header_type: str | None = None
+) -> list[DeclaredField] | str:
+    """Infer the fields of a narrowed column by the rules of `infer_fields`, or return why there are none."""
+    if header_type is None:
+        return _infer_fields_from_values(name, array)
+    return _build_fields_from_header(path, header_type, name, array)
 
 
 def _infer_fields_from_values(

@@ -89,6 +89,12 @@ def build_portable_options(options: Mapping[str, Any], splits: Splits) -> dict[s
     schema stay unchanged.
     """
     recorded = dict(options)
+    record_schema = getattr(getattr(splits.train, "interactions", None), "record_schema", None)
+    if record_schema is not None:
+        recorded["schema"] = record_schema.to_dict()
+        for name in ("validation", "test", "users", "items"):
+            if isinstance(recorded.get(name), str | Path):
+                recorded[name] = os.path.realpath(Path(recorded[name]).expanduser())
     if isinstance(splits.train, TableSource):
         recorded.pop("label", None)
         recorded["schema"] = splits.train.file_schema.to_dict()

@@ -1,4 +1,4 @@
-"""Implicit feedback: items that users chose. Samples that train retrieval, and queries that rank the catalogue.
+"""Samples of split interactions: pairs or sequences that train retrieval, and queries that rank the catalogue.
 
 Legend: U users, I items, n interactions, B samples of a batch, H items of a history.
 """
@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from colonnade.batch import Batch, Ids
@@ -18,8 +19,11 @@ from colonnade.data.contract import Block, BlockSource, Column, Schema, Splits
 from colonnade.data.counter import random_permutation, random_words, stream_key
 from colonnade.data.tensors import TensorColumns, gather_ids, locate_bag_items
 
+if TYPE_CHECKING:
+    from colonnade.data.tabular.declaration import FileSchema
+
 SampleKind = Literal["pairs", "sequences"]
-ItemOrder = Literal["shuffled", "file"]
+ItemOrder = Literal["shuffled", "file", "past"]
 LOG_Q = "log_q"
 """Dense column of a pair: log of its item's share of the training interactions."""
 SPLIT_KEY = stream_key(0, 20)
@@ -42,26 +46,44 @@ SEQUENCE_SETTINGS = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeldOutItems:
-    """Items of queries in a `Batch.key`: `truth`, which a model should rank first, and `seen`, which is not ranked."""
+    """Items of queries in a `Batch.key`: `truth`, which a model should rank first, `excluded`, which are not ranked,
+    and `candidates`, which alone are ranked; None: all others are."""
 
     truth: Ids  # (B,) bags of items
     excluded: Ids  # (B,) bags of items
+    candidates: Ids | None = None  # (B,) bags of items
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Interactions:
-    """Implicit-feedback data set, split. `user` and `item` are columns too; the items of a bag are distinct."""
+class InteractionSplit:
+    """Interactions of a data set, split. Bags have the positions of items, which are distinct in a bag.
 
-    train: Ids  # (U,) bags of items, in the order of the file
+    `user` and `item` are columns too: the ids of users and items.
+    """
+
+    train: Ids  # (U,) bags of items, in the order of the file or of their times
     validation: Ids  # (U,)
     test: Ids  # (U,)
     users: Mapping[str, Ids]  # by column, (U,)
     items: Mapping[str, Ids]  # by column, (I,)
-    columns: tuple[Column, ...]  # of users and items; item ids are in the column "item"
+    columns: tuple[Column, ...]  # of users and items
+    past: Ids | None = None  # (U,) history of each user when it is validated; None: `train`
+    test_past: Ids | None = None  # (U,) history when it is tested; None: `past`
+    num_simultaneous: Tensor | None = None
+    """Number of earlier items of `train` with the same time (n,): they are in no history of that item."""
+    user_keys: NDArray | None = None
+    """Ids of the users in files (U,), ascending; None: users are numbered."""
+    item_keys: NDArray | None = None  # (I,)
+    record_schema: FileSchema | None = None
+    """Schema by which records of users and items are encoded when a model is served."""
 
     @property
     def num_items(self) -> int:
         return len(next(iter(self.items.values())).counts)
+
+    def get_item_ids(self, positions: Ids) -> Ids:
+        """Return bags of the ids of items, from bags of their positions."""
+        return Ids(self.items["item"].values[positions.values], positions.offsets)
 
     def log_shares(self) -> Tensor:
         """Return the log of each item's share of `train`, (I,) float32; an item without interactions counts as 0.5."""
@@ -70,7 +92,7 @@ class Interactions:
 
 
 def open_interaction_splits(
-    interactions: Interactions,
+    interactions: InteractionSplit,
     *,
     samples: SampleKind,
     seed: int,
@@ -78,14 +100,17 @@ def open_interaction_splits(
     max_pairs: int | None,
     negatives: int,
     order: ItemOrder,
+    ranked_negatives: int | None = None,
 ) -> Splits:
     """Open training samples (pairs or sequences), and queries that validate and test.
 
-    Validation does not rank training items; the test ranks no training and no validation items.
+    Validation ranks no item of the user's history; the test ranks none of them and no validation item.
+    ranked_negatives: number of other items, drawn at random, among which a query's held-out items are ranked; None: all
+    items are ranked.
     """
-    num_items = interactions.num_items
+    cardinality = next(c.cardinality for c in interactions.columns if c.name == "item")
     if samples == "pairs":
-        history = Column("history", num_items, "bag", table="item")
+        history = Column("history", cardinality, "bag", table="item")
         schema = Schema((LOG_Q,), (*interactions.columns, history), labels=())
         train: PairSource | SequenceSource = PairSource(
             schema, interactions, max_history, max_pairs, order, seed
@@ -95,39 +120,73 @@ def open_interaction_splits(
         )
     else:
         names = ("history", "target", "negative")
-        columns = tuple(Column(name, num_items, "sequence", table="item") for name in names)
+        columns = tuple(Column(name, cardinality, "sequence", table="item") for name in names)
         schema = Schema((), columns, labels=())
         train = SequenceSource(schema, interactions, max_history, negatives, order, seed)
-        items = {"target": Ids(torch.arange(num_items))}
-        catalogue = TensorColumns(dense=torch.empty(num_items, 0), ids=items)
+        items = {"target": interactions.items["item"]}
+        catalogue = TensorColumns(dense=torch.empty(interactions.num_items, 0), ids=items)
     users = {} if samples == "sequences" else interactions.users
+    popularity = interactions.log_shares().argsort(stable=True, descending=True)
+    past = interactions.train if interactions.past is None else interactions.past
+    test_past = past if interactions.test_past is None else interactions.test_past
 
-    def build_queries(truth: Ids, excluded: Ids) -> QuerySource:
-        history = interactions.train
-        return QuerySource(schema, users, history, truth, excluded, catalogue, max_history)
+    def build_queries(history: Ids, truth: Ids, excluded: Ids) -> QuerySource:
+        candidates = None
+        if ranked_negatives is not None:
+            candidates = draw_candidates(interactions, truth, ranked_negatives)
+        bags = interactions.get_item_ids(history)
+        return QuerySource(
+            schema, users, bags, truth, excluded, catalogue, max_history, candidates, popularity
+        )
 
     return Splits(
         train=train,
-        validation=build_queries(interactions.validation, interactions.train),
+        validation=build_queries(past, interactions.validation, past),
         test=build_queries(
-            interactions.test, concat_bags(interactions.train, interactions.validation)
+            test_past, interactions.test, concat_bags(past, interactions.validation)
         ),
     )
+
+
+def draw_candidates(interactions: InteractionSplit, truth: Ids, num_negatives: int) -> Ids:
+    """Draw the items that are ranked for each user (U,): its held-out items, and `num_negatives` distinct others that
+    it has in no part, at random; fewer where there are fewer. The same for every seed of training."""
+    bags = [interactions.train, interactions.validation, interactions.test]
+    if interactions.past is not None:
+        bags.append(interactions.past)
+    num_items = interactions.num_items
+    known = [set() for _ in truth.counts]  # type: list[set[int]]
+    for bag in bags:
+        for user, item in zip(bag.samples.tolist(), bag.values.tolist(), strict=True):
+            known[user].add(item)
+    drawn = []
+    for user, count in enumerate(truth.counts.tolist()):
+        items: dict[int, None] = {}
+        start, wanted = 0, min(num_negatives, num_items - len(known[user])) if count else 0
+        while len(items) < wanted:
+            words = random_words(stream_key(SPLIT_KEY, 3, user), start, start + 2 * num_negatives)
+            start += len(words)
+            others = (words % np.uint64(num_items)).astype(np.int64).tolist()
+            items |= {item: None for item in others if item not in known[user]}
+        drawn.append(list(items)[:wanted])
+    offsets = torch.tensor([0, *map(len, drawn)]).cumsum(0)
+    negatives = Ids(torch.tensor([i for one in drawn for i in one], dtype=torch.int64), offsets)
+    return concat_bags(truth, negatives)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PairSource(BlockSource):
     """Source with one sample per training interaction, at most `max_pairs` of a user, in a new order each epoch.
 
-    A sample has the user, the item, and as history up to `max_history` other items of the user: those that follow the
-    item in the user's list, continued at the start of the list.
+    A sample has the user, the item, and as history up to `max_history` other items of the user. By order these are
 
-    order "file": lists are in the order of the file; "shuffled": in a new order each epoch, for files without times,
-    so that a history is a random part of the user's other items.
+    past      the newest of those before the item: strictly earlier ones where there are times
+    file      those that follow the item in the user's list, continued at the start of the list
+    shuffled  the same in a new order each epoch, for files without times: a random part of the user's other items
     """
 
     schema: Schema
-    interactions: Interactions
+    interactions: InteractionSplit
     max_history: int
     max_pairs: int | None
     order: ItemOrder
@@ -163,12 +222,20 @@ class PairSource(BlockSource):
         ids |= {name: gather_ids(column, items_B) for name, column in items.items()}
         begins_B = items_by_user.offsets[users_B]
         sizes_B = items_by_user.offsets[users_B + 1] - begins_B
-        lengths_B = (sizes_B - 1).clamp(max=self.max_history)
-        offsets, position_E = _offsets_and_positions(lengths_B)
-        sample_E = torch.repeat_interleave(torch.arange(len(pairs_B)), lengths_B)
-        after_E = (pairs_B - begins_B + 1)[sample_E] + position_E
-        values = items_by_user.values[begins_B[sample_E] + after_E % sizes_B[sample_E]]
-        ids["history"] = Ids(values, offsets)
+        if self.order == "past":
+            ends_B = pairs_B
+            if self.interactions.num_simultaneous is not None:
+                ends_B = pairs_B - self.interactions.num_simultaneous[pairs_B]
+            lengths_B = (ends_B - begins_B).clamp(max=self.max_history)
+            offsets, index_E = locate_bag_items(ends_B - lengths_B, lengths_B)
+        else:
+            lengths_B = (sizes_B - 1).clamp(max=self.max_history)
+            offsets, position_E = _offsets_and_positions(lengths_B)
+            sample_E = torch.repeat_interleave(torch.arange(len(pairs_B)), lengths_B)
+            after_E = (pairs_B - begins_B + 1)[sample_E] + position_E
+            index_E = begins_B[sample_E] + after_E % sizes_B[sample_E]
+        history = Ids(items_by_user.values[index_E], offsets)
+        ids["history"] = self.interactions.get_item_ids(history)
         return Batch(len(pairs_B), log_shares_I[items_B][:, None], ids, group=users_B)
 
 
@@ -179,12 +246,12 @@ class SequenceSource(BlockSource):
     A sample has the user's items without the last (`history`), the same shifted by one (`target`), and `negatives`
     items drawn uniformly from all (`negative`).
 
-    order "file": the newest `max_history` + 1 items in the order of the file; "shuffled": in a new order each epoch,
-    for files without times.
+    order "file" and "past": the newest `max_history` + 1 items in the order of the file or of their times; "shuffled":
+    in a new order each epoch, for files without times.
     """
 
     schema: Schema
-    interactions: Interactions
+    interactions: InteractionSplit
     max_history: int
     negatives: int
     order: ItemOrder
@@ -217,7 +284,7 @@ class SequenceSource(BlockSource):
         ]
         num_items = np.uint64(self.interactions.num_items)
         flat = np.concatenate([np.empty(0, np.uint64), *drawn]) % num_items
-        ids = {
+        bags = {
             "history": Ids(items.values[index_E], offsets),
             "target": Ids(items.values[index_E + 1], offsets),
             "negative": Ids(
@@ -225,6 +292,7 @@ class SequenceSource(BlockSource):
                 torch.arange(len(users_B) + 1) * self.negatives,
             ),
         }
+        ids = {name: self.interactions.get_item_ids(bag) for name, bag in bags.items()}
         return Batch(len(users_B), torch.empty(len(users_B), 0), ids, group=users_B)
 
 
@@ -232,17 +300,21 @@ class SequenceSource(BlockSource):
 class QuerySource(BlockSource):
     """Source of queries: one sample per user with held-out items (`truth`), in the order of users.
 
-    A sample has the user's columns, the newest training items as `history` (if given), and as `key` a `HeldOutItems`
-    with `truth` and the `excluded` items, which are not ranked. `catalogue`: all items.
+    A sample has the user's columns, the newest items of `history` (if given), and as `key` a `HeldOutItems` with
+    `truth`, the `excluded` items and the `candidates`. `catalogue`: all items.
     """
 
     schema: Schema
     users: Mapping[str, Ids]
     history: Ids | None
+    """Bags of the ids of items; those of `truth`, `excluded` and `candidates` are positions in the catalogue."""
     truth: Ids
     excluded: Ids
     catalogue: TensorColumns
     max_history: int
+    candidates: Ids | None = None
+    popularity: Tensor | None = None
+    """Items (I,) by their number of training interactions, the largest first: models are compared with this order."""
 
     @property
     def num_samples(self) -> int:
@@ -261,7 +333,8 @@ class QuerySource(BlockSource):
             ids["history"] = truncate_to_newest_items(
                 gather_ids(self.history, users_B), self.max_history
             )
-        key = HeldOutItems(gather_ids(self.truth, users_B), gather_ids(self.excluded, users_B))
+        bags = (self.truth, self.excluded, self.candidates)
+        key = HeldOutItems(*(None if b is None else gather_ids(b, users_B) for b in bags))  # type: ignore[arg-type]
         dense = torch.zeros(len(users_B), len(self.schema.dense))
         return Batch(len(users_B), dense, ids, group=users_B, key=key)
 

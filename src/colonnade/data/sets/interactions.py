@@ -1,0 +1,172 @@
+"""Interactions of your own: users, items and perhaps times, in files or Arrow tables, as splits for retrieval."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import numpy as np
+
+from colonnade.data.contract import Splits, has_samples
+from colonnade.data.interactions.columns import Interactions
+from colonnade.data.interactions.files import FileOptions, find_parts, read_interactions
+from colonnade.data.interactions.samples import SampleKind, open_interaction_splits
+from colonnade.data.interactions.splits import (
+    TEST,
+    TRAIN,
+    VALIDATION,
+    Parts,
+    SplitKind,
+    SplitOptions,
+    assign_parts,
+    build_split,
+    sees_future,
+)
+from colonnade.data.tabular.declaration import load_file_schema
+from colonnade.data.tabular.times import parse_time
+from colonnade.errors import ConfigError
+
+PRESET = {
+    "data": {"options": {"max_history": 100, "max_pairs": 50}},
+    "model": {"name": "two_tower", "dim": 64, "temperature": 0.1},
+    "embedding": {"optimizer": "adam", "lr": 0.003, "init_scale": 0.05},
+    "dense": {"lr": 1e-3},
+    "train": {"batch_size": 1024, "epochs": 20, "patience": 3},
+}
+MODEL_PRESETS = {
+    "sasrec": {
+        "data.options": {"samples": "sequences", "max_history": 50, "negatives": 16},
+        "model.dim": 64, "model.blocks": 1, "model.max_length": 50, "model.positions": False, "model.dropout": 0.1,
+        "model.temperature": 0.2, "embedding.optimizer": "adagrad", "embedding.lr": 0.005, "train.batch_size": 64,
+        "train.epochs": 30, "train.patience": 3,
+    }
+}  # fmt: skip
+
+
+def open_interactions(
+    path: Any,
+    *,
+    user: str | None = None,
+    item: str | None = None,
+    time: str | None = None,
+    rating: str | None = None,
+    event: str | None = None,
+    at_least: float | None = None,
+    events: Sequence[str] | None = None,
+    delimiter: str | None = None,
+    names: Sequence[str] | None = None,
+    users: Any = None,
+    items: Any = None,
+    core: int = 0,
+    validation: Any = None,
+    test: Any = None,
+    split: SplitKind | None = None,
+    test_fraction: float = 0.2,
+    validation_fraction: float = 0.1,
+    test_after: str | float | None = None,
+    validation_after: str | float | None = None,
+    split_seed: int = 0,
+    seed: int = 0,
+    samples: SampleKind = "pairs",
+    max_history: int = 100,
+    max_pairs: int | None = None,
+    negatives: int = 16,
+    order: Literal["time", "file", "none"] | None = None,
+    ranked_negatives: int | None = None,
+    schema: Any = None,
+) -> Splits:
+    """Open interactions of users with items: a file, a folder, or an object with `__arrow_c_stream__`.
+
+    user, item, time, rating, event    names of columns; default: by header types and usual names
+    at_least, events                   lowest rating, and values of `event`, that count; default: any
+    users, items                       files with a row for each user, and item: features by which models know them
+    core                               least number of interactions of a user, and of an item
+    validation, test                   files of these parts; default: those of a folder that has train and test
+    split                              as in `interactions.splits`; default: files, else leave_one_out if there is an
+                                       order, else per_user
+    test_after, validation_after       cutoffs of split=time: ISO times, or numbers
+    split_seed                         seed of drawn parts; `seed` orders the samples of an epoch
+    samples                            "pairs" (user, item), or "sequences" of a user's items
+    max_history                        most items of a history
+    max_pairs                          most pairs of a user in an epoch; default: all
+    negatives                          items drawn at random for each sequence
+    order                              order of a user's items; default: time if there is such a column, else none
+    ranked_negatives                   number of drawn items among which held-out items are ranked; default: all items
+
+    Raises DataError naming file and row, ConfigError.
+    """
+    parts = find_parts(path, validation, test)
+    data, record_schema, note = read_interactions(
+        parts,
+        FileOptions(user, item, time, rating, event, delimiter, names),
+        users=users,
+        items=items,
+        at_least=at_least,
+        events=events,
+        core=core,
+        has_times=order in (None, "time"),
+        schema=None if schema is None else load_file_schema(schema),
+    )
+    is_ordered = _has_order(data, order)
+    kind = split or _choose_split(len(parts), is_ordered)
+    cutoffs = _parse_cutoff(test_after), _parse_cutoff(validation_after)
+    shares = test_fraction, validation_fraction
+    divided = assign_parts(data, SplitOptions(kind, *shares, *cutoffs, split_seed))
+    splits = open_interaction_splits(
+        build_split(data, divided, record_schema, is_ordered=is_ordered),
+        samples=samples,
+        seed=seed,
+        max_history=max_history,
+        max_pairs=max_pairs,
+        negatives=negatives,
+        order="past" if is_ordered else "shuffled",
+        ranked_negatives=ranked_negatives,
+    )
+    return _without_empty_parts(splits, (note, *_describe_split(data, divided, kind)))
+
+
+def _has_order(interactions: Interactions, order: str | None) -> bool:
+    """Return whether a user's items have an order. Raises ConfigError for one by times that are not there."""
+    if order == "time" and interactions.time_n is None:
+        raise ConfigError("order=time: got no column of times; name it with data.options.time")
+    return order == "file" or interactions.time_n is not None
+
+
+def _choose_split(num_parts: int, is_ordered: bool) -> SplitKind:
+    if num_parts > 1:
+        return "files"
+    return "leave_one_out" if is_ordered else "per_user"
+
+
+def _without_empty_parts(splits: Splits, notes: tuple[str, ...]) -> Splits:
+    return replace(
+        splits,
+        validation=splits.validation if has_samples(splits.validation) else None,
+        test=splits.test if has_samples(splits.test) else None,
+        notes=notes,
+    )
+
+
+def _describe_split(interactions: Interactions, parts: Parts, split: SplitKind) -> list[str]:
+    """Describe the parts in one line, and warn in another if training sees what is later than the test."""
+    sizes = np.bincount(parts, minlength=TEST + 1)
+    lines = [
+        f"split {split}: {sizes[TRAIN]:,} interactions train, {sizes[VALIDATION]:,} validate, {sizes[TEST]:,} test"
+    ]
+    if sees_future(interactions, parts):
+        lines.append(
+            f"split {split} trains on interactions that are later than some of the test, so scores are higher than "
+            "those of a model in use; data.options.split=time avoids it"
+        )
+    return lines
+
+
+def _parse_cutoff(cutoff: str | float | None) -> float | None:
+    """Return a cutoff in microseconds since 1970 if it is an ISO time, else the number. Raises ConfigError."""
+    try:
+        return parse_time(cutoff) if isinstance(cutoff, str) else cutoff
+    except ValueError:
+        raise ConfigError(
+            f"got {cutoff!r} as a cutoff, wanted a time such as '2024-05-31T12:00:00', or a number"
+        ) from None

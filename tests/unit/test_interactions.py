@@ -1,0 +1,340 @@
+"""Interactions from files of any kind: columns, splits against a slow twin, leaks, and a run by the command line."""
+
+from __future__ import annotations
+
+import csv
+import math
+import random
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from example_counts import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from colonnade import ConfigError, DataError, Recommender
+from colonnade.batch import Ids
+from colonnade.cli import app
+from colonnade.data import SplitOptions, assign_parts, open_interactions, read_interactions
+from colonnade.data.interactions.columns import Entities, Interactions
+from colonnade.data.interactions.samples import HeldOutItems
+from colonnade.data.interactions.splits import PAST, TEST, TRAIN, VALIDATION
+from colonnade.models.retriever import rank_by_popularity, rank_held_out
+
+
+def lists_of(ids: Ids) -> list[list[int]]:
+    return [ids.values[a:b].tolist() for a, b in pairwise(ids.offsets.tolist())]
+
+
+def write_csv(path: Path, header: list[str], rows: list, delimiter: str = ",") -> Path:
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file, delimiter=delimiter)
+        writer.writerows(([header] if header else []) + rows)
+    return path
+
+
+def read_twin(rows: list[tuple]) -> list[tuple]:
+    """Read (user, item, time): in the order of times, each pair once."""
+    known, result = set(), []
+    for user, item, time in sorted(rows, key=lambda row: row[2]):
+        if (user, item) not in known:
+            known.add((user, item))
+            result.append((user, item, time))
+    return result
+
+
+ROWS = st.lists(
+    st.tuples(st.integers(0, 5), st.integers(0, 8), st.integers(0, 20)), min_size=1, max_size=40
+)
+
+
+@settings(max_examples=examples(60, 300), deadline=None)
+@given(rows=ROWS, form=st.integers(0, 5), text=st.booleans(), order=st.permutations(range(3)))
+def test_files_of_any_form_are_read_alike(tmp_path_factory, rows, form, text, order):
+    folder = tmp_path_factory.mktemp("rows")
+    names = [
+        ("user", "item", "timestamp"),
+        ("userId", "movieId", "ts"),
+        ("user_id", "asin", "date"),
+    ]
+    values = [
+        (f"u {u}" if text else u * 2**59 - 2**62, f"i,{i}" if text else i - 3, 1_600_000_000 + t)
+        for u, i, t in rows
+    ]
+    columns = [names[form % 3][c] for c in order]
+    shuffled = [[row[c] for c in order] for row in values]
+    if form == 0:
+        source = write_csv(folder / "a.csv", columns, shuffled)
+    elif form == 1:
+        source = write_csv(folder / "a.tsv", columns, shuffled, "\t")
+    elif form == 2:  # RecBole
+        types = {"user_id": "token", "asin": "token", "date": "float"}
+        header = [f"{name}:{types[name]}" for name in columns]
+        source = write_csv(folder / "a.inter", header, shuffled, "\t")
+    elif form == 3:
+        table = pa.table({name: [row[i] for row in shuffled] for i, name in enumerate(columns)})
+        pq.write_table(table, source := folder / "a.parquet")
+    elif form == 4:
+        source = pa.table({name: [row[i] for row in shuffled] for i, name in enumerate(columns)})
+    else:  # no header, blanks or tabs, in the usual order
+        source = write_csv(folder / "u.data", [], [list(row) for row in values], "\t")
+    data, _, note = read_interactions({TRAIN: source})
+    wanted = read_twin(values)
+    got = list(
+        zip(
+            data.users.keys[data.user_n].tolist(),
+            data.items.keys[data.item_n].tolist(),
+            (data.time_n // 1_000_000).tolist(),
+            strict=True,
+        )
+    )
+    assert got == wanted and "time=" in note
+    assert data.users.keys.tolist() == sorted({row[0] for row in wanted})
+
+
+def make(rows, num_users=6, num_items=9) -> Interactions:
+    rows = read_twin(rows)
+    users, items, times = (np.array([row[c] for row in rows]) for c in range(3))
+    return Interactions(
+        Entities(np.arange(num_users)), Entities(np.arange(num_items)), users, items, times
+    )
+
+
+@settings(max_examples=examples(60, 300), deadline=None)
+@given(rows=ROWS, share=st.sampled_from([0.1, 0.3, 0.5]))
+def test_splits_are_those_of_a_slow_twin(rows, share):
+    data = make(rows)
+    users = data.user_n.tolist()
+    for kind in ("leave_one_out", "time", "per_user", "rows", "users"):
+        try:
+            parts = assign_parts(data, SplitOptions(kind, share, share)).tolist()
+        except ConfigError as error:
+            assert "left to train on" in str(error)
+            continue
+        of_user = {u: [p for p, v in zip(parts, users, strict=True) if v == u] for u in set(users)}
+        if kind == "leave_one_out":
+            for got in of_user.values():
+                wanted = [TRAIN] * len(got)
+                wanted[-1:] = [TEST] if len(got) > 1 else [TRAIN]
+                if len(got) > 2:
+                    wanted[-2] = VALIDATION
+                assert got == wanted
+        elif kind == "time":
+            assert parts == sorted(parts)  # TRAIN < VALIDATION < TEST, and times ascend
+            by_time: dict[int, set] = {}
+            for part, time in zip(parts, data.time_n.tolist(), strict=True):
+                by_time.setdefault(time, set()).add(part)
+            assert all(len(one) == 1 for one in by_time.values())
+        elif kind == "per_user":
+            for got in of_user.values():
+                tests = math.floor(len(got) * share + 1e-9)
+                assert got.count(TEST) == tests
+                assert got.count(VALIDATION) == math.floor((len(got) - tests) * share + 1e-9)
+        elif kind == "rows":
+            assert parts.count(TEST) == math.floor(len(parts) * share + 1e-9)
+        else:
+            for got in of_user.values():
+                if TRAIN not in got:
+                    held_out = math.ceil(len(got) * 0.2)
+                    assert got[:-held_out] == [PAST] * (len(got) - held_out)
+                    assert got[-1] in (VALIDATION, TEST)
+                else:
+                    assert set(got) == {TRAIN}
+            assert sum(TEST in got for got in of_user.values()) == round(len(of_user) * share)
+
+
+@settings(max_examples=examples(30, 200), deadline=None)
+@given(rows=ROWS, samples=st.sampled_from(["pairs", "sequences"]))
+def test_training_sees_nothing_that_comes_later(rows, samples):
+    """Item 99 is in the test part only; each history is strictly earlier than its item."""
+    rows = [*rows, (0, 7, 0), (0, 8, 1), (0, 99, 1000)]
+    table = pa.table({n: [r[c] for r in rows] for c, n in enumerate(("user", "item", "time"))})
+    splits = open_interactions(table, samples=samples, negatives=1)
+    time_of = {(u, i): t for u, i, t in reversed(read_twin(rows))}
+    users = splits.train.interactions.users["user"].values.tolist()
+    for batch in splits.train.batches(7):
+        if samples == "sequences":
+            for user, history, target in zip(
+                batch.group.tolist(),
+                lists_of(batch.ids["history"]),
+                lists_of(batch.ids["target"]),
+                strict=True,
+            ):
+                assert 99 not in history + target
+                for earlier, later in zip(history, target, strict=True):
+                    assert time_of[users[user], earlier] <= time_of[users[user], later]
+            continue
+        for user, item, history in zip(
+            batch.ids["user"].values.tolist(),
+            batch.ids["item"].values.tolist(),
+            lists_of(batch.ids["history"]),
+            strict=True,
+        ):
+            assert item != 99
+            wanted = [
+                i
+                for u, i, t in read_twin(rows)
+                if u == user and t < time_of[user, item] and i != 99
+            ]
+            assert history == wanted
+    (batch,) = splits.test.batches(100)
+    test_users = batch.ids["user"].values.tolist() if samples == "pairs" else None
+    position = splits.train.interactions.item_keys.tolist().index(99)
+    assert [position] in lists_of(batch.key.truth)
+    if test_users is not None:  # a query's history has the validation item, too
+        own = [i for u, i, _ in read_twin(rows) if u == 0]
+        assert lists_of(batch.ids["history"])[test_users.index(0)] == own[:-1]
+
+
+def test_popularity_ranks_as_a_full_sort():
+    generator = torch.Generator().manual_seed(0)
+    for num_items in (1, 7, 30):
+        counts = torch.randint(0, 4, (num_items,), generator=generator).float()
+        order = counts.argsort(stable=True, descending=True)
+        lists = [torch.randperm(num_items, generator=generator)[:n] for n in (0, 1, num_items)]
+        offsets = torch.tensor([0, *map(len, lists)]).cumsum(0)
+        bags = Ids(torch.cat(lists), offsets)
+        for candidates in (None, bags):
+            held_out = HeldOutItems(bags, bags, candidates)
+            wanted = rank_held_out(torch.ones(3, 1), counts[:, None], held_out)
+            assert torch.equal(rank_by_popularity(order, held_out), wanted)
+
+
+def test_drawn_candidates_are_no_items_of_the_user():
+    rows = [(u, (7 * u + k) % 20, k) for u in range(6) for k in range(5)]
+    table = pa.table({n: [r[c] for r in rows] for c, n in enumerate(("user", "item", "time"))})
+    splits = open_interactions(table, ranked_negatives=9)
+    keys = splits.train.interactions.item_keys.tolist()
+    (batch,) = splits.test.batches(100)
+    for user, truth, candidates in zip(
+        batch.group.tolist(),
+        lists_of(batch.key.truth),
+        lists_of(batch.key.candidates),
+        strict=True,
+    ):
+        own = {keys.index((7 * user + k) % 20) for k in range(5)}
+        assert candidates[:1] == truth and len(set(candidates)) == 10
+        assert not own & set(candidates[1:])
+
+
+def test_ids_of_two_types_in_two_files_are_texts(tmp_path):
+    write_csv(tmp_path / "a.csv", ["user", "item"], [[1, 5], [2, 6]])
+    write_csv(tmp_path / "b.csv", ["user", "item"], [["1", "x"], ["u", "5"]])
+    data, _, _ = read_interactions({TRAIN: tmp_path})
+    assert data.items.keys.tolist() == ["5", "6", "x"] and data.users.keys.tolist() == [
+        "1",
+        "2",
+        "u",
+    ]
+
+
+def test_a_pair_of_both_parts_is_in_the_training_part(tmp_path):
+    (tmp_path / "train.txt").write_text("0 1 2 3\n1 2\n\n")
+    (tmp_path / "test.txt").write_text("0 3 4\n1 5\n")
+    splits = open_interactions(tmp_path)
+    keys = splits.train.interactions.item_keys
+    test = lists_of(splits.train.interactions.test)
+    assert [keys[items].tolist() for items in test] == [[4], [5]]
+    assert "split files" in splits.notes[1]
+
+
+def test_core_leaves_out_what_is_rare():
+    rows = [(u, i) for u in range(4) for i in range(4)] + [(0, 9), (9, 0)]
+    table = pa.table({"user": [r[0] for r in rows], "item": [r[1] for r in rows]})
+    splits = open_interactions(table, core=2)
+    assert splits.train.interactions.user_keys.tolist() == [0, 1, 2, 3]
+    with pytest.raises(ConfigError, match="core=9"):
+        open_interactions(table, core=9)
+
+
+USERS = [["u0", "12", "F"], ["u1", "40", "M"], ["u2", "33", ""], ["new", "21", "F"]]
+ITEMS = [[0, "a|b", 1999], [1, "b", 2001], [2, "c|a", 1980], [3, "a", 1990], [7, "b|c", 2010]]
+
+
+def write_own(folder: Path) -> Path:
+    """Users who like items of their own parity, with files of users and items."""
+    rng = random.Random(0)
+    rows = [
+        [f"u{u}", i, 1_600_000_000 + 60 * t]
+        for u in range(24)
+        for t, i in enumerate(rng.sample([i for i in range(24) if i % 2 == u % 2], 9))
+    ]
+    rng.shuffle(rows)
+    write_csv(folder / "a.csv", ["user", "item", "timestamp"], rows)
+    write_csv(folder / "users.csv", ["user", "age", "sex"], USERS)
+    write_csv(folder / "items.csv", ["item", "genres", "year"], ITEMS)
+    return folder / "a.csv"
+
+
+@pytest.mark.parametrize("model", ["two_tower", "sasrec"])
+def test_a_run_recommends_by_the_names_of_the_files(tmp_path, model, capsys):
+    path, run = write_own(tmp_path), tmp_path / "run"
+    files = ["--set", f"data.options.users={tmp_path}/users.csv", "--set",
+             f"data.options.items={tmp_path}/items.csv"]  # fmt: skip
+    command = ["train", "--data", "interactions", "--path", str(path), "--run", str(run)]
+    options = ["--set", f"model.name={model}", "--set", "model.dim=8", "--set", "train.epochs=2"]
+    assert app.run_command([*command, *files, *options]) == 0
+    output = capsys.readouterr().out
+    assert "user=user, item=item, time=timestamp" in output and "by popularity" in output
+    assert app.run_command(["evaluate", str(run)]) == 0
+    assert "popularity ndcg@10" in capsys.readouterr().out
+    with Recommender.open(run) as recommender:
+        known, new = {"user": "u3"}, {"user": "nobody", "history": [2, 4]}
+        if model == "two_tower":
+            new |= {"age": 30, "sex": "M"}
+        best = recommender.recommend([known, new], k=50)
+        taken = {row[1] for row in read_rows(path) if row[0] == "u3"}
+        assert not taken & {str(item) for item in best.items[0]}
+        assert set(best.items[1]) == set(range(24)) - {2, 4}
+        whole = {"user": "u3", "history": in_order(path, "u3")}
+        if model == "two_tower":
+            whole |= {"age": None, "sex": None}
+        assert recommender.recommend([whole], k=50).items[0] == best.items[0]
+
+
+def read_rows(path: Path) -> list[list[str]]:
+    with path.open() as file:
+        return list(csv.reader(file))[1:]
+
+
+def in_order(path: Path, user: str) -> list[int]:
+    rows = sorted((int(time), int(item)) for name, item, time in read_rows(path) if name == user)
+    return [item for _, item in rows]
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "message"),
+    [
+        ([["a", 1, 5], ["b", 2, 5], ["c", 3, 5]], {"split": "time"}, "left to train on"),
+        ([["a", 1, 5], ["", 2, 6]], {}, "column 'user', value 2: got nothing"),
+        ([["a", 1, 5], ["b", 2, ""]], {}, "row 2: got no time"),
+        ([["a", 1, 5], ["b", 2, "soon"]], {}, "as a time"),
+        ([["a", 1, 5]], {"user": "person"}, "no column 'person'"),
+        ([["a", 1, 5]], {"at_least": 4}, "no column named like ratings"),
+        ([["a", 1, 5]], {"events": ["buy"]}, "no column named like events"),
+        ([["a", 1, 5], ["b", 2, 6]], {"split": "time", "test_after": "noon"}, "as a cutoff"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_clear_error(tmp_path, rows, options, message):
+    path = write_csv(tmp_path / "a.csv", ["user", "item", "time"], rows)
+    with pytest.raises((ConfigError, DataError), match=message):
+        open_interactions(path, **options)
+
+
+def test_a_user_described_twice_is_an_error(tmp_path):
+    path = write_own(tmp_path)
+    write_csv(tmp_path / "users.csv", ["user", "age"], [["u1", 3], ["u1", 4]])
+    with pytest.raises(DataError, match="'u1' twice"):
+        open_interactions(path, users=tmp_path / "users.csv")
+
+
+def test_clicks_without_a_label_name_the_other_reader(tmp_path, capsys):
+    path = write_own(tmp_path)
+    command = ["train", "--data", "csv", "--path", str(path), "--run", str(tmp_path / "run")]
+    assert app.run_command(command) != 0
+    assert "--data interactions" in capsys.readouterr().err
