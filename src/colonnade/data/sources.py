@@ -17,12 +17,14 @@ if TYPE_CHECKING:
 
 DATA_SETS = (
     "criteo",
+    "edges",
     "fb15k237",
     "gowalla",
     "movielens",
     "movielens_retrieval",
     "power_law",
     "synthetic",
+    "triples",
 )
 """Data sets other than files of a format in FORMATS. The module `data/sets/NAME.py` has `open_NAME`."""
 
