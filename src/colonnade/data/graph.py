@@ -190,12 +190,11 @@ def open_edge_parts(
     nodes, items = (Ids(torch.arange(n)) for n in (num_nodes, num_items or num_nodes))
     if num_items is None:
         parts = [torch.cat([edges, edges.flip(1)]) for edges in parts]
-    interactions = Interactions(
-        *(group_items_by_user(edges[:, 0], edges[:, 1], num_nodes) for edges in parts),
-        users={"user": nodes},
-        items={"item": items},
-        columns=(Column("user", num_nodes), Column("item", num_items or num_nodes)),
+    train, validation, test = (
+        group_items_by_user(edges[:, 0], edges[:, 1], num_nodes) for edges in parts
     )
+    columns = (Column("user", num_nodes), Column("item", num_items or num_nodes))
+    interactions = Interactions(train, validation, test, {"user": nodes}, {"item": items}, columns)
     return open_graph(interactions, first_item=0 if num_items is None else num_nodes, **options)
 
 

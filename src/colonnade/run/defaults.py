@@ -81,6 +81,10 @@ SHUFFLE_WINDOW = 1 << 17
 """Default number of samples that are shuffled together."""
 ACCUMULATORS = ("adagrad", "rowwise_adagrad")
 """Optimizers with an initial accumulator."""
+GRAPHS = ("edges", "fb15k237", "triples")
+"""Data sets of user files that have a preset, which is for larger files than most."""
+TRIPLES_PER_ENTITY = 18
+"""Number of training triples for each entity to which the presets' epochs belong: that of FB15k-237."""
 FEW_STEPS = 500
 """Steps below which a network has hardly begun to learn."""
 
@@ -151,7 +155,13 @@ def open_data(config: RunConfig, folder: Path | None) -> tuple[RunConfig, Splits
     checkpoints is resumed with its recorded settings.
     """
     if config.data.name not in FILES:
-        return config, open_source(config.data.name, config.data.path, **config.data.options), ""
+        data = _open_data_source(config)
+        chosen = _fit_preset_to_size(config, data)
+        return (
+            override_settings(config, chosen),
+            data,
+            _describe_chosen(chosen, _count_samples(data.train)),
+        )
     if folder is not None and list_checkpoints(folder):
         config = _fill_from_recorded(config, load_config(folder / "config.yaml"))
         return config, _open_data_source(config), ""
@@ -171,9 +181,46 @@ def open_data(config: RunConfig, folder: Path | None) -> tuple[RunConfig, Splits
     chosen = choose_open_settings(config, suggested, data)
     if held_out:
         chosen["data.options.validation_fraction"] = held_out
+    return override_settings(config, chosen), data, _describe_chosen(chosen, num_samples)
+
+
+def _describe_chosen(chosen: Mapping[str, Any], num_samples: int) -> str:
     values = ", ".join(f"{name}={value}" for name, value in chosen.items())
-    line = f"chosen for {num_samples:,} training samples: {values}" if chosen else ""
-    return override_settings(config, chosen), data, line
+    return f"chosen for {num_samples:,} training samples: {values}" if chosen else ""
+
+
+def _fit_preset_to_size(config: RunConfig, data: Splits) -> dict[str, Any]:
+    """Choose settings of a preset for the size of the data, where `config` has the preset's value of them.
+
+    A graph of your own may be much smaller than that of the preset. A batch has at most a 200th of its samples. Triples
+    are trained on more often the fewer an entity has, so that each entity is trained as often as in the preset's graph,
+    up to four times the epochs. Patience spans FEW_STEPS steps at least: a score that is worse than the first one may
+    be so because the model has not begun to learn.
+    """
+    preset = get_preset(config.data.name, config.model.name)
+    num_samples = _count_samples(data.train)
+    suggested: dict[str, Any] = {}
+    if config.data.name in GRAPHS:
+        batch_size = preset.train.samples_per_step
+        while batch_size > 64 and batch_size * 200 > num_samples:
+            batch_size //= 2
+        num_micro_batches = config.train.accumulate
+        suggested["train.batch_size"] = -(-batch_size // num_micro_batches) * num_micro_batches
+    if num_entities := getattr(data.train, "num_entities", 0):
+        factor = TRIPLES_PER_ENTITY * num_entities / max(num_samples, 1)
+        suggested["train.epochs"] = int(preset.train.num_epochs * min(max(factor, 1.0), 4.0))
+    chosen = {
+        name: value
+        for name, value in suggested.items()
+        if _get_setting(preset, name) == _get_setting(config, name) != value
+    }
+    batch_size = chosen.get("train.batch_size", config.train.samples_per_step)
+    patience = preset.train.patience or 0
+    if has_samples(data.validation) and config.train.patience == patience > 0:
+        steps = config.train.evaluate_steps or -(-num_samples // batch_size)
+        if patience * steps < FEW_STEPS:
+            chosen["train.patience"] = -(-FEW_STEPS // max(steps, 1))
+    return chosen
 
 
 def resolve_settings(config: RunConfig, objective: Objective) -> RunConfig:
@@ -238,7 +285,9 @@ def choose_open_settings(
         )
         chosen["train.epochs"] = 1 if _is_by_day(config) else epochs
     if train.patience is None and is_watched:
-        chosen["train.patience"] = PATIENCE
+        batch = train.batch_size or suggested_training.batch_size
+        steps = train.evaluate_steps or -(-_count_samples(data.train) // batch)
+        chosen["train.patience"] = max(PATIENCE, -(-FEW_STEPS // max(steps, 1)))
     if train.monitor is None and is_watched and _is_scorer(config):
         chosen["train.monitor"] = "log_loss"
     if config.dense.lr is None:
