@@ -84,7 +84,7 @@ ACCUMULATORS = ("adagrad", "rowwise_adagrad")
 GRAPHS = ("edges", "fb15k237", "triples")
 """Data sets of user files that have a preset, which is for larger files than most."""
 TRIPLES_PER_ENTITY = 18
-"""Number of training triples for each entity to which the presets' epochs belong: that of FB15k-237."""
+"""Number of training triples for each entity to which the learning rate of a preset belongs: that of FB15k-237."""
 FEW_STEPS = 500
 """Steps below which a network has hardly begun to learn."""
 
@@ -192,23 +192,25 @@ def _describe_chosen(chosen: Mapping[str, Any], num_samples: int) -> str:
 def _fit_preset_to_size(config: RunConfig, data: Splits) -> dict[str, Any]:
     """Choose settings of a preset for the size of the data, where `config` has the preset's value of them.
 
-    A graph of your own may be much smaller than that of the preset. A batch has at most a 200th of its samples. Triples
-    are trained on more often the fewer an entity has, so that each entity is trained as often as in the preset's graph,
-    up to four times the epochs. Patience spans FEW_STEPS steps at least: a score that is worse than the first one may
-    be so because the model has not begun to learn.
+    A graph of your own may be much smaller than that of the preset: a batch has at most a 50th of its samples. The
+    fewer triples an entity has, the fewer steps its row makes: where an entity has fewer than in the preset's graph,
+    TransE's rows make steps that are longer by as much, up to ten times. Patience spans FEW_STEPS steps at least: a
+    score that is worse than the first one may be so because the model has not begun to learn.
     """
     preset = get_preset(config.data.name, config.model.name)
     num_samples = _count_samples(data.train)
     suggested: dict[str, Any] = {}
     if config.data.name in GRAPHS:
         batch_size = preset.train.samples_per_step
-        while batch_size > 64 and batch_size * 200 > num_samples:
+        while batch_size > 64 and batch_size * 50 > num_samples:
             batch_size //= 2
         num_micro_batches = config.train.accumulate
         suggested["train.batch_size"] = -(-batch_size // num_micro_batches) * num_micro_batches
-    if num_entities := getattr(data.train, "num_entities", 0):
+    num_entities = getattr(data.train, "num_entities", 0)
+    if num_entities and config.model.name == "transe":
         factor = TRIPLES_PER_ENTITY * num_entities / max(num_samples, 1)
-        suggested["train.epochs"] = int(preset.train.num_epochs * min(max(factor, 1.0), 4.0))
+        lr = preset.embedding.lr * min(max(factor, 1.0), 10.0)
+        suggested["embedding.lr"] = _round_digits(lr)
     chosen = {
         name: value
         for name, value in suggested.items()
