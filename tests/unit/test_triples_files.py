@@ -38,7 +38,7 @@ def write_triples(folder, name, triples, *, separator="\t", header=None, order=(
     return path
 
 
-def named(data, part):
+def read_names(data, part):
     """Triples of a part, in names."""
     entities, relations = (
         json.loads(data.options[f"{kind}_names"]) for kind in ("entity", "relation")
@@ -82,7 +82,7 @@ def test_any_file_has_the_triples_of_a_plain_reader(
     data = open_source(
         "triples", path, validation_fraction=0.2, test_fraction=0.2, split_seed=seed, **options
     )
-    parts = {part: named(data, part) for part in ("train", "validation", "test")}
+    parts = {part: read_names(data, part) for part in ("train", "validation", "test")}
     assert Counter(chain(*parts.values())) == dict.fromkeys(triples, 1)
     trained = {name for triple in parts["train"] for name in triple}
     assert trained == {name for triple in triples for name in triple}  # nothing is unseen
@@ -111,11 +111,11 @@ def test_parquet_and_names_of_columns(tmp_path):
     table = pa.table({"to": [3, 1], "when": [0.5, 1.5], "from": [1, 2], "link": ["a", "b"]})
     pq.write_table(table, tmp_path / "t.parquet")
     data = open_source("triples", tmp_path / "t.parquet", columns=["from", "link", "to"])
-    assert named(data, "train") == [(1, "a", 3), (2, "b", 1)]
+    assert read_names(data, "train") == [(1, "a", 3), (2, "b", 1)]
     roles = ["tail", "other", "head", "relation"]
-    assert named(open_source("triples", tmp_path / "t.parquet", columns=roles), "train") == named(
-        data, "train"
-    )
+    assert read_names(
+        open_source("triples", tmp_path / "t.parquet", columns=roles), "train"
+    ) == read_names(data, "train")
     assert (
         data.notes[0] == "t.parquet: head from from, relation from link, tail from to (its header)"
     )
@@ -139,9 +139,9 @@ def test_leaks_repeats_and_unknown_names_of_given_parts(tmp_path):
         write_triples(tmp_path, f"{part}.txt", triples)
     (tmp_path / "README.md").write_text("no data")
     data = open_source("triples", tmp_path)
-    assert named(data, "train") == [("a", "r", "b"), ("b", "r", "c"), ("c", "s", "c")]
-    assert named(data, "validation") == [("b", "r", "a")]
-    assert named(data, "test") == [("b", "s", "a"), ("a", "s", "c"), ("c", "r", "a")]
+    assert read_names(data, "train") == [("a", "r", "b"), ("b", "r", "c"), ("c", "s", "c")]
+    assert read_names(data, "validation") == [("b", "r", "a")]
+    assert read_names(data, "test") == [("b", "s", "a"), ("a", "s", "c"), ("c", "r", "a")]
     notes = "\n".join(data.notes)
     assert (
         "warning: 1 train triples are in validation or test too (a leak): removed from train"
