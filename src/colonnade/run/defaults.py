@@ -194,7 +194,7 @@ def _fit_preset_to_size(config: RunConfig, data: Splits) -> dict[str, Any]:
 
     A graph of your own may be much smaller than that of the preset: a batch has at most a 50th of its samples. The
     fewer triples an entity has, the fewer steps its row makes: where an entity has fewer than in the preset's graph,
-    TransE's rows make steps that are longer by as much, up to ten times. Patience spans FEW_STEPS steps at least: a
+    TransE's and RotatE's rows make steps that are longer by as much, up to 0.06. Patience spans FEW_STEPS steps at least: a
     score that is worse than the first one may be so because the model has not begun to learn.
     """
     preset = get_preset(config.data.name, config.model.name)
@@ -207,9 +207,9 @@ def _fit_preset_to_size(config: RunConfig, data: Splits) -> dict[str, Any]:
         num_micro_batches = config.train.accumulate
         suggested["train.batch_size"] = -(-batch_size // num_micro_batches) * num_micro_batches
     num_entities = getattr(data.train, "num_entities", 0)
-    if num_entities and config.model.name == "transe":
+    if num_entities and config.model.name in ("transe", "rotate"):
         factor = TRIPLES_PER_ENTITY * num_entities / max(num_samples, 1)
-        lr = preset.embedding.lr * min(max(factor, 1.0), 10.0)
+        lr = max(preset.embedding.lr, min(preset.embedding.lr * factor, 0.06))
         suggested["embedding.lr"] = _round_digits(lr)
     chosen = {
         name: value
