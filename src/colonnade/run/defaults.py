@@ -194,8 +194,8 @@ def _fit_preset_to_size(config: RunConfig, data: Splits) -> dict[str, Any]:
 
     A graph of your own may be much smaller than that of the preset: a batch has at most a 50th of its samples. The
     fewer triples an entity has, the fewer steps its row makes: where an entity has fewer than in the preset's graph,
-    TransE's and RotatE's rows make steps that are longer by as much, up to 0.06. Patience spans FEW_STEPS steps at least: a
-    score that is worse than the first one may be so because the model has not begun to learn.
+    TransE's and RotatE's rows make steps that are longer by as much, up to 0.06. Patience spans FEW_STEPS steps at
+    least: a score that is worse than the first one may be so because the model has not begun to learn.
     """
     preset = get_preset(config.data.name, config.model.name)
     num_samples = _count_samples(data.train)
