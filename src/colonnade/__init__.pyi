@@ -69,6 +69,7 @@ from colonnade.row_state import (
     load_dense_state_dict as load_dense_state_dict,
 )
 from colonnade.run.fit import FitResult as FitResult, fit as fit, load_checkpoint as load_checkpoint
+from colonnade.serve.links import rank_answers as rank_answers
 from colonnade.serve.recommend import Recommender as Recommender
 from colonnade.serve.records import build_encoder as build_encoder
 from colonnade.staleness import RowClock as RowClock, TableCache as TableCache

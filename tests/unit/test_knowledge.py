@@ -16,7 +16,7 @@ import colonnade
 from colonnade import SGD, Adam, Batch, Feature, Ids, Mesh, RowOptimizer, Table, Uniform
 from colonnade.cli import app
 from colonnade.config.run import build_config
-from colonnade.data import open_source, open_triples
+from colonnade.data import open_source, open_triple_tensors
 from colonnade.data.contract import Position
 from colonnade.data.triples import TripleIndex
 from colonnade.errors import ConfigError, DataError, NonFiniteError
@@ -78,7 +78,7 @@ def triples(seed: int, size: int) -> torch.Tensor:
 
 def opened(seed=0, size=40, **options):
     every = triples(seed, size)
-    return open_triples(
+    return open_triple_tensors(
         every,
         triples(seed + 1, 5),
         triples(seed + 2, 5),
@@ -290,7 +290,7 @@ def test_candidates_stand_for_all_wrong_entities(seed):
 def test_a_batch_whose_candidates_are_all_true_has_a_loss(loss):
     model = build("transe", loss=loss)
     every = torch.stack([torch.zeros(ENTITIES), torch.zeros(ENTITIES), torch.arange(ENTITIES)], 1)
-    one = open_triples(
+    one = open_triple_tensors(
         every.long(), every[:1].long(), every[:1].long(), num_entities=ENTITIES, num_relations=1
     )
     (batch,) = one.train.batches(ENTITIES)
@@ -370,7 +370,7 @@ def test_a_ring_is_learned(name, settings):
     )
     stored = torch.zeros(len(every), dtype=torch.bool)
     stored[2::9] = True
-    data = open_triples(
+    data = open_triple_tensors(
         every[~stored],
         every[stored],
         every[stored],
@@ -497,7 +497,7 @@ def test_numbers_of_candidates_and_validations(options):
     one = torch.tensor([[0, 0, 1]])
     (name,) = options
     with pytest.raises(ConfigError, match=rf"got {name}=.*data\.options\.{name}"):
-        open_triples(one, one, one, num_entities=2, num_relations=1, **options)
+        open_triple_tensors(one, one, one, num_entities=2, num_relations=1, **options)
 
 
 def test_a_batch_of_nothing():

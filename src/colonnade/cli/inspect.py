@@ -20,6 +20,8 @@ EXAMPLES = (
     "  colonnade inspect runs/mine/checkpoints/000000002000.json\n\n  colonnade inspect clicks.parquet\n\n"
     "  colonnade inspect ratings.dat --data csv --delimiter : --names user,item,label"
 )
+GRAPHS = ("triples", "edges")
+"""Kinds of files of which the counts are shown."""
 MAX_LINES = 30
 MAX_COLUMNS = 200
 """Number of columns shown of a data file."""
@@ -37,7 +39,8 @@ def inspect(
     data: Annotated[
         str | None,
         typer.Option(
-            "--data", help=f"Kind of data file: {', '.join(FORMATS)}. Default: from its name."
+            "--data",
+            help=f"Kind of data file: {', '.join((*FORMATS, *GRAPHS))}. Default: from its name.",
         ),
     ] = None,
     delimiter: Annotated[
@@ -206,13 +209,20 @@ def _inspect_safetensors(path: Path) -> None:
 
 
 def _inspect_data(path: Path, kind: str | None, options: Mapping[str, Any]) -> None:
+    from colonnade.data import open_source
     from colonnade.data.lines import check_regular_file
     from colonnade.data.tabular.fields import NULL_VALUES, Category
     from colonnade.data.tabular.narrow import count_missing_words, narrow_column
     from colonnade.data.tabular.tables import read_first_rows_and_schema
 
+    if kind in GRAPHS:
+        options = {"columns" if name == "names" else name: options[name] for name in options}
+        for note in open_source(kind, path, **options).notes:
+            print_text(note)
+        return
     if kind is not None and kind not in FORMATS:
-        raise ConfigError(f"got --data {kind}, wanted a kind of file: {', '.join(sorted(FORMATS))}")
+        kinds = ", ".join(sorted((*FORMATS, *GRAPHS)))
+        raise ConfigError(f"got --data {kind}, wanted a kind of file: {kinds}")
     if not path.is_dir():
         check_regular_file(path)
     head = read_first_rows_and_schema(path, kind, **options)

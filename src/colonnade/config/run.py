@@ -235,7 +235,7 @@ class TrainConfig(Section):
     patience: int | None = Field(None, ge=0)
     """Number of evaluations without a better monitor on the validation part after which training stops early; 0: never.
     Default: 3 for data in files (csv, ..., criteo) with a validation part; 2 or 3 for data sets with one of their own;
-    else 0."""
+    else 0. A default is raised to span 500 steps, so that no run stops before its model has begun to learn."""
     min_delta: float = Field(0.0, ge=0)
     """Smallest improvement of the monitor that counts as better."""
     progressive: Annotated[bool, FIXED] = False

@@ -26,6 +26,7 @@ from colonnade.data.interactions.splits import (
 )
 from colonnade.data.processes import ProcessSource as ProcessSource
 from colonnade.data.sets.criteo import open_criteo as open_criteo
+from colonnade.data.sets.edges import open_edges as open_edges
 from colonnade.data.sets.fb15k237 import open_fb15k237 as open_fb15k237
 from colonnade.data.sets.gowalla import open_gowalla as open_gowalla
 from colonnade.data.sets.interactions import open_interactions as open_interactions
@@ -35,6 +36,7 @@ from colonnade.data.sets.movielens_retrieval import (
 )
 from colonnade.data.sets.power_law import open_power_law as open_power_law
 from colonnade.data.sets.synthetic import open_synthetic as open_synthetic
+from colonnade.data.sets.triples import open_triples as open_triples
 from colonnade.data.sources import SOURCES as SOURCES, open_source as open_source
 from colonnade.data.tabular.csv import open_csv as open_csv
 from colonnade.data.tabular.declaration import (
@@ -59,4 +61,4 @@ from colonnade.data.tabular.parquet import open_parquet as open_parquet
 from colonnade.data.tabular.tables import infer_schema as infer_schema
 from colonnade.data.tabular.tfrecord import masked_crc as masked_crc, open_tfrecord as open_tfrecord
 from colonnade.data.tensors import TensorSource as TensorSource, open_tensors as open_tensors
-from colonnade.data.triples import open_triples as open_triples
+from colonnade.data.triples import open_triple_tensors as open_triple_tensors

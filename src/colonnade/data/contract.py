@@ -9,7 +9,7 @@ form the same global batch for any N; every rank has the same number of steps; a
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeGuard
 
@@ -149,7 +149,8 @@ class Splits:
     """Training, validation and test parts of a data set. All parts share a schema.
 
     `days`: parts of `train` in the order of time, where the data set has them: for progressive validation.
-    `notes`: lines that say what was recognised and left out when the data was opened.
+    `notes`: lines about what was read, for the terminal. `options`: options that a run records in addition to its own,
+    so that it opens the same data later, such as the names of entities in the order of their numbers.
     """
 
     train: Source
@@ -157,6 +158,7 @@ class Splits:
     test: Source | None = None
     days: tuple[Source, ...] = ()
     notes: tuple[str, ...] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 def num_steps(num_samples: int, batch_size: int, last_batch: LastBatch = "keep") -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import tee
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from colonnade.data.interactions.samples import (
     PairSource,
     QuerySource,
     concat_bags,
+    group_items_by_user,
 )
 from colonnade.data.tensors import TensorColumns, gather_ids
 from colonnade.errors import ConfigError
@@ -175,6 +177,25 @@ def open_graph(
         validation=build_queries(interactions.validation, excluded),
         test=build_queries(interactions.test, concat_bags(excluded, interactions.validation)),
     )
+
+
+def open_edge_parts(
+    parts: Sequence[Tensor], num_nodes: int, *, num_items: int | None = None, **options: Any
+) -> Splits:
+    """Open a graph from the edges (n, 2) that train, validate and test; `options` are those of `open_graph`.
+
+    num_items  number of items, to which edges go from the nodes, as users; None: edges join nodes of one kind, without
+               direction
+    """
+    nodes, items = (Ids(torch.arange(n)) for n in (num_nodes, num_items or num_nodes))
+    if num_items is None:
+        parts = [torch.cat([edges, edges.flip(1)]) for edges in parts]
+    train, validation, test = (
+        group_items_by_user(edges[:, 0], edges[:, 1], num_nodes) for edges in parts
+    )
+    columns = (Column("user", num_nodes), Column("item", num_items or num_nodes))
+    interactions = Interactions(train, validation, test, {"user": nodes}, {"item": items}, columns)
+    return open_graph(interactions, first_item=0 if num_items is None else num_nodes, **options)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

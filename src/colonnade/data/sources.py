@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 DATA_SETS = (
     "criteo",
+    "edges",
     "fb15k237",
     "gowalla",
     "interactions",
@@ -24,6 +25,7 @@ DATA_SETS = (
     "movielens_retrieval",
     "power_law",
     "synthetic",
+    "triples",
 )
 """Data sets other than files of a format in FORMATS. The module `data/sets/NAME.py` has `open_NAME`."""
 

@@ -96,7 +96,7 @@ def build_answer_table(keys_n: Tensor, values_n: Tensor) -> AnswerTable:
     return AnswerTable(pairs[:, 0].contiguous(), pairs[:, 1].contiguous())
 
 
-def open_triples(
+def open_triple_tensors(
     train: Tensor,
     validation: Tensor,
     test: Tensor,

@@ -54,7 +54,7 @@ class GraphSAGE(Retriever):
             raise ConfigError(
                 f"graphsage: got features {[(f.name, f.table, f.pooling) for f in features]}, wanted query, item and "
                 "for each hop the sequences query_hop1, item_hop1, ... of one table; a source of graphs has them "
-                "(data.name=power_law, or gowalla with data.options.samples=neighbours)"
+                "(data.name=edges, power_law, or gowalla with data.options.samples=neighbours)"
             )
         dim = next(iter(find_field_dims(tables, features).values()))
         self.embeddings = EmbeddingCollection(tables, features, seed=seed)

@@ -69,7 +69,7 @@ class LinkPredictionObjective:
     def check_source(self, source: Source) -> None:
         if getattr(source, "num_entities", None) is None:
             raise ConfigError(
-                "this data set has no entities to rank; links are predicted on fb15k237, or a source with "
+                "this data set has no entities to rank; links are predicted on triples, fb15k237, or a source with "
                 "`num_entities` and batches whose key is `data.triples.KnownAnswers`"
             )
 
@@ -78,9 +78,8 @@ class LinkPredictionObjective:
     ) -> dict[str, float]:
         """Rank all entities for both questions of each triple; the metrics are means over questions."""
         self.check_source(source)
-        chunks = torch.arange(source.num_entities).split(CHUNK)  # type: ignore[attr-defined]
         with evaluation_mode(model):
-            entities = torch.cat([model.entities(chunk) for chunk in chunks])
+            entities = model.embed_entities(source.num_entities)  # type: ignore[attr-defined]
 
             def measure(batch: Batch) -> dict[str, Tensor]:
                 ranks = rank_true_answers(model, batch, entities)
@@ -97,8 +96,8 @@ class LinkPredictionObjective:
     def predict(self, model: KnowledgeGraph, batch: Batch) -> Tensor:
         raise ConfigError(
             f"{type(model).__name__} gives no logits but vectors to rank entities by; use "
-            "predictor.model(batch), predictor.model.entities(ids) and predictor.model.compare, or "
-            "`colonnade evaluate`"
+            "colonnade.rank_answers, predictor.model(batch) with predictor.model.entities(ids) and "
+            "predictor.model.compare, or `colonnade evaluate`"
         )
 
 
@@ -147,7 +146,7 @@ class KnowledgeGraph(SplitModel):
         ] != "sequence":
             raise ConfigError(
                 f"{self.kind}: got features {got}, wanted head, tail and the sequence candidate of table entity, and "
-                "relation of its own; a source of triples has them (data.name=fb15k237)"
+                "relation of its own; a source of triples has them (data.name=triples)"
             )
         widths = {table.name: table.width for table in tables}
         share = self.row_width(RELATION, 1, {"reciprocal": reciprocal})
@@ -264,6 +263,20 @@ class KnowledgeGraph(SplitModel):
         )
         return self.vectors(self.embeddings(batch)["head"])
 
+    def embed_entities(self, num_entities: int) -> Tensor:
+        """Return the vectors of entities 0 .. E - 1, (E, D)."""
+        return torch.cat(
+            [self.entities(chunk) for chunk in torch.arange(num_entities).split(CHUNK)]
+        )
+
+    def score_entities(self, queries: Tensor, entities: Tensor) -> Tensor:
+        """Score each query (P, D) with all entities (E, D), without margin and offset: (P, E), on the CPU."""
+        scores = [
+            torch.cat([self.compare(query_chunk, chunk) for chunk in entities.split(CHUNK)], 1)
+            for query_chunk in queries.split(QUERIES)
+        ] or [queries.new_empty(0, len(entities))]
+        return torch.cat(scores).cpu()
+
 
 def compute_link_loss(
     model: KnowledgeGraph, link_batch: LinkBatch, known_answers: KnownAnswers, mesh: Mesh
@@ -345,13 +358,8 @@ def rank_true_answers(model: KnowledgeGraph, batch: Batch, entities: Tensor) -> 
         (links.tail_queries, "tail", known.tails),
         (links.head_queries, "head", known.heads),
     ):
-        scores = [
-            torch.cat([model.compare(query_chunk, chunk) for chunk in entities.split(CHUNK)], 1)
-            for query_chunk in queries.split(QUERIES)
-        ] or [queries.new_empty(0, len(entities))]
-        ranks.append(
-            compute_filtered_ranks(torch.cat(scores).cpu(), batch.ids[name].values, answers)
-        )
+        scores = model.score_entities(queries, entities)
+        ranks.append(compute_filtered_ranks(scores, batch.ids[name].values, answers))
     return torch.cat(ranks)
 
 

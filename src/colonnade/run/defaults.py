@@ -83,6 +83,10 @@ SHUFFLE_WINDOW = 1 << 17
 """Default number of samples that are shuffled together."""
 ACCUMULATORS = ("adagrad", "rowwise_adagrad")
 """Optimizers with an initial accumulator."""
+GRAPHS = ("edges", "fb15k237", "triples")
+"""Data sets of user files that have a preset, which is for larger files than most."""
+TRIPLES_PER_ENTITY = 18
+"""Number of training triples for each entity to which the learning rate of a preset belongs: that of FB15k-237."""
 FEW_STEPS = 500
 """Steps below which a network has hardly begun to learn."""
 
@@ -153,8 +157,13 @@ def open_data(config: RunConfig, folder: Path | None) -> tuple[RunConfig, Splits
     checkpoints is resumed with its recorded settings.
     """
     if config.data.name not in FILES:
-        data = open_source(config.data.name, config.data.path, **config.data.options)
-        return choose_tower_columns(config, data), data, "\n".join(data.notes)
+        data = _open_data_source(config)
+        chosen = choose_tower_columns(config, data) | _fit_preset_to_size(config, data)
+        return (
+            override_settings(config, chosen),
+            data,
+            _describe_chosen(chosen, _count_samples(data.train)),
+        )
     if folder is not None and list_checkpoints(folder):
         config = _fill_from_recorded(config, load_config(folder / "config.yaml"))
         return config, _open_data_source(config), ""
@@ -174,12 +183,51 @@ def open_data(config: RunConfig, folder: Path | None) -> tuple[RunConfig, Splits
     chosen = choose_open_settings(config, suggested, data)
     if held_out:
         chosen["data.options.validation_fraction"] = held_out
+    return override_settings(config, chosen), data, _describe_chosen(chosen, num_samples)
+
+
+def _describe_chosen(chosen: Mapping[str, Any], num_samples: int) -> str:
     values = ", ".join(f"{name}={value}" for name, value in chosen.items())
-    line = f"chosen for {num_samples:,} training samples: {values}" if chosen else ""
-    return override_settings(config, chosen), data, line
+    return f"chosen for {num_samples:,} training samples: {values}" if chosen else ""
 
 
-def choose_tower_columns(config: RunConfig, data: Splits) -> RunConfig:
+def _fit_preset_to_size(config: RunConfig, data: Splits) -> dict[str, Any]:
+    """Choose settings of a preset for the size of the data, where `config` has the preset's value of them.
+
+    Data of your own may be much smaller than that of the preset: a batch has at most a 50th of its samples. The
+    fewer triples an entity has, the fewer steps its row makes: where an entity has fewer than in the preset's graph,
+    TransE's and RotatE's rows make steps that are longer by as much, up to 0.06. Patience spans FEW_STEPS steps at
+    least: a score that is worse than the first one may be so because the model has not begun to learn.
+    """
+    preset = get_preset(config.data.name, config.model.name)
+    num_samples = _count_samples(data.train)
+    suggested: dict[str, Any] = {}
+    if config.data.name in (*GRAPHS, INTERACTIONS):
+        batch_size = preset.train.samples_per_step
+        while batch_size > 64 and batch_size * 50 > num_samples:
+            batch_size //= 2
+        num_micro_batches = config.train.accumulate
+        suggested["train.batch_size"] = -(-batch_size // num_micro_batches) * num_micro_batches
+    num_entities = getattr(data.train, "num_entities", 0)
+    if num_entities and config.model.name in ("transe", "rotate"):
+        factor = TRIPLES_PER_ENTITY * num_entities / max(num_samples, 1)
+        lr = max(preset.embedding.lr, min(preset.embedding.lr * factor, 0.06))
+        suggested["embedding.lr"] = _round_digits(lr)
+    chosen = {
+        name: value
+        for name, value in suggested.items()
+        if _get_setting(preset, name) == _get_setting(config, name) != value
+    }
+    batch_size = chosen.get("train.batch_size", config.train.samples_per_step)
+    patience = preset.train.patience or 0
+    if has_samples(data.validation) and config.train.patience == patience > 0:
+        steps = config.train.evaluate_steps or -(-num_samples // batch_size)
+        if patience * steps < FEW_STEPS:
+            chosen["train.patience"] = -(-FEW_STEPS // max(steps, 1))
+    return chosen
+
+
+def choose_tower_columns(config: RunConfig, data: Splits) -> dict[str, Any]:
     """Choose the columns of the two towers for interactions in files, where they are open: those of items, and a user's
     history with what its file says of it.
 
@@ -188,13 +236,13 @@ def choose_tower_columns(config: RunConfig, data: Splits) -> RunConfig:
     split = getattr(data.train, "interactions", None)
     settings = MODEL_SPECS[config.model.name].parameters
     if config.data.name != INTERACTIONS or split is None or "query_columns" not in settings:
-        return config
+        return {}
     chosen: dict[str, list[str]] = {}
     if config.model.query_columns is None:
         chosen["model.query_columns"] = ["history", *(c for c in split.users if c != "user")]
     if config.model.item_columns is None:
         chosen["model.item_columns"] = list(split.items)
-    return override_settings(config, chosen)
+    return chosen
 
 
 def resolve_settings(config: RunConfig, objective: Objective) -> RunConfig:
@@ -259,7 +307,9 @@ def choose_open_settings(
         )
         chosen["train.epochs"] = 1 if _is_by_day(config) else epochs
     if train.patience is None and is_watched:
-        chosen["train.patience"] = PATIENCE
+        batch = train.batch_size or suggested_training.batch_size
+        steps = train.evaluate_steps or -(-_count_samples(data.train) // batch)
+        chosen["train.patience"] = max(PATIENCE, -(-FEW_STEPS // max(steps, 1)))
     if train.monitor is None and is_watched and _is_scorer(config):
         chosen["train.monitor"] = "log_loss"
     if config.dense.lr is None:

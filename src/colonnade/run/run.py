@@ -307,6 +307,8 @@ def prepare_run(requested: RunSetup) -> TrainingRun:
     optimizer = setup.make_optimizer(setup.parameters or [nn.Parameter(torch.empty(0))])
     run_steps = count_run_steps(config, setup.data)
     if setup.console is not None and not setup.read_only:
+        for note in setup.data.notes:
+            setup.console.print(note, highlight=False, markup=False)
         if config.data.name != OWN:
             setup.console.print(describe_settings(config), highlight=False)
         warn_of_few_steps(config, run_steps, setup.console)

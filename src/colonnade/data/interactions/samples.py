@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -18,9 +18,6 @@ from colonnade.batch import Batch, Ids
 from colonnade.data.contract import Block, BlockSource, Column, Schema, Splits
 from colonnade.data.counter import random_permutation, random_words, stream_key
 from colonnade.data.tensors import TensorColumns, gather_ids, locate_bag_items
-
-if TYPE_CHECKING:
-    from colonnade.data.tabular.declaration import FileSchema
 
 SampleKind = Literal["pairs", "sequences"]
 ItemOrder = Literal["shuffled", "file", "past"]
@@ -74,8 +71,6 @@ class InteractionSplit:
     user_keys: NDArray | None = None
     """Ids of the users in files (U,), ascending; None: users are numbered."""
     item_keys: NDArray | None = None  # (I,)
-    record_schema: FileSchema | None = None
-    """Schema by which records of users and items are encoded when a model is served."""
 
     @property
     def num_items(self) -> int:

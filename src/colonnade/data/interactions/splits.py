@@ -31,7 +31,6 @@ from colonnade.data.interactions.samples import (
     concat_bags,
     group_items_by_user,
 )
-from colonnade.data.tabular.declaration import FileSchema
 from colonnade.errors import ConfigError
 
 SplitKind = Literal["leave_one_out", "time", "per_user", "rows", "users", "files"]
@@ -181,7 +180,6 @@ def sees_future(interactions: Interactions, parts: Parts) -> bool:
 def build_split(
     interactions: Interactions,
     parts: Parts,
-    record_schema: FileSchema | None = None,
     *,
     is_ordered: bool,
 ) -> InteractionSplit:
@@ -213,7 +211,6 @@ def build_split(
         num_simultaneous=_count_simultaneous(interactions.take(parts == TRAIN)),
         user_keys=users.keys,
         item_keys=items.keys,
-        record_schema=record_schema,
     )
 
 

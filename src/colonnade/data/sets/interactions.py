@@ -114,7 +114,7 @@ def open_interactions(
     shares = test_fraction, validation_fraction
     divided = assign_parts(data, SplitOptions(kind, *shares, *cutoffs, split_seed))
     splits = open_interaction_splits(
-        build_split(data, divided, record_schema, is_ordered=is_ordered),
+        build_split(data, divided, is_ordered=is_ordered),
         samples=samples,
         seed=seed,
         max_history=max_history,
@@ -123,7 +123,11 @@ def open_interactions(
         order="past" if is_ordered else "shuffled",
         ranked_negatives=ranked_negatives,
     )
-    return _without_empty_parts(splits, (note, *_describe_split(data, divided, kind)))
+    return replace(
+        _without_empty_parts(splits),
+        notes=(note, *_describe_split(data, divided, kind)),
+        options={"schema": record_schema.to_dict()},
+    )
 
 
 def _has_order(interactions: Interactions, order: str | None) -> bool:
@@ -139,12 +143,11 @@ def _choose_split(num_parts: int, is_ordered: bool) -> SplitKind:
     return "leave_one_out" if is_ordered else "per_user"
 
 
-def _without_empty_parts(splits: Splits, notes: tuple[str, ...]) -> Splits:
+def _without_empty_parts(splits: Splits) -> Splits:
     return replace(
         splits,
         validation=splits.validation if has_samples(splits.validation) else None,
         test=splits.test if has_samples(splits.test) else None,
-        notes=notes,
     )
 
 

@@ -12,11 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from colonnade.batch import Ids
-from colonnade.data.contract import Column, Splits
+from colonnade.data.contract import Splits
 from colonnade.data.counter import random_permutation, random_words, stream_key
-from colonnade.data.graph import FAN_OUTS, open_graph
-from colonnade.data.interactions.samples import InteractionSplit, group_items_by_user
+from colonnade.data.graph import FAN_OUTS, open_edge_parts
 from colonnade.errors import ConfigError
 
 STREAM_KEY = 30
@@ -124,22 +122,14 @@ def open_power_law(
     edges = torch.unique((one * nodes + other)[one != other])
     u = _draw_uniform(stream_key(STREAM_KEY, graph_seed, 3), len(edges))
     masks = [u >= 0.15, (u >= 0.1) & (u < 0.15), u < 0.1]
-    train, validation, test = (
-        _group_neighbours(edges[torch.from_numpy(mask)], nodes) for mask in masks
+    pairs = torch.stack([edges // nodes, edges % nodes], 1)
+    return open_edge_parts(
+        [pairs[torch.from_numpy(mask)] for mask in masks],
+        nodes,
+        seed=seed,
+        fan_outs=fan_outs,
+        max_pairs=max_pairs,
     )
-    node_ids = Ids(torch.arange(nodes))
-    columns = (Column("user", nodes), Column("item", nodes))
-    interactions = InteractionSplit(
-        train, validation, test, {"user": node_ids}, {"item": node_ids}, columns
-    )
-    return open_graph(interactions, first_item=0, seed=seed, fan_outs=fan_outs, max_pairs=max_pairs)
-
-
-def _group_neighbours(edges_n: Tensor, nodes: int) -> Ids:
-    """Return a bag of neighbours for each node, (nodes,)."""
-    one = edges_n // nodes
-    other = edges_n % nodes
-    return group_items_by_user(torch.cat([one, other]), torch.cat([other, one]), nodes)
 
 
 def _draw_uniform(key: int, count: int) -> np.ndarray:

@@ -548,12 +548,13 @@ def _split_text_lists(field: Bag | Sequence, array: pa.Array) -> pa.Array:
 
 def encode_required_ids(field: Group | Key, array: pa.Array) -> Longs:
     """Encode groups, keys or split keys as open ids (S,). Raises InvalidValue for a missing value."""
-    array = _read_required_values(field, array)
+    array = read_required_values(field, array)
     _check_id_text_lengths(field, array)
     return to_open_ids(array)
 
 
-def _read_required_values(field: Group | Key, array: pa.Array) -> pa.Array:
+def read_required_values(field: Group | Key, array: pa.Array) -> pa.Array:
+    """Return a column's values, plain and integers where they are whole. Raises InvalidValue for a missing value."""
     if pa.types.is_dictionary(array.type):
         array = array.dictionary_decode()
     array = _convert_to_integers(field, array)
@@ -591,7 +592,7 @@ def _parse_integer_texts(
 
 def read_join_keys(field: Key, array: pa.Array) -> NDArray:
     """Return the values on which predictions are joined (S,), unchanged: integers, or texts as objects."""
-    array = _read_required_values(field, array)
+    array = read_required_values(field, array)
     if is_text_type(array.type):
         return array.to_numpy(zero_copy_only=False)
     if pa.types.is_integer(array.type):

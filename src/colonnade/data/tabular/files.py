@@ -92,19 +92,19 @@ class TableFiles:
         def encode(columns: Mapping[str, pa.Array], size: int) -> Chunk:
             return encode_block(self.file_schema, columns, size, split_by=self.split_by)
 
-        return self._read_and_encode_columns(block_index, tuple(dict.fromkeys(names)), encode)
+        return self.read_columns(block_index, tuple(dict.fromkeys(names)), encode)
 
     def read_split_keys(self, block_index: int) -> Longs:
         """Read only `Chunk.split_key` of a block, (samples of the block,)."""
         assert self.split_by is not None
         name = self.split_by
-        return self._read_and_encode_columns(
+        return self.read_columns(
             block_index, (name,), lambda columns, _: encode_split_keys(name, columns[name])
         )
 
     def find_time_unit(self, block: int, column: str) -> tuple[Unit, float] | None:
         """Return what `times.find_time_unit` finds in a column of a block."""
-        return self._read_and_encode_columns(
+        return self.read_columns(
             block, (column,), lambda columns, _: find_time_unit(columns[column])
         )
 
@@ -112,7 +112,7 @@ class TableFiles:
         self, block_index: int, time_field: Number
     ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """Return a column's times in microseconds since 1970, and a mask of the missing ones."""
-        return self._read_and_encode_columns(
+        return self.read_columns(
             block_index,
             (time_field.column,),
             lambda columns, _: parse_times(
@@ -120,12 +120,13 @@ class TableFiles:
             ),
         )
 
-    def _read_and_encode_columns(
+    def read_columns(
         self,
         block_index: int,
         column_names: tuple[str, ...],
         encode_columns: Callable[[Mapping[str, pa.Array], int], T],
     ) -> T:
+        """Return what `encode_columns` makes of columns of a block and its length. Raises DataError naming the file."""
         file_index = int(np.searchsorted(self.bounds, block_index, side="right")) - 1
         file = self.files[file_index]
         local = block_index - int(self.bounds[file_index])

@@ -85,20 +85,13 @@ def infer_schema(path: str | Path, label: str | None = None, **options: Any) -> 
 def build_portable_options(options: Mapping[str, Any], splits: Splits) -> dict[str, Any]:
     """Return `options` that open the same data in the same way later and from any folder, for the run folder.
 
-    The schema, if a file or absent, becomes plain values; paths become absolute. Options of sources without a file
-    schema stay unchanged.
+    The schema, if a file or absent, becomes plain values; paths become absolute; `Splits.options` are added.
     """
-    recorded = dict(options)
-    record_schema = getattr(getattr(splits.train, "interactions", None), "record_schema", None)
-    if record_schema is not None:
-        recorded["schema"] = record_schema.to_dict()
-        for name in ("validation", "test", "users", "items"):
-            if isinstance(recorded.get(name), str | Path):
-                recorded[name] = os.path.realpath(Path(recorded[name]).expanduser())
+    recorded = {**options, **splits.options}
     if isinstance(splits.train, TableSource):
         recorded.pop("label", None)
         recorded["schema"] = splits.train.file_schema.to_dict()
-        for name in ("validation", "test"):
-            if recorded.get(name) is not None:
-                recorded[name] = os.path.realpath(Path(recorded[name]).expanduser())
+    for name in ("validation", "test", "users", "items"):
+        if isinstance(recorded.get(name), str | Path):
+            recorded[name] = os.path.realpath(Path(recorded[name]).expanduser())
     return recorded
