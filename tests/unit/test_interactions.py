@@ -279,7 +279,7 @@ def test_a_run_recommends_by_the_names_of_the_files(tmp_path, model, capsys):
     command = ["train", "--data", "interactions", "--path", str(path), "--run", str(run)]
     options = ["--set", f"model.name={model}", "--set", "model.dim=8", "--set", "train.epochs=2"]
     assert app.run_command([*command, *files, *options]) == 0
-    output = capsys.readouterr().out
+    output = " ".join(capsys.readouterr().out.split())
     assert "user=user, item=item, time=timestamp" in output and "by popularity" in output
     assert app.run_command(["evaluate", str(run)]) == 0
     assert "popularity ndcg@10" in capsys.readouterr().out

@@ -194,7 +194,9 @@ def open_edge_parts(
         group_items_by_user(edges[:, 0], edges[:, 1], num_nodes) for edges in parts
     )
     columns = (Column("user", num_nodes), Column("item", num_items or num_nodes))
-    interactions = Interactions(train, validation, test, {"user": nodes}, {"item": items}, columns)
+    interactions = InteractionSplit(
+        train, validation, test, {"user": nodes}, {"item": items}, columns
+    )
     return open_graph(interactions, first_item=0 if num_items is None else num_nodes, **options)
 
 

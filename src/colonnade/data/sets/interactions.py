@@ -23,7 +23,7 @@ from colonnade.data.interactions.splits import (
     build_split,
     sees_future,
 )
-from colonnade.data.tabular.declaration import load_file_schema
+from colonnade.data.tabular.declaration import FileSchema, load_file_schema
 from colonnade.data.tabular.times import parse_time
 from colonnade.errors import ConfigError
 
@@ -88,8 +88,7 @@ def open_interactions(
     test_after, validation_after       cutoffs of split=time: ISO times, or numbers
     split_seed                         seed of drawn parts; `seed` orders the samples of an epoch
     samples                            "pairs" (user, item), or "sequences" of a user's items
-    max_history                        most items of a history
-    max_pairs                          most pairs of a user in an epoch; default: all
+    max_history, max_pairs             most items of a history, and pairs of a user in an epoch (default: all)
     negatives                          items drawn at random for each sequence
     order                              order of a user's items; default: time if there is such a column, else none
     ranked_negatives                   number of drawn items among which held-out items are ranked; default: all items
@@ -123,11 +122,8 @@ def open_interactions(
         order="past" if is_ordered else "shuffled",
         ranked_negatives=ranked_negatives,
     )
-    return replace(
-        _without_empty_parts(splits),
-        notes=(note, *_describe_split(data, divided, kind)),
-        options={"schema": record_schema.to_dict()},
-    )
+    notes = (note, *_describe_split(data, divided, kind))
+    return _complete_splits(splits, notes, record_schema)
 
 
 def _has_order(interactions: Interactions, order: str | None) -> bool:
@@ -143,11 +139,14 @@ def _choose_split(num_parts: int, is_ordered: bool) -> SplitKind:
     return "leave_one_out" if is_ordered else "per_user"
 
 
-def _without_empty_parts(splits: Splits) -> Splits:
+def _complete_splits(splits: Splits, notes: tuple[str, ...], schema: FileSchema) -> Splits:
+    """Leave out empty parts; add what was recognised."""
     return replace(
         splits,
         validation=splits.validation if has_samples(splits.validation) else None,
         test=splits.test if has_samples(splits.test) else None,
+        notes=notes,
+        options={"schema": schema.to_dict()},
     )
 
 
