@@ -38,6 +38,7 @@ MEANINGS = {
     "null_values": "Texts that mean a missing value, in addition to empty text, e.g. [NA, NULL].",
     "num_test": "Number of test samples.",
     "num_train": "Number of training samples.",
+    "order_by": "Column of times or numbers: the held-out samples are the last by it, e.g. timestamp.",
     "order": "Whether a person's pairs are shuffled or in the order of the file.",
     "positive_rate": "Share of samples with label 1.",
     "quote": "Character around fields with delimiters or newlines; none: there are no such fields.",
@@ -52,9 +53,11 @@ MEANINGS = {
     "subsample": "Whether frequent entities are drawn less often.",
     "tasks": "Number of labels.",
     "test": "Separate file or folder with the test samples.",
+    "test_after": "With `order_by`: time or number from which on samples are for testing, e.g. 2024-05-31.",
     "test_fraction": "Without `test`: share of the samples for testing, 0 to 1, the last in the order of the files.",
     "threads": "Number of parts of a file that are read at a time.",
     "validation": "Separate file or folder with the validation samples.",
+    "validation_after": "With `order_by`: time or number from which on samples are for validation.",
     "validation_fraction": "Without `validation`: share of the samples for validation, 0 to 1, the last before the "
     "test part.",
 }  # fmt: skip
