@@ -32,6 +32,7 @@ from colonnade.run.defaults import (
     open_data,
 )
 from colonnade.run.run import open_run
+from colonnade.train.progress import describe_stuck_loss
 
 QUICK = {"train.threads": 1}
 
@@ -111,10 +112,41 @@ def test_a_small_csv_is_learnt_without_a_setting(tmp_path):
     assert "chosen for 3,000 training samples" in printed and "train.batch_size=64" in printed
     assert "dense.weight_decay=0.0001," in printed and "train.monitor=log_loss" in printed
     assert "model deepfm, dim 16; rows: " in printed and "; monitor log_loss" in printed
+    assert "has not moved" not in printed
     recorded = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
     assert recorded["train"]["batch_size"] == 64 and recorded["train"]["monitor"] == "log_loss"
     assert recorded["data"]["options"]["validation_fraction"] == 0.1
     assert resolve_step(tmp_path / "run", None) == outcome.best_step
+
+
+def test_a_run_that_learns_nothing_in_its_first_epoch_says_so(tmp_path):
+    lines = write_csv(tmp_path / "train.csv", 2500).read_text().splitlines()
+    labels = np.random.RandomState(3).randint(0, 2, len(lines))
+    lines[1:] = [f"{line[:-1]}{y}" for line, y in zip(lines[1:], labels[1:], strict=True)]
+    (tmp_path / "train.csv").write_text("\n".join(lines) + "\n")
+    config = override_settings(
+        get_preset("csv"), {"data.path": str(tmp_path / "train.csv"), "train.epochs": 2, **QUICK}
+    )
+    _, printed = train(config, None)
+    printed = " ".join(printed.split())
+    assert printed.count("the loss has not moved: log loss on the validation part is 1.0") == 1
+    assert "predicting the mean label" in printed and "other learning rates (embedding.lr" in printed
+
+
+@pytest.mark.parametrize(
+    ("metrics", "is_stuck"),
+    [
+        ({"validation_normalized_entropy": 1.0002, "validation_auc": 0.51}, True),
+        ({"test_normalized_entropy": 1.3, "test_auc": 0.5}, True),
+        ({"validation_normalized_entropy": 0.998, "validation_auc": 0.51}, False),
+        ({"validation_normalized_entropy": 1.1, "validation_auc": 0.7}, False),
+        ({"validation_normalized_entropy": math.nan}, False),
+        ({"validation_recall@20": 0.1}, False),
+        ({}, False),
+    ],
+)
+def test_which_scores_are_those_of_no_model(metrics, is_stuck):
+    assert bool(describe_stuck_loss(metrics)) == is_stuck
 
 
 @pytest.mark.parametrize("model", ["dlrm", "fm", "dcnv2"])

@@ -82,6 +82,8 @@ SHUFFLE_WINDOW = 1 << 17
 """Default number of samples that are shuffled together."""
 ACCUMULATORS = ("adagrad", "rowwise_adagrad")
 """Optimizers with an initial accumulator."""
+BAG_POOLING = "sqrtn"
+"""Default pooling of bags of files."""
 FEW_STEPS = 500
 """Steps below which a network has hardly begun to learn."""
 
@@ -246,6 +248,10 @@ def choose_open_settings(
         chosen["dense.lr"] = suggested_training.dense_lr
     if config.dense.weight_decay is None:
         chosen["dense.weight_decay"] = suggested_training.dense_weight_decay
+    if config.embedding.pooling is None and any(
+        column.kind == "bag" for column in data.train.schema.categorical
+    ):
+        chosen["embedding.pooling"] = BAG_POOLING
     batch_size = chosen.get("train.batch_size") or train.samples_per_step
     embedding = config.embedding
     row_kind = MODEL_SPECS[config.model.name].rows
@@ -311,6 +317,7 @@ def _fill_from_recorded(config: RunConfig, recorded_config: RunConfig) -> RunCon
     for name in (
         "dense.lr",
         "dense.weight_decay",
+        "embedding.pooling",
         "embedding.initial_accumulator",
         "embedding.wide.initial_accumulator",
     ):
