@@ -22,6 +22,7 @@ from colonnade.config.run import RunConfig, override_settings
 from colonnade.data import Splits, TensorSource, open_source, open_tensors
 from colonnade.data.tensors import TensorColumns
 from colonnade.run.defaults import (
+    BAG_POOLING,
     FILES,
     MODEL_PRESETS,
     PRESETS,
@@ -130,7 +131,9 @@ def test_a_run_that_learns_nothing_in_its_first_epoch_says_so(tmp_path):
     _, printed = train(config, None)
     printed = " ".join(printed.split())
     assert printed.count("the loss has not moved: log loss on the validation part is 1.0") == 1
-    assert "predicting the mean label" in printed and "other learning rates (embedding.lr" in printed
+    assert (
+        "predicting the mean label" in printed and "other learning rates (embedding.lr" in printed
+    )
 
 
 @pytest.mark.parametrize(
@@ -160,6 +163,29 @@ def test_two_columns_of_ids_are_learnt_without_a_setting(model, tmp_path):
     )
     outcome, _ = train(config, tmp_path / "run")
     assert outcome.metrics["validation_auc"] >= 0.62
+
+
+def test_bags_of_files_are_pooled_by_default_and_a_recorded_run_keeps_its_mean(tmp_path):
+    path = tmp_path / "train.libsvm"
+    path.write_text("".join(f"{i % 2} {i % 7}:1 {7 + i % 5}:1\n" for i in range(300)))
+    config = override_settings(
+        get_preset("libsvm"), {"data.path": str(path), "train.max_steps": 2, **QUICK}
+    )
+    _, printed = train(config, tmp_path / "run")
+    assert f"embedding.pooling={BAG_POOLING}" in printed
+    recorded = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    assert recorded["embedding"]["pooling"] == BAG_POOLING
+    # A run of before pooling was a setting.
+    train(override_settings(config, {"embedding.pooling": "mean"}), tmp_path / "before")
+    recorded_file = tmp_path / "before" / "config.yaml"
+    recorded_file.write_text(recorded_file.read_text().replace("  pooling: mean\n", ""))
+    assert "pooling" not in recorded_file.read_text()
+    opened, _, _ = open_data(config, tmp_path / "before")
+    assert opened.embedding.pooling is None
+    no_bag = override_settings(
+        get_preset("csv"), {"data.path": str(write_csv(tmp_path / "a.csv", 300))}
+    )
+    assert open_data(no_bag, None)[0].embedding.pooling is None
 
 
 def test_a_run_keeps_what_was_chosen_for_it_when_its_data_change(tmp_path):

@@ -82,7 +82,7 @@ SHUFFLE_WINDOW = 1 << 17
 """Default number of samples that are shuffled together."""
 ACCUMULATORS = ("adagrad", "rowwise_adagrad")
 """Optimizers with an initial accumulator."""
-BAG_POOLING = "sqrtn"
+BAG_POOLING = "sum"
 """Default pooling of bags of files."""
 FEW_STEPS = 500
 """Steps below which a network has hardly begun to learn."""
