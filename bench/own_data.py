@@ -239,20 +239,20 @@ def train_logistic_regression(train: pa.Table, test: pa.Table) -> tuple[float, f
         from sklearn.preprocessing import StandardScaler
     except ModuleNotFoundError as error:
         raise BenchError(f"this bench needs {error.name}: pip install scikit-learn") from None
-    both = pa.concat_tables([train, test]).combine_chunks()
+    samples = pa.concat_tables([train, test]).combine_chunks()
     matrix = FeatureHasher(1 << 20, input_type="string", alternate_sign=False).transform(
-        list_tokens(both)
+        list_tokens(samples)
     )
-    numbers = [name for name in both.column_names if is_number(both, name)]
+    numbers = [name for name in samples.column_names if is_number(samples, name)]
     if numbers:
-        x = np.stack([both[name].cast(pa.float64()).to_numpy() for name in numbers], axis=1)
+        x = np.stack([samples[name].cast(pa.float64()).to_numpy() for name in numbers], axis=1)
         x = np.where(
             (np.nanmin(x, 0) >= 0) & (np.nanmax(x, 0) > LARGE), np.log1p(np.maximum(x, 0)), x
         )
         x = np.nan_to_num(StandardScaler().fit(x[: len(train)]).transform(x))
         matrix = sparse.hstack([x, matrix]).tocsr()
     matrix = matrix[:, np.unique(matrix[: len(train)].indices)]  # the others cost time and no score
-    y = both["label"].to_numpy()
+    y = samples["label"].to_numpy()
 
     def fit(rows: slice, test_rows: slice, strength: float) -> np.ndarray:
         model = LogisticRegression(C=strength, max_iter=300).fit(matrix[rows], y[rows])
