@@ -32,7 +32,7 @@ TYPES = {
 DECLARATION = FileSchema(
     (
         Label("click"),
-        Number("price", missing=0.0, transform="log1p"),
+        Number("price", missing=0.0, transform="log1p", std=1.0),
         Category("city"),
         Category("city_rows", column="city", rows=7),
         Category("known", column="city", vocabulary=("Oslo", "Bergen"), unknown_rows=2),

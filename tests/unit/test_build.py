@@ -190,6 +190,12 @@ def test_columns_of_one_table_share_rows_and_sequences_are_pooled():
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("pooling", ["sum", "sqrtn"])
+def test_a_setting_pools_bags_alone(pooling):
+    config = build_config({"embedding": {"pooling": pooling}})
+    assert [f.pooling for f in build_tables(SCHEMA, config)[1]] == ["sum", pooling, "mean", "sum"]
+
+
 def test_two_towers_use_the_columns_they_are_given():
     values = {"name": "two_tower", "item_columns": ["item"], "query_columns": ["history"]}
     model = build_model(SCHEMA, build_config({"model": values}))

@@ -236,7 +236,7 @@ def test_what_a_run_keeps_for_life():
     assert {name for name in fixed if name.startswith("model.")} == models
     rest = {name.removeprefix("embedding.") for name in fixed if name.startswith("embedding.")}
     assert {name for name in rest if not name.startswith(("admission.", "eviction.", "tables."))} == {
-        "optimizer", "init_scale", "dtype", "master", "wide.optimizer", "wide.init_scale",
+        "optimizer", "init_scale", "dtype", "master", "pooling", "wide.optimizer", "wide.init_scale",
         "by_table.item.optimizer", "by_table.item.init_scale",
     }  # fmt: skip
     assert rest >= {"tables.user.eviction.max_rows", "admission.updates", "eviction.max_rows"}

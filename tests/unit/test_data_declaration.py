@@ -105,7 +105,7 @@ def test_yaml_has_one_line_per_field_and_only_what_was_said():
     ).to_yaml()
     assert text == (
         "hash_version: 1\n"
-        "encoding_version: 2\n"
+        "encoding_version: 3\n"
         "fields:\n"
         "  click: {type: label}\n"
         "  price: {type: number, missing: 0.0}\n"
@@ -231,7 +231,7 @@ REFUSED = {
     "got null_values=None and null_values=('NA',), wanted the same": lambda: FileSchema(
         [Category("a"), Bag("b", null_values=["NA"], table="a")]
     ),
-    "encoding_version=3, wanted 1 to 2": lambda: FileSchema([Number("a")], 1, 3),
+    "encoding_version=4, wanted 1 to 3": lambda: FileSchema([Number("a")], 1, 4),
     "fields 'film' and 'watched' share the table 'film': got dtype=integer and dtype=text": lambda: FileSchema(
         [Category("film", dtype="integer"), Bag("watched", dtype="text", table="film")]
     ),

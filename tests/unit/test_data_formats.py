@@ -230,7 +230,7 @@ def test_a_tfrecord_is_a_table(tmp_path, monkeypatch):
     assert fields["tags"] == Bag("tags", dtype="text") and isinstance(fields["x"], Number)
     monkeypatch.setattr("colonnade.data.tabular.tfrecord.BLOCK_BYTES", 300)
     schema = [
-        Label("label"), Number("x"), Number("rare", missing=-1.0), Category("user"), Sequence("items"),
+        Label("label"), Number("x", std=1), Number("rare", missing=-1.0, std=1), Category("user"), Sequence("items"),
         Bag("tags"), Key("city"),
     ]  # fmt: skip
     source = open_source("tfrecord", path, schema=schema, shuffle_window=0).train

@@ -27,7 +27,7 @@ from colonnade.data.tabular.fields import (
 )
 from colonnade.errors import ColonnadeError, ConfigError, DataError
 
-NUMBER = [Number("a", missing=0.0)]
+NUMBER = [Number("a", missing=0.0, std=1.0)]
 COUNT = [Category("a", dtype="integer")]
 TEXT = [Category("a")]
 
@@ -56,16 +56,20 @@ CSV = {
     "a date": ("a\n2024-01-01\n", NUMBER, "line 2, column a: got '2024-01-01', wanted a number"),
     "a comma as decimal point": ("a;b\n1,5;2\n", NUMBER, "line 2, column a: got '1,5'"),
     "infinite": ("a\n1\ninf\n", NUMBER, "line 3, column a: got inf, wanted a finite number"),
-    "infinite, clipped": ("a\n-inf\n", [Number("a", clip=(0, 1))], "got -inf, wanted a finite"),
+    "infinite, clipped": (
+        "a\n-inf\n",
+        [Number("a", clip=(0, 1), std=1.0)],
+        "got -inf, wanted a finite",
+    ),
     "infinite, through log1p": (
         "a\n1\n-inf\n",
-        [Number("a", transform="log1p")],
+        [Number("a", transform="log1p", std=1.0)],
         "line 3, column a: got -inf, wanted a finite",
     ),
     "beyond float32": ("a\n1e300\n", NUMBER, "got 1e+300, wanted one that float32 holds"),
     "missing number": (
         "a,b\n1,\n,2\n",
-        [Number("a")],
+        [Number("a", std=1.0)],
         "line 3, column a: got nothing, wanted a number. Say",
     ),
     "missing category": (
@@ -187,7 +191,7 @@ CSV = {
     "an empty header": ("\n1\n", NUMBER, "line 1: got an empty line, wanted a header"),
     "no such column": (
         "price,b\n1,2\n",
-        [Number("prise")],
+        [Number("prise", std=1.0)],
         "got no column 'prise', which the field 'prise' reads; did you mean 'price'",
     ),
     "one name twice": (
@@ -252,9 +256,9 @@ def test_csv_of_every_manner(name, block_bytes, tmp_path, monkeypatch):
     monkeypatch.setattr("colonnade.data.tabular.csv.BLOCK_BYTES", block_bytes)
     contents, options = GOOD_CSV[name]
     (tmp_path / "a.csv").write_bytes(contents)
-    schema = [Number("a")]
+    schema = [Number("a", std=1.0)]
     if "null_values" in options:
-        schema.append(Number("m", missing=9.0))
+        schema.append(Number("m", missing=9.0, std=1.0))
     (batch,) = open_source("csv", tmp_path, schema=schema, **options).train.batches(9)
     assert batch.dense[:, 0].tolist() == [1, 2]
     assert batch.dense.shape[1] == 1 or batch.dense[:, 1].tolist() == [9, 9]
@@ -262,14 +266,16 @@ def test_csv_of_every_manner(name, block_bytes, tmp_path, monkeypatch):
 
 def test_tabs_by_the_name_of_the_file(tmp_path):
     (tmp_path / "a.tsv").write_text("a\tb\n1\tx,y\n")
-    (batch,) = open_source("csv", tmp_path, schema=[Number("a"), Category("b")]).train.batches(9)
+    (batch,) = open_source(
+        "csv", tmp_path, schema=[Number("a", std=1.0), Category("b")]
+    ).train.batches(9)
     assert batch.dense.tolist() == [[1]]
 
 
 PARQUET = {
     "no such column": (
         {"price": [1.0]},
-        [Number("prise")],
+        [Number("prise", std=1.0)],
         "got no column 'prise', which the field 'prise' reads; did you mean 'price'",
     ),
     "text for a number": (
@@ -319,10 +325,14 @@ PARQUET = {
         COUNT,
         "row 1, column a: got inf, wanted",
     ),
-    "null": ({"a": [1.0, None]}, [Number("a")], "row 1, column a: got nothing, wanted a number"),
+    "null": (
+        {"a": [1.0, None]},
+        [Number("a", std=1.0)],
+        "row 1, column a: got nothing, wanted a number",
+    ),
     "NaN": (
         {"a": [1.0, float("nan")]},
-        [Number("a")],
+        [Number("a", std=1.0)],
         "row 1, column a: got nothing, wanted a number",
     ),
     "infinite": ({"a": [1.0, float("inf")]}, NUMBER, "row 1, column a: got inf"),
@@ -448,7 +458,7 @@ def test_paths_at_fault(kind, tmp_path):
         ({"threads": 0}, "threads=0, wanted greater than or equal to 1"),
         ({"seed": "x"}, "seed='x'"),
         ({"split_by": 3}, "split_by=3, wanted the name of a column"),
-        ({"split_by": "citi", "test_fraction": 0.5}, "'citi', which split_by names; did you mean 'city'"),
+        ({"split_by": "citi", "test_fraction": 0.5}, "'citi', which split_by or order_by names; did you mean 'city'"),
         ({"label": "click"}, "got both schema and label='click'"),
     ],
 )  # fmt: skip

@@ -120,7 +120,7 @@ def number_of(field, value) -> float:
         value = min(max(value, field.clip[0]), field.clip[1])
     if field.transform == "log1p":
         value = math.log1p(max(value, 0))
-    return (value - field.mean) / field.std
+    return (value - (field.mean or 0)) / (field.std or 1)
 
 
 def listed(ids) -> list:
@@ -154,9 +154,9 @@ def test_values_are_those_of_the_slow_definition(tmp_path, kind):
 
 
 OTHERS = {
-    "plain numbers": [Number("price", missing=-1.0), Number("weight")],
+    "plain numbers": [Number("price", missing=-1.0, std=1.0), Number("weight", std=1.0)],
     "clipped, shifted": [Number("price", missing=0.5, clip=(1, 100), mean=3.0, std=2.0)],
-    "one column, twice": [Number("age", missing=0.0), Category("age_id", column="age", dtype="integer")],
+    "one column, twice": [Number("age", missing=0.0, std=1.0), Category("age_id", column="age", dtype="integer")],
     "integers, known": [Category("user", vocabulary=(-9 * 10**17, 0, 10**17))],
     "integers, hashed": [Category("user", dtype="integer", rows=5)],
     "texts, known, many rows for others": [Category("city", vocabulary=("Oslo",), unknown_rows=3)],
@@ -164,8 +164,8 @@ OTHERS = {
     "first of a sequence": [Sequence("history", dtype="integer", max_length=1, keep="first")],
     "known in a bag": [Bag("tags", vocabulary=("a", "b", "c"))],
     "open cross": [Category("city"), Category("user", dtype="integer"), Cross("x", of=("city", "user"))],
-    "key and group of text": [Number("weight"), Key("k", column="tags_text"), Group("g", column="tags_text")],
-    "two tasks": [Number("price", missing=0.0), Label("click"), Label("again", column="click")],
+    "key and group of text": [Number("weight", std=1.0), Key("k", column="tags_text"), Group("g", column="tags_text")],
+    "two tasks": [Number("price", missing=0.0, std=1.0), Label("click"), Label("again", column="click")],
 }  # fmt: skip
 
 
@@ -234,8 +234,14 @@ def test_integers_of_every_width_are_ids_as_they_are(arrow, tmp_path):
         pa.table({"a": column, "n": pa.array(values).cast(pa.float32())}), tmp_path / "a.parquet"
     )
     (batch,) = open_source(
-        "parquet", tmp_path, schema=[Category("a"), Number("n", missing=7.0), Bucket("b", column="a", boundaries=[1])]
-    ).train.batches(9)  # fmt: skip
+        "parquet",
+        tmp_path,
+        schema=[
+            Category("a"),
+            Number("n", missing=7.0, std=1.0),
+            Bucket("b", column="a", boundaries=[1]),
+        ],
+    ).train.batches(9)
     assert batch.ids["a"].values.tolist() == [1, 0, MISSING_ID, 1]
     assert batch.ids["b"].values.tolist() == [1, 0, 2, 1]
     assert batch.dense[:, 0].tolist() == [1, 0, 7, 1]
@@ -245,7 +251,11 @@ def test_columns_with_a_dot_in_their_names(tmp_path):
     """Parquet's own reader takes a dot for the path into a struct."""
     columns = {"a": [1.0, 2.0], "a.b": [3.0, 4.0], "s": [{"x": 1}, {"x": 2}], "c.d.e": ["x", "y"]}
     pq.write_table(pa.table(columns), tmp_path / "a.parquet")
-    schema = [Number("ab", column="a.b"), Number("a"), Category("c", column="c.d.e")]
+    schema = [
+        Number("ab", column="a.b", std=1.0),
+        Number("a", std=1.0),
+        Category("c", column="c.d.e"),
+    ]
     (batch,) = open_source("parquet", tmp_path, schema=schema).train.batches(9)
     assert batch.dense.tolist() == [[3, 1], [4, 2]]
     assert batch.ids["c"].values.tolist() == [hash_text(b"x"), hash_text(b"y")]
@@ -269,7 +279,7 @@ def test_labels_that_are_true_and_false(tmp_path):
     ids = batch.ids["vip"].values.tolist()
     assert ids == [1, 0, MISSING_ID]
     path.write_text("label,x\ntrue,1.5\n 0 ,2.5\n1.0,2.5\n,0\n")
-    schema = [Label("label", missing="unknown"), Number("x")]
+    schema = [Label("label", missing="unknown"), Number("x", std=1.0)]
     (batch,) = open_source("csv", path, schema=schema).train.batches(9)
     torch.testing.assert_close(
         batch.label.flatten(), torch.tensor([1, 0, 1.0, math.nan]), equal_nan=True
@@ -340,14 +350,14 @@ def test_the_id_of_missing_values_is_refused_by_name(value, tmp_path):
 
 def test_a_key_does_not_wrap_around(tmp_path):
     (tmp_path / "a.csv").write_text(f"k,x\n{2**63 + 1},1\n")
-    schema = [Key("k", dtype="integer"), Number("x")]
+    schema = [Key("k", dtype="integer"), Number("x", std=1.0)]
     with pytest.raises(DataError, match=f"line 2, column k: got '{2**63 + 1}', wanted an integer"):
         list(open_source("csv", tmp_path / "a.csv", schema=schema).train.batches(9))
 
 
 def test_a_vocabulary_may_hold_null(tmp_path):
     (tmp_path / "a.csv").write_text("a,x\nNULL,1\n,1\n")
-    schema = [Category("a", vocabulary=["NULL", "b"]), Number("x")]
+    schema = [Category("a", vocabulary=["NULL", "b"]), Number("x", std=1.0)]
     (batch,) = open_source("csv", tmp_path / "a.csv", schema=schema).train.batches(9)
     assert batch.ids["a"].values.tolist() == [0, 3]
 
@@ -447,7 +457,11 @@ def test_missing_values_as_text(word, tmp_path, kind):
         pq.write_table(pa.Table.from_pylist(text), path)
     source = open_source(kind, path, **options).train
     fields = {field.name: field for field in source.file_schema.fields}
-    assert isinstance(fields["x"], Number) and fields["n"].dtype == "integer" and "at_age" in fields
+    assert (
+        isinstance(fields["x"], Number)
+        and fields["n"].dtype == "integer"
+        and "at_weekday" in fields
+    )
     (batch,) = source.batches(30)
     is_missing = word in ("NULL", r"\N")
     expected = MISSING_ID if is_missing else hash_text(word.encode())
@@ -473,7 +487,7 @@ def test_a_label_that_is_null_is_unknown_instead_of_negative(tmp_path):
     (tmp_path / "a.csv").write_text("x,y\n1,yes\n2,NULL\n3,no\n")
     label = Label("y", positive="yes", missing="unknown")
     for version, expected in ((2, math.nan), (1, 0.0)):
-        schema = FileSchema([label, Number("x")], encoding_version=version)
+        schema = FileSchema([label, Number("x", std=1.0)], encoding_version=version)
         (batch,) = open_source("csv", tmp_path / "a.csv", schema=schema).train.batches(9)
         wanted = torch.tensor([1.0, expected, 0.0])
         torch.testing.assert_close(batch.label.flatten(), wanted, equal_nan=True)
@@ -487,7 +501,9 @@ def test_missing_labels_and_thresholds(tmp_path):
         Label("stars", column="rating", kind="number", missing="unknown"),
         Label("bought", missing="unknown"),
     ]
-    (batch,) = open_source("parquet", tmp_path, schema=[Number("x"), *labels]).train.batches(9)
+    (batch,) = open_source(
+        "parquet", tmp_path, schema=[Number("x", std=1.0), *labels]
+    ).train.batches(9)
     expected = torch.tensor([[1, 5, 1], [math.nan, math.nan, 0], [0, 3, math.nan]])
     torch.testing.assert_close(batch.label, expected, equal_nan=True)
 
@@ -680,7 +696,9 @@ def test_an_inferred_schema_reads_the_file(tmp_path, kind):
     declaration = infer_schema(folder)
     by_name = {field.name: field for field in declaration.fields}
     assert by_name["click"] == Label("click")
-    assert by_name["price"] == Number("price", missing=0.0, transform="log1p")
+    price = by_name["price"]
+    assert price == Number("price", missing=0.0, transform="log1p", mean=price.mean, std=price.std)
+    assert price.std not in (None, 1) and by_name["price_missing"].transform == "is_missing"
     assert by_name["city"] == Category("city", dtype="text")
     assert by_name["user"] == Category("user", dtype="integer")
     assert by_name["tags"] == Bag("tags", dtype="text")
@@ -760,7 +778,7 @@ def test_a_kind_that_its_name_does_not_say(tmp_path):
 def test_a_label_may_be_a_word(tmp_path):
     path = tmp_path / "a.csv"
     path.write_text("answer,x\nyes,1\n no ,2\n,3\n")
-    schema = [Label("answer", positive="yes", missing="unknown"), Number("x")]
+    schema = [Label("answer", positive="yes", missing="unknown"), Number("x", std=1.0)]
     (batch,) = open_source("csv", path, schema=schema).train.batches(9)
     torch.testing.assert_close(
         batch.label.flatten(), torch.tensor([1, 0, math.nan]), equal_nan=True
@@ -782,3 +800,65 @@ def test_inferred_ids_lose_nothing(tmp_path):
     (batch,) = open_source("csv", path).train.batches(9)
     assert len(set(batch.ids["zip"].values.tolist())) == 3
     assert batch.ids["user_id"].values.tolist() == [3, 4, MISSING_ID]
+
+
+# --- numbers: scale and missing values -----------------------------------------------------------------------
+
+
+def write_prices(path, kind, prices):
+    if kind == "csv":
+        lines = [f"{i % 2},{'' if p is None else p}" for i, p in enumerate(prices)]
+        path.write_text("label,price\n" + "\n".join(lines) + "\n")
+    else:
+        labels = [i % 2 for i in range(len(prices))]
+        pq.write_table(pa.table({"label": labels, "price": prices}), path)
+    return path
+
+
+@pytest.mark.parametrize("transform", [None, "log1p"])
+def test_a_declared_number_is_standardised_as_an_inferred_one(transform, tmp_path, kind):
+    """The training rows alone decide; a missing value is the mean."""
+    scale = 1000.0 if transform else 1.0
+    prices = [None if i % 7 == 3 else scale * (0.25 + i % 9) for i in range(100)]
+    prices[80:] = [1e6] * 20  # held out
+    path = write_prices(tmp_path / f"a.{kind}", kind, prices)
+    declared = [Label("label"), Number("price", missing=0.0, transform=transform)]
+    source = open_source(kind, path, schema=declared, test_fraction=0.2).train
+    x = np.array([np.nan if p is None else p for p in prices[:80]])
+    x = np.log1p(x) if transform else x
+    expected = np.nan_to_num((x - np.nanmean(x)) / np.nanstd(x))
+    (batch,) = source.batches(80)
+    assert batch.dense[:, 0].numpy() == pytest.approx(expected, abs=2e-3)
+    again = open_source(kind, path, schema=source.file_schema.to_dict()).train
+    assert again.file_schema == source.file_schema
+    # As it is, where the schema says so, and under rules of before.
+    as_it_is = [Number("price", missing=0.0, transform=transform, std=1.0)]
+    before = FileSchema((Number("price", missing=0.0, transform=transform),), encoding_version=2)
+    for schema in (as_it_is, before):
+        (batch,) = open_source(kind, path, schema=schema, test_fraction=0.2).train.batches(80)
+        assert batch.dense[:, 0].tolist() == np.nan_to_num(x).astype(np.float32).tolist()
+
+
+def test_a_model_sees_that_a_number_is_missing(tmp_path, kind):
+    path = write_prices(tmp_path / f"a.{kind}", kind, [1.5, None, 3.25, 4.5])
+    source = open_source(kind, path).train
+    (batch,) = source.batches(9)
+    assert source.schema.dense == ("price", "price_missing")
+    assert batch.dense[:, 1].tolist() == [0.0, 1.0, 0.0, 0.0] and batch.dense[1, 0] == 0.0
+    encoder = _build_file_encoder(kind, {"schema": source.file_schema.to_dict()})
+    assert encoder.encode([{"price": None}]).dense.tolist() == [[0.0, 1.0]]
+    assert encoder.encode([{"price": 1.5}]).dense[0].tolist() == batch.dense[0].tolist()
+    with pytest.raises(ConfigError, match="got transform='is_missing'; it reads no value"):
+        Number("price", transform="is_missing", missing=0.0)
+
+
+@pytest.mark.parametrize("prices", [[5.0, 5.0], [None, None], [1e300, -1e300], [1e9, 1e9 + 1]])
+def test_numbers_of_any_spread_have_a_finite_scale(prices, tmp_path):
+    path = write_prices(tmp_path / "a.parquet", "parquet", pa.array(prices, pa.float64()))
+    schema = [Number("price", missing=0.0)]
+    source = open_source("parquet", path, schema=schema).train
+    (field,) = source.file_schema.numbers
+    assert math.isfinite(field.mean) and 0 < field.std < math.inf
+    if prices[0] != 1e300:
+        (batch,) = source.batches(9)
+        assert batch.dense.flatten().tolist() == ([-1.0, 1.0] if prices[0] == 1e9 else [0.0, 0.0])

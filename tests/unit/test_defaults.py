@@ -22,6 +22,7 @@ from colonnade.config.run import RunConfig, override_settings
 from colonnade.data import Splits, TensorSource, open_source, open_tensors
 from colonnade.data.tensors import TensorColumns
 from colonnade.run.defaults import (
+    BAG_POOLING,
     FILES,
     MODEL_PRESETS,
     PRESETS,
@@ -32,6 +33,7 @@ from colonnade.run.defaults import (
     open_data,
 )
 from colonnade.run.run import open_run
+from colonnade.train.progress import describe_stuck_loss
 
 QUICK = {"train.threads": 1}
 
@@ -111,10 +113,43 @@ def test_a_small_csv_is_learnt_without_a_setting(tmp_path):
     assert "chosen for 3,000 training samples" in printed and "train.batch_size=64" in printed
     assert "dense.weight_decay=0.0001," in printed and "train.monitor=log_loss" in printed
     assert "model deepfm, dim 16; rows: " in printed and "; monitor log_loss" in printed
+    assert "has not moved" not in printed
     recorded = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
     assert recorded["train"]["batch_size"] == 64 and recorded["train"]["monitor"] == "log_loss"
     assert recorded["data"]["options"]["validation_fraction"] == 0.1
     assert resolve_step(tmp_path / "run", None) == outcome.best_step
+
+
+def test_a_run_that_learns_nothing_in_its_first_epoch_says_so(tmp_path):
+    lines = write_csv(tmp_path / "train.csv", 2500).read_text().splitlines()
+    labels = np.random.RandomState(3).randint(0, 2, len(lines))
+    lines[1:] = [f"{line[:-1]}{y}" for line, y in zip(lines[1:], labels[1:], strict=True)]
+    (tmp_path / "train.csv").write_text("\n".join(lines) + "\n")
+    config = override_settings(
+        get_preset("csv"), {"data.path": str(tmp_path / "train.csv"), "train.epochs": 2, **QUICK}
+    )
+    _, printed = train(config, None)
+    printed = " ".join(printed.split())
+    assert printed.count("the loss has not moved: log loss on the validation part is 1.0") == 1
+    assert (
+        "predicting the mean label" in printed and "other learning rates (embedding.lr" in printed
+    )
+
+
+@pytest.mark.parametrize(
+    ("metrics", "is_stuck"),
+    [
+        ({"validation_normalized_entropy": 1.0002, "validation_auc": 0.51}, True),
+        ({"test_normalized_entropy": 1.3, "test_auc": 0.5}, True),
+        ({"validation_normalized_entropy": 0.998, "validation_auc": 0.51}, False),
+        ({"validation_normalized_entropy": 1.1, "validation_auc": 0.7}, False),
+        ({"validation_normalized_entropy": math.nan}, False),
+        ({"validation_recall@20": 0.1}, False),
+        ({}, False),
+    ],
+)
+def test_which_scores_are_those_of_no_model(metrics, is_stuck):
+    assert bool(describe_stuck_loss(metrics)) == is_stuck
 
 
 @pytest.mark.parametrize("model", ["dlrm", "fm", "dcnv2"])
@@ -128,6 +163,29 @@ def test_two_columns_of_ids_are_learnt_without_a_setting(model, tmp_path):
     )
     outcome, _ = train(config, tmp_path / "run")
     assert outcome.metrics["validation_auc"] >= 0.62
+
+
+def test_bags_of_files_are_pooled_by_default_and_a_recorded_run_keeps_its_mean(tmp_path):
+    path = tmp_path / "train.libsvm"
+    path.write_text("".join(f"{i % 2} {i % 7}:1 {7 + i % 5}:1\n" for i in range(300)))
+    config = override_settings(
+        get_preset("libsvm"), {"data.path": str(path), "train.max_steps": 2, **QUICK}
+    )
+    _, printed = train(config, tmp_path / "run")
+    assert f"embedding.pooling={BAG_POOLING}" in printed
+    recorded = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    assert recorded["embedding"]["pooling"] == BAG_POOLING
+    # A run of before pooling was a setting.
+    train(override_settings(config, {"embedding.pooling": "mean"}), tmp_path / "before")
+    recorded_file = tmp_path / "before" / "config.yaml"
+    recorded_file.write_text(recorded_file.read_text().replace("  pooling: mean\n", ""))
+    assert "pooling" not in recorded_file.read_text()
+    opened, _, _ = open_data(config, tmp_path / "before")
+    assert opened.embedding.pooling is None
+    no_bag = override_settings(
+        get_preset("csv"), {"data.path": str(write_csv(tmp_path / "a.csv", 300))}
+    )
+    assert open_data(no_bag, None)[0].embedding.pooling is None
 
 
 def test_a_run_keeps_what_was_chosen_for_it_when_its_data_change(tmp_path):

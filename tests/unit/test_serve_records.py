@@ -57,9 +57,9 @@ TEXTS = [
 DECLARATION = FileSchema(
     (
         Label("click"),
-        Number("price", missing=0.5, transform="log1p"),
+        Number("price", missing=0.5, transform="log1p", std=1.0),
         Number("score", missing=-1.0, clip=(-5.0, 5.0), mean=0.3, std=1.7),
-        Number("days", column="time", days_before="2024-06-01T00:00:00", missing=0.0),
+        Number("days", column="time", days_before="2024-06-01T00:00:00", missing=0.0, std=1.0),
         Category("city"),
         Category("city_rows", column="city", rows=97, namespace=True),
         Category("known", column="city", vocabulary=("Oslo", "東京 "), unknown_rows=3),
@@ -269,7 +269,7 @@ def test_records_of_tfrecord_and_libsvm_files(tmp_path):
     )
     fields = (
         Number("x", mean=0.37, std=1.9),
-        Number("n"),
+        Number("n", std=1.0),
         Category("id"),
         Category("city"),
         Bag("bag"),
@@ -446,7 +446,9 @@ def test_an_absent_column_is_refused_as_in_a_file(tmp_path):
 
 
 def test_a_model_of_numbers_alone_and_one_without():
-    encoder = encoder_of("csv", FileSchema((Number("a"), Number("b", missing=0.0))))
+    encoder = encoder_of(
+        "csv", FileSchema((Number("a", std=1.0), Number("b", missing=0.0, std=1.0)))
+    )
     assert encoder.encode([{"a": 1, "b": None}] * 2).dense.tolist() == [[1, 0], [1, 0]]
     candidates = [{"b": 1}, {"b": None}]
     assert encoder.encode_candidates({"a": 1}, candidates).dense.tolist() == [[1, 1], [1, 0]]
@@ -456,11 +458,11 @@ def test_a_model_of_numbers_alone_and_one_without():
 
 
 FIELDS = [
-    Number("x", missing=-7.0), Number("x", missing=0.0, transform="log1p"), Category("x"),
+    Number("x", missing=-7.0, std=1.0), Number("x", missing=0.0, transform="log1p", std=1.0), Category("x"),
     Category("x", dtype="integer"), Category("x", cardinality=40), Category("x", vocabulary=(1, 12)),
     Category("x", vocabulary=("true", "12", "a", "0.5")), Bag("x"), Bag("x", dtype="integer"),
     Sequence("x", cardinality=40, max_length=2), Bucket("x", boundaries=(0.5, 12)),
-    Time("x", part="hour", unit="s"), Number("x", days_before="2024-06-01", missing=0.0, unit="s"),
+    Time("x", part="hour", unit="s"), Number("x", days_before="2024-06-01", missing=0.0, unit="s", std=1.0),
     Time("x", part="weekday", unit="ms"), Time("x", part="weekday", unit="ns"),
     Time("x", part="weekday", unit="yyyymmdd"), Category("x", missing="error"),
 ]  # fmt: skip
@@ -487,11 +489,11 @@ ELEMENTS = st.lists(
 
 @settings(max_examples=examples(300, 1000), deadline=None)
 @given(st.sampled_from(FIELDS), SCALARS | ELEMENTS, st.sampled_from([(), ("NA", "-7", "12.0")]))
-@example(Number("x", missing=0.0), 10**400, ())
+@example(Number("x", missing=0.0, std=1.0), 10**400, ())
 @example(Bucket("x", boundaries=(0.5,)), float("inf"), ())
 @example(Category("x", dtype="integer"), 2**63, ())
-@example(Number("x", missing=0.0), True, ())
-@example(Number("x", missing=0.0), "\xa00\x0c", ())
+@example(Number("x", missing=0.0, std=1.0), True, ())
+@example(Number("x", missing=0.0, std=1.0), "\xa00\x0c", ())
 @example(Time("x", part="hour", unit="s"), 1e-5, ())
 @example(Time("x", part="hour", unit="ns"), 1717156800000000001, ())
 @example(Time("x", part="weekday", unit="yyyymmdd"), 20240531, ())
@@ -566,7 +568,7 @@ def test_unsigned_ids_and_booleans_of_typed_files(tmp_path):
     values = [0, 2**63 - 1, 2**63 + 1, 2**64 - 1]
     table = pa.table({"id": pa.array(values, pa.uint64()), "is_new": [True, False, None, True]})
     pq.write_table(table, tmp_path / "rows.parquet")
-    fields = FileSchema((Category("id"), Number("is_new", missing=0.5)))
+    fields = FileSchema((Category("id"), Number("is_new", missing=0.5, std=1.0)))
     source = open_source("parquet", tmp_path / "rows.parquet", schema=fields).train
     (wanted,) = source.batches(4)
     records = [

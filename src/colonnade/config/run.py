@@ -158,6 +158,9 @@ class EmbeddingConfig(RowOptimizerConfig):
     """Largest 2-norm of an updated row; longer rows are scaled down to it. Default: no limit."""
     weight_bound: float | None = Field(None, gt=0)
     """Bound to which updated weights of rows are clamped, +-weight_bound. Default: no bound."""
+    pooling: Annotated[Literal["sum", "mean", "sqrtn"] | None, FIXED] = None
+    """Pooling of a bag's rows; sqrtn: their sum divided by the square root of their number. Default: mean, but sum in
+    new runs on files."""
     by_table: dict[str, TableEmbeddingConfig] = {}
     """Optimizer, learning rate, initial values and bounds of single tables, by table name."""
     wide: WideConfig = WideConfig()

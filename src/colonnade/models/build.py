@@ -233,13 +233,18 @@ def _build_optimizer(
 
 
 def build_tables(schema: Schema, config: RunConfig) -> tuple[list[Table], list[Feature]]:
-    """Build one feature per categorical column, with bags mean-pooled, and one table per table name of the columns."""
+    """Build one feature per categorical column, with bags pooled, and one table per table name of the columns."""
     spec = MODEL_SPECS[config.model.name]
     if not schema.categorical:
         raise ConfigError(
             f"{config.model.name}: the data has no categorical column, and every model here needs one"
         )
-    poolings: dict[str, Pooling] = {"one": "sum", "bag": "mean", "sequence": spec.sequence_pooling}
+    bag_pooling = config.embedding.pooling or "mean"
+    poolings: dict[str, Pooling] = {
+        "one": "sum",
+        "bag": bag_pooling,
+        "sequence": spec.sequence_pooling,
+    }
     first_columns: dict[str, Column] = {}
     for column in schema.categorical:
         first_columns.setdefault(column.table, column)

@@ -22,6 +22,7 @@ from colonnade.checkpoint.header import list_checkpoints
 from colonnade.config.run import RunConfig, build_config, load_config, override_settings
 from colonnade.data import SOURCES, Source, Splits, load_file_schema, open_source
 from colonnade.data.contract import has_samples
+from colonnade.data.tabular.declaration import fill_scales
 from colonnade.data.tabular.formats import FORMATS
 from colonnade.errors import ConfigError
 from colonnade.models.build import MODEL_SPECS
@@ -87,6 +88,8 @@ GRAPHS = ("edges", "fb15k237", "triples")
 """Data sets of user files that have a preset, which is for larger files than most."""
 TRIPLES_PER_ENTITY = 18
 """Number of training triples for each entity to which the learning rate of a preset belongs: that of FB15k-237."""
+BAG_POOLING = "sum"
+"""Default pooling of bags of files."""
 FEW_STEPS = 500
 """Steps below which a network has hardly begun to learn."""
 
@@ -316,6 +319,10 @@ def choose_open_settings(
         chosen["dense.lr"] = suggested_training.dense_lr
     if config.dense.weight_decay is None:
         chosen["dense.weight_decay"] = suggested_training.dense_weight_decay
+    if config.embedding.pooling is None and any(
+        column.kind == "bag" for column in data.train.schema.categorical
+    ):
+        chosen["embedding.pooling"] = BAG_POOLING
     batch_size = chosen.get("train.batch_size") or train.samples_per_step
     embedding = config.embedding
     row_kind = MODEL_SPECS[config.model.name].rows
@@ -344,7 +351,9 @@ def _with_held_out_fraction(config: RunConfig, fraction: float) -> RunConfig:
 def _can_hold_out(config: RunConfig) -> bool:
     """Return whether a validation part may be held out: no setting decides it, and the model is a scorer."""
     options = config.data.options
-    is_given = options.get("validation") is not None or "validation_fraction" in options
+    is_given = "validation_fraction" in options or any(
+        options.get(name) is not None for name in ("validation", "validation_after")
+    )
     return not is_given and not _is_by_day(config) and _is_scorer(config)
 
 
@@ -379,6 +388,7 @@ def _fill_from_recorded(config: RunConfig, recorded_config: RunConfig) -> RunCon
     for name in (
         "dense.lr",
         "dense.weight_decay",
+        "embedding.pooling",
         "embedding.initial_accumulator",
         "embedding.wide.initial_accumulator",
     ):
@@ -398,7 +408,7 @@ def _fill_schema_from_recorded(
     schema = load_file_schema(recorded_schema)
     if options.get("schema") is not None:
         declared = load_file_schema(options["schema"], schema.encoding_version)
-        return {**options, "schema": declared.to_dict()}
+        return {**options, "schema": fill_scales(declared, schema).to_dict()}
     filled = {**options, "schema": recorded_schema}
     # Another label needs an inferred schema, which differs from the recorded one and is refused.
     is_same_label = filled.pop("label", None) in (None, *(label.column for label in schema.labels))

@@ -606,8 +606,7 @@ def _build_file_encoder(name: str, options: Mapping[str, Any]) -> RecordEncoder:
     null_texts = frozenset(options.get("null_values") or ())
     rules = replace(FORMATS[name].value_rules, null_texts=null_texts)
     others = {*declared.columns, *(options.get("names") or ())}
-    if options.get("split_by"):
-        others.add(options["split_by"])
+    others |= {options[name] for name in ("split_by", "order_by") if options.get(name)}
     columns = plan_columns(file_schema, is_hex=False, is_required=False)
     return RecordEncoder(
         file_schema, columns, rules, ignored=others - {column.name for column in columns}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -26,6 +27,8 @@ PLAIN_SECONDS = 10.0
 """Minimum time between lines if the output is not a terminal."""
 MIN_SECONDS = 0.5
 """Minimum time between metrics lines, which cost one to two milliseconds together."""
+STUCK_ENTROPY, STUCK_AUC = 0.999, 0.55
+"""Normalized entropy from which on, and AUC below which, a model has learnt nothing."""
 TRAFFIC_LINES = 10
 """Number of lines per `traffic` line, which costs a millisecond or more."""
 
@@ -136,6 +139,8 @@ class Progress:
             for name, value in select_judged(metrics).items()
         ]
         self.print_line(f"epoch {epoch}: {'  '.join(shown)}" if shown else f"epoch {epoch} is over")
+        if epoch == 1 and (warning := describe_stuck_loss(metrics)):
+            self.print_line(warning)
         self._num_samples = 0
         self._interval_start = time.perf_counter()
 
@@ -181,6 +186,22 @@ class Progress:
             return ""
         seconds = (self.total_steps - step) * (now - self._started) / done
         return f"  {seconds / 60:.0f} min left" if seconds >= 90 else f"  {seconds:.0f} s left"
+
+
+def describe_stuck_loss(metrics: Mapping[str, float]) -> str:
+    """Return a line that says that a model predicts no better than the mean label, and what to try; "" if it does."""
+    for part in ("validation", "test"):
+        entropy = metrics.get(f"{part}_normalized_entropy", math.nan)
+        # An overfitted model orders samples, although its loss is that of no model.
+        if entropy >= STUCK_ENTROPY and metrics.get(f"{part}_auc", 0.0) < STUCK_AUC:
+            return (
+                f"the loss has not moved: log loss on the {part} part is {entropy:.4f} of that of predicting the mean "
+                "label. Look at the label and the columns (colonnade inspect); try other learning rates (embedding.lr, "
+                "dense.lr), a smaller train.batch_size, or model.name=lr, which learns from single columns"
+            )
+        if not math.isnan(entropy):
+            return ""
+    return ""
 
 
 class _BarsWithText(Bars):

@@ -38,7 +38,7 @@ class Chunk:
     weight: Floats | None = None  # (S,)
     group: Longs | None = None  # (S,)
     key: NDArray | None = None  # (S,): integers, or texts as objects
-    split_key: Longs | None = None  # (S,): ids that assign samples to splits
+    split_key: NDArray[np.float64] | None = None  # (S,): assigns samples to splits
 
     @property
     def size(self) -> int:

@@ -53,7 +53,7 @@ def check_required_columns(
                 )
     if split_column is not None and split_column not in existing:
         raise DataError(
-            f"{path}: got no column {split_column!r}, which split_by names; "
+            f"{path}: got no column {split_column!r}, which split_by or order_by names; "
             f"{suggest_name(split_column, list(column_names))}"
         )
 

@@ -1,7 +1,7 @@
 """Declared schema of files: the fields, and the versions of the hash and of the rules that turn values into ids.
 
     hash_version: 1
-    encoding_version: 2
+    encoding_version: 3
     fields:
       click: {type: label}
       price: {type: number, missing: 0.0, transform: log1p}
@@ -15,7 +15,8 @@ encoding_version  in a schema that
                   * fields of one table may encode a value differently, with a warning
                   * times without a unit are Unix seconds
                   * NULL and \\N are texts like others, -2^63 is a missing value, missing elements of lists have a row
-2                 states it, or states no version, as schemas that people write
+2                 states it; a number without mean and std is not standardised, split_by may name a column of times
+3                 states it, or states no version, as schemas that people write
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ from colonnade.data.tabular.hashing import HASH_VERSION
 from colonnade.errors import ConfigError
 from colonnade.formats import YamlDumper, YamlLoader, parse_yaml, read_text_file
 
-ENCODING_VERSION = 2
+ENCODING_VERSION = 3
 """Version of the rules by which new schemas are read."""
 ENCODING = (
     "declared_dtype",
@@ -74,7 +75,10 @@ class FileSchema:
     encoding_version: int = ENCODING_VERSION
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "fields", tuple(self.fields))
+        fields = tuple(self.fields)
+        if self.encoding_version in (1, 2):  # the numbers of these versions have mean 0 and std 1
+            fields = tuple(_fill_unit_scale(f) if isinstance(f, Number) else f for f in fields)
+        object.__setattr__(self, "fields", fields)
         if self.hash_version != HASH_VERSION or isinstance(self.hash_version, bool):
             raise ConfigError(
                 f"got hash_version={self.hash_version!r}, wanted {HASH_VERSION}: this version of Colonnade hashes "
@@ -182,6 +186,11 @@ class FileSchema:
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for YAML, JSON and the run folder's config."""
         fields = {field.name: field_to_dict(field) for field in self.fields}
+        if self.encoding_version < 3:  # as these versions wrote them
+            for settings in fields.values():
+                for name, default in (("mean", 0.0), ("std", 1.0)):
+                    if settings.get(name) == default:
+                        del settings[name]
         version = {"encoding_version": self.encoding_version} if self.encoding_version > 1 else {}
         return {"hash_version": self.hash_version, **version, "fields": fields}
 
@@ -238,6 +247,18 @@ class FileSchema:
         except ValueError as error:
             raise ConfigError(f"not YAML: {error}") from None
         return FileSchema.from_dict(values, default_version)
+
+
+def fill_scales(declared: FileSchema, recorded: FileSchema) -> FileSchema:
+    """Return the declared schema with the recorded mean and std of numbers that declare neither."""
+    by_name = {field.name: field for field in recorded.numbers}
+    fields = (
+        replace(f, mean=by_name[f.name].mean, std=by_name[f.name].std)
+        if isinstance(f, Number) and f.is_standardised and f.name in by_name
+        else f
+        for f in declared.fields
+    )
+    return replace(declared, fields=tuple(fields))
 
 
 def load_file_schema(
@@ -317,6 +338,10 @@ def _check_cross(field: Cross, fields_by_name: Mapping[str, DeclaredField]) -> N
             raise ConfigError(
                 f"field {field.name!r}, of: got {part!r}, a {kind}, wanted categories, buckets and times"
             )
+
+
+def _fill_unit_scale(field: Number) -> Number:
+    return replace(field, mean=field.mean or 0.0, std=field.std or 1.0)
 
 
 def _describe_rows(field: Categorical) -> str:

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from colonnade.data.counter import mix_words, stream_key
 from colonnade.data.tabular.arrow import (
     MISSING_NUMBER,
     is_integer,
@@ -55,6 +56,10 @@ from colonnade.data.tabular.times import (
 )
 
 FIX = "Repair or remove the row"
+SPLIT_KEY = 0x53504C49
+"""Constant key of the hash that assigns keys to splits, so that the split does not depend on the run's seed."""
+SplitField = Key | Number | Time
+"""Field of the column that splits samples: by hash, or by the order of numbers or times."""
 
 
 class InvalidValue(Exception):
@@ -85,8 +90,21 @@ def refuse_values(
 def encode_number(field: Number, arrow_column: pa.Array, numbers_out: NDArray[np.float32]) -> None:
     """Encode numbers into `numbers_out` (S,); missing values without a substitute and infinite ones stay not
     finite."""
-    x = convert_to_numbers(field, arrow_column)
+    x = transform_numbers(field, arrow_column)
     missing = np.isnan(x)
+    if field.mean or (field.std or 1) != 1:
+        x = (x - (field.mean or 0.0)) / (field.std or 1.0)
+    with np.errstate(over="ignore"):
+        numbers_out[:] = x
+    if field.missing is not None and missing.any():
+        numbers_out[missing] = field.missing
+
+
+def transform_numbers(field: Number, arrow_column: pa.Array) -> NDArray[np.float64]:
+    """Return numbers (S,) clipped and transformed, NaN where missing."""
+    x = convert_to_numbers(field, arrow_column)
+    if field.transform == "is_missing":
+        return np.isnan(x).astype(np.float64)
     if field.clip is not None or field.transform is not None:
         # Clip and transform would hide an infinite value.
         infinite = np.isinf(x)
@@ -96,12 +114,7 @@ def encode_number(field: Number, arrow_column: pa.Array, numbers_out: NDArray[np
         x = np.clip(x, *field.clip)
     if field.transform == "log1p":
         x = np.log1p(np.maximum(x, 0))
-    if field.mean or field.std != 1:
-        x = (x - field.mean) / field.std
-    with np.errstate(over="ignore"):
-        numbers_out[:] = x
-    if field.missing is not None and missing.any():
-        numbers_out[missing] = field.missing
+    return x
 
 
 def build_number_error(field: Number, arrow_column: pa.Array, row_index: int) -> InvalidValue:
@@ -600,9 +613,22 @@ def read_join_keys(field: Key, array: pa.Array) -> NDArray:
     return to_open_ids(array)
 
 
-def encode_split_keys(column: str, array: pa.Array) -> Longs:
-    """Encode the `split_by` column as ids (S,) that assign samples to splits."""
-    return encode_required_ids(Key("part", column=column), replace_null_type(array))
+def encode_split_keys(field: SplitField, array: pa.Array) -> NDArray[np.float64]:
+    """Return the numbers (S,) that assign samples to splits: hashes in [0, 1), numbers, or microseconds since 1970."""
+    array = replace_null_type(array)
+    if isinstance(field, Key):
+        ids = encode_required_ids(field, array)
+        random_words = mix_words(ids.astype(np.uint64) + np.uint64(stream_key(SPLIT_KEY)))
+        return (random_words >> np.uint64(11)) * 2.0**-53  # exact, so never 1: no sample is lost
+    if isinstance(field, Time):
+        times, missing = parse_times(field, array)
+        keys = times.astype(np.float64)
+    else:
+        keys = convert_to_numbers(field, array)
+        missing = np.isnan(keys)
+    wanted = "a value, because order_by orders the samples by it"
+    refuse_values(missing, field.column, lambda _: "nothing", wanted)
+    return keys
 
 
 def encode_block(
@@ -610,7 +636,7 @@ def encode_block(
     columns: Mapping[str, pa.Array],
     num_samples: int,
     *,
-    split_by: str | None = None,
+    split_field: SplitField | None = None,
 ) -> Chunk:
     """Encode all fields of a block. `columns`: arrays of length S, by the file's column.
 
@@ -662,5 +688,7 @@ def encode_block(
         None if weight is None else encode_weight(weight, columns[weight.column]),
         None if group is None else encode_required_ids(group, columns[group.column]),
         None if key is None else read_join_keys(key, columns[key.column]),
-        None if split_by is None else encode_split_keys(split_by, columns[split_by]),
+        None
+        if split_field is None
+        else encode_split_keys(split_field, columns[split_field.column]),
     )

@@ -185,15 +185,17 @@ class Number(DeclaredField):
     """Dense value: clipped, transformed, then (x - mean) / std, as float32."""
 
     missing: Real | None = None
-    """Input of the model for a missing value; default: a missing value is an error."""
+    """Input of the model for a missing value, 0.0 the mean; default: a missing value is an error."""
     clip: tuple[Real, Real] | None = None
     """Lowest and highest value; values beyond are clipped to them."""
-    transform: Literal["log1p"] | None = None
-    """Function of the value; log1p: log(1 + max(x, 0))."""
-    mean: Real = 0.0
-    """Number subtracted after the transform."""
-    std: Annotated[Real, Limits(gt=0)] = 1.0
-    """Divisor after the subtraction."""
+    transform: Literal["log1p", "is_missing"] | None = None
+    """Function of the value; log1p: log(1 + max(x, 0)); is_missing: 1 where the value is missing, else 0."""
+    mean: Real | None = None
+    """Number subtracted after the transform. Default: the mean of the first training samples, when the files are
+    opened; 0 if `std` is declared."""
+    std: Annotated[Real, Limits(gt=0)] | None = None
+    """Divisor after the subtraction. Default: the standard deviation of the first training samples; 1 if `mean` is
+    declared."""
     days_before: Moment | None = None
     """ISO time (UTC) to which the column's times are converted as days before it. `newest`: the newest time of the
     training samples, which replaces this setting when the files are opened."""
@@ -212,6 +214,15 @@ class Number(DeclaredField):
                 ) from None
         if self.clip is not None and self.clip[0] > self.clip[1]:
             raise self._build_setting_error("clip", "Wanted the lower bound first")
+        if self.transform == "is_missing" and (self.missing, self.clip) != (None, None):
+            raise self._build_setting_error(
+                "transform", "It reads no value: leave missing and clip out"
+            )
+
+    @property
+    def is_standardised(self) -> bool:
+        """True if mean and std are those of training samples, once the files are opened."""
+        return self.mean is None and self.std is None and self.transform != "is_missing"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

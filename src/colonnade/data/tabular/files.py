@@ -19,11 +19,17 @@ from numpy.typing import NDArray
 
 from colonnade.data.lines import check_regular_file
 from colonnade.data.tabular.arrow import combine_chunks, replace_null_type
-from colonnade.data.tabular.chunk import Chunk, Longs
+from colonnade.data.tabular.chunk import Chunk
 from colonnade.data.tabular.declaration import FileSchema
-from colonnade.data.tabular.encode import InvalidValue, encode_block, encode_split_keys, parse_times
-from colonnade.data.tabular.fields import Dtype, Number
-from colonnade.data.tabular.times import Unit, find_time_unit
+from colonnade.data.tabular.encode import (
+    InvalidValue,
+    SplitField,
+    encode_block,
+    encode_split_keys,
+    parse_times,
+    transform_numbers,
+)
+from colonnade.data.tabular.fields import Dtype, Number, Time
 from colonnade.errors import ConfigError, DataError
 
 T = TypeVar("T")
@@ -81,43 +87,54 @@ class TableFiles:
 
     file_schema: FileSchema
     files: tuple[TableFile, ...]
-    split_by: str | None  # column encoded as Chunk.split_key
     lengths: NDArray[np.int64]  # (blocks of all files,)
     bounds: NDArray[np.int64]  # (files + 1,): file i has the blocks bounds[i] .. bounds[i + 1] - 1
+    split_field: SplitField | None = None  # encoded as Chunk.split_key
 
     def read_chunk(self, block_index: int) -> Chunk:
         """Read and encode a block. Raises DataError naming file, row and column."""
-        names = self.file_schema.columns + ((self.split_by,) if self.split_by else ())
+        split_field = self.split_field
+        names = self.file_schema.columns + (split_field.columns if split_field else ())
 
         def encode(columns: Mapping[str, pa.Array], size: int) -> Chunk:
-            return encode_block(self.file_schema, columns, size, split_by=self.split_by)
+            return encode_block(self.file_schema, columns, size, split_field=split_field)
 
         return self.read_columns(block_index, tuple(dict.fromkeys(names)), encode)
 
-    def read_split_keys(self, block_index: int) -> Longs:
+    def read_split_keys(self, block_index: int) -> NDArray[np.float64]:
         """Read only `Chunk.split_key` of a block, (samples of the block,)."""
-        assert self.split_by is not None
-        name = self.split_by
-        return self.read_columns(
-            block_index, (name,), lambda columns, _: encode_split_keys(name, columns[name])
+        field = self.split_field
+        assert field is not None
+        return self.read_column(
+            block_index, field.column, lambda array: encode_split_keys(field, array)
         )
 
-    def find_time_unit(self, block: int, column: str) -> tuple[Unit, float] | None:
-        """Return what `times.find_time_unit` finds in a column of a block."""
+    def read_column(
+        self, block_index: int, column: str, encode_column: Callable[[pa.Array], T]
+    ) -> T:
+        """Read one column of a block. Raises DataError naming file, row and column."""
         return self.read_columns(
-            block, (column,), lambda columns, _: find_time_unit(columns[column])
+            block_index, (column,), lambda columns, _: encode_column(columns[column])
         )
+
+    def read_numbers(self, block_index: int, fields: Sequence[Number]) -> NDArray[np.float64]:
+        """Read numbers of a block before (x - mean) / std, (samples of the block, fields), NaN where missing."""
+        names = tuple(dict.fromkeys(field.column for field in fields))
+
+        def transform(columns: Mapping[str, pa.Array], _: int) -> NDArray[np.float64]:
+            arrays = {name: replace_null_type(columns[name]) for name in names}
+            return np.stack([transform_numbers(f, arrays[f.column]) for f in fields], axis=1)
+
+        return self.read_columns(block_index, names, transform)
 
     def read_time_column(
-        self, block_index: int, time_field: Number
+        self, block_index: int, time_field: Number | Time
     ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """Return a column's times in microseconds since 1970, and a mask of the missing ones."""
-        return self.read_columns(
+        return self.read_column(
             block_index,
-            (time_field.column,),
-            lambda columns, _: parse_times(
-                time_field, replace_null_type(columns[time_field.column])
-            ),
+            time_field.column,
+            lambda array: parse_times(time_field, replace_null_type(array)),
         )
 
     def read_columns(
@@ -164,13 +181,11 @@ def build_data_error(file: TableFile, block: int, fault: InvalidValue) -> DataEr
     )
 
 
-def combine_table_files(
-    file_schema: FileSchema, files: Sequence[TableFile], split_column: str | None = None
-) -> TableFiles:
+def combine_table_files(file_schema: FileSchema, files: Sequence[TableFile]) -> TableFiles:
     """Combine bound files into one sequence of blocks. Every `dtype` of the schema is set."""
     lengths = np.concatenate([file.lengths for file in files])
     bounds = np.cumsum([0, *(len(file.lengths) for file in files)])
-    return TableFiles(file_schema, tuple(files), split_column, lengths, bounds)
+    return TableFiles(file_schema, tuple(files), lengths, bounds)
 
 
 def find_files(path: str | Path | Sequence[str | Path], endings: tuple[str, ...]) -> list[Path]:

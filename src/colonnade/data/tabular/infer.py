@@ -22,7 +22,6 @@ from colonnade.data.tabular.arrow import (
 from colonnade.data.tabular.declaration import FileSchema
 from colonnade.data.tabular.encode import convert_to_numbers
 from colonnade.data.tabular.fields import (
-    NEWEST,
     Bag,
     Category,
     DeclaredField,
@@ -82,10 +81,10 @@ def infer_fields(
 ) -> InferredSchema:
     """Infer fields from the first values of each column, in the narrowest type that holds them (`narrow_column.py`):
 
-    fractions            a number, through log1p if it is large and never negative, else (x - mean) / std
-    times                hour and weekday as ids, and the age in days before the newest training sample: timestamps,
-                         dates, ISO texts, and integers (seconds to nanoseconds since 1970, or 20240531) in columns
-                         named like `timestamp`, `created_at`
+    fractions            a number, through log1p if it is large and never negative; if values are missing, also a
+                         number that is 1 where they are
+    times                hour and weekday as ids: timestamps, dates, ISO texts, and integers (seconds to nanoseconds
+                         since 1970, or 20240531) in columns named like `timestamp`, `created_at`
     text                 an open category; if many values contain a |, a bag, of integers if all its elements are
     integers, booleans   an open category; but a number if more than half of 1,000 or more rows are distinct
                          and the name does not contain id, key, code or hash
@@ -175,7 +174,7 @@ def _choose_key_column(
 
 def _is_key_column(name: str, array: pa.Array) -> bool:
     """Return whether a column identifies rows: unique text, ids or row numbers."""
-    if not _is_unique(array) or _find_integer_time_unit(name, array):
+    if not _is_unique(array) or find_integer_time_unit(name, array):
         return False
     if is_text_type(array.type):
         return not _has_separator(array)
@@ -230,7 +229,7 @@ def _infer_fields_from_values(
     if kind == pa.string():
         return [Category(field_name, column=column_name, dtype="text")]
     if is_integer(kind):
-        if _find_integer_time_unit(column_name, arrow_column):
+        if find_integer_time_unit(column_name, arrow_column):
             return _infer_time_fields(column_name, arrow_column)
         is_few = (
             len(arrow_column) < 1000
@@ -242,7 +241,7 @@ def _infer_fields_from_values(
         return "bytes that are no UTF-8 text; declare a category to read them as ids"
     elif not is_number_type(kind):
         return f"no field reads {kind}"
-    return [_infer_number_field(column_name, arrow_column)]
+    return _infer_number_fields(column_name, arrow_column)
 
 
 def _build_fields_from_header(
@@ -258,7 +257,7 @@ def _build_fields_from_header(
                 f"Write {column_name}:category, "
                 "or repair the column"
             )
-        return [_infer_number_field(column_name, arrow_column)]
+        return _infer_number_fields(column_name, arrow_column)
     if header_type == "category":
         is_boolean = pa.types.is_boolean(arrow_column.type)
         return [Category(field_name, column=column_name, dtype="integer" if is_boolean else dtype)]
@@ -291,33 +290,28 @@ def _build_fields_from_header(
 
 
 def _infer_time_fields(name: str, array: pa.Array) -> list[DeclaredField]:
-    """Return fields for hour (unless all times are dates), weekday and age."""
+    """Return fields for hour, unless all times are dates, and weekday. An age would be constant in all later files."""
     field_name = _field_name(name)
-    fields: list[DeclaredField] = [
-        Time(f"{field_name}_weekday", column=name, part="weekday"),
-        Number(
-            f"{field_name}_age", column=name, missing=0.0, transform="log1p", days_before=NEWEST
-        ),
-    ]
-    is_dates = _find_integer_time_unit(name, array) == "yyyymmdd" or (
+    weekday = Time(f"{field_name}_weekday", column=name, part="weekday")
+    is_dates = find_integer_time_unit(name, array) == "yyyymmdd" or (
         pa.types.is_timestamp(array.type)
         and not (array.drop_null().cast(pa.int64()).to_numpy(zero_copy_only=False) % DAY).any()
     )
-    return fields if is_dates else [Time(f"{field_name}_hour", column=name, part="hour"), *fields]
+    hour = Time(f"{field_name}_hour", column=name, part="hour")
+    return [weekday] if is_dates else [hour, weekday]
 
 
-def _infer_number_field(name: str, array: pa.Array) -> Number:
-    field_name = _field_name(name)
-    x = convert_to_numbers(Number(field_name, column=name), array)
-    x = x[np.isfinite(x)]
-    if len(x) and x.min() >= 0 and x.max() > LOG_ABOVE:
-        return Number(field_name, column=name, missing=0.0, transform="log1p")
-    mean, std = (float(x.mean()), float(x.std())) if len(x) else (0.0, 0.0)
-    # Four digits are precise enough, and short to read.
-    std = float(f"{std:.4g}")
-    return Number(
-        field_name, column=name, missing=0.0, mean=float(f"{mean:.4g}"), std=std if std > 0 else 1.0
-    )
+def _infer_number_fields(name: str, array: pa.Array) -> list[DeclaredField]:
+    """Return a number and, if values are missing, one that says so."""
+    number = Number(_field_name(name), column=name, missing=0.0)
+    x = convert_to_numbers(number, array)
+    present = x[np.isfinite(x)]
+    if len(present) and present.min() >= 0 and present.max() > LOG_ABOVE:
+        number = replace(number, transform="log1p")
+    if not np.isnan(x).any() or not len(present):
+        return [number]
+    flag = Number(f"{number.name}_missing", column=name, transform="is_missing")
+    return [number, flag]
 
 
 def _has_separator(texts: pa.Array) -> bool:
@@ -332,7 +326,7 @@ def _infer_list_dtype(array: pa.Array, separator: str) -> Dtype:
     return _key_dtype(array) or "text"
 
 
-def _find_integer_time_unit(name: str, array: pa.Array) -> Unit | None:
+def find_integer_time_unit(name: str, array: pa.Array) -> Unit | None:
     """Return the unit in which all integers of a column with the name of a time are times; None if there is none."""
     if not pa.types.is_integer(array.type) or _split_name(name)[-1] not in TIME_WORDS:
         return None

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
 from colonnade.data.contract import Splits
+from colonnade.data.tabular.arrow import is_number_type, is_time
 from colonnade.data.tabular.columns import check_unique_column_names, resolve_dtypes
 from colonnade.data.tabular.declaration import FileSchema, load_file_schema
-from colonnade.data.tabular.fields import NEWEST, Dtype, Number, reads_times
+from colonnade.data.tabular.encode import SplitField
+from colonnade.data.tabular.fields import NEWEST, Dtype, Key, Number, Time, reads_times
 from colonnade.data.tabular.files import (
     TableFile,
     TableFiles,
@@ -19,10 +28,19 @@ from colonnade.data.tabular.files import (
     find_files,
 )
 from colonnade.data.tabular.formats import FORMATS
-from colonnade.data.tabular.infer import INFER_ROWS, InferredSchema, infer_fields
-from colonnade.data.tabular.source import ReaderOptions
-from colonnade.data.tabular.times import Unit, format_time
+from colonnade.data.tabular.infer import (
+    INFER_ROWS,
+    InferredSchema,
+    find_integer_time_unit,
+    infer_fields,
+)
+from colonnade.data.tabular.narrow import narrow_column
+from colonnade.data.tabular.source import ReaderOptions, Selection
+from colonnade.data.tabular.times import Unit, find_time_unit, format_time
 from colonnade.errors import ConfigError, DataError
+
+OLDER_SHARE = 0.1
+"""Share of held-out samples older than half of the training samples from which on a file is not in order of time."""
 
 
 def open_table_files(
@@ -38,7 +56,7 @@ def open_table_files(
         file_schema = infer_schema_from_files(files, options.label).file_schema
     else:
         file_schema = load_file_schema(options.schema)
-    bound = resolve_schema(files, file_schema, options)
+    bound, parts = resolve_schema(files, file_schema, options)
 
     def open_held_out_part(part: str | Path | None) -> TableFiles | None:
         if part is None:
@@ -47,7 +65,8 @@ def open_table_files(
         return bind_files_to_schema(part_files, bound.file_schema)
 
     validation = open_held_out_part(options.validation)
-    return options.split_files(bound, days, validation, open_held_out_part(options.test))
+    test = open_held_out_part(options.test)
+    return options.split_files(bound, parts, days, validation, test)
 
 
 def infer_schema_from_files(files: Sequence[TableFile], label: str | None) -> InferredSchema:
@@ -64,12 +83,21 @@ def infer_schema_from_files(files: Sequence[TableFile], label: str | None) -> In
 
 def resolve_schema(
     files: Sequence[TableFile], file_schema: FileSchema, options: ReaderOptions
-) -> TableFiles:
-    """Bind files to the schema with every dtype, unit and time set, so that it reads changed files the same."""
-    bound = bind_files_to_schema(files, file_schema, options.split_by)
+) -> tuple[TableFiles, tuple[Selection, Selection, Selection]]:
+    """Bind files to the schema with every dtype, unit and time set, so that it reads changed files the same, and select
+    the samples for training, validation and testing."""
+    bound = bind_files_to_schema(files, file_schema, options.split_column)
     if file_schema.encoding_version > 1:
         bound = replace(bound, file_schema=_resolve_time_units(bound))
-    return replace(bound, file_schema=_resolve_newest_times(bound, options))
+    if options.split_column is not None:
+        bound = replace(bound, split_field=_resolve_split_field(bound, options))
+    parts = options.select_parts(bound)
+    if options.split_column is None:
+        _warn_of_unordered_times(bound, parts)
+    bound = replace(bound, file_schema=_resolve_newest_times(bound, parts[0]))
+    if file_schema.encoding_version > 2:
+        bound = replace(bound, file_schema=_resolve_scales(bound, parts[0]))
+    return bound, parts
 
 
 def bind_files_to_schema(
@@ -84,7 +112,7 @@ def bind_files_to_schema(
     bound = [file.bind_schema(file_schema, split_column) for file in files]
     if not any(len(file.lengths) for file in files):
         raise DataError(f"{files[0].path}: got no row, wanted at least one. Was it fully written?")
-    return combine_table_files(file_schema, bound, split_column)
+    return combine_table_files(file_schema, bound)
 
 
 def _resolve_time_units(files: TableFiles) -> FileSchema:
@@ -94,7 +122,7 @@ def _resolve_time_units(files: TableFiles) -> FileSchema:
     for field in sorted(times, key=lambda field: field.unit is None):
         if field.column not in units and field.unit is None:
             blocks = range(len(files.lengths))
-            first = (files.find_time_unit(block, field.column) for block in blocks)
+            first = (files.read_column(block, field.column, find_time_unit) for block in blocks)
             unit, share = next(filter(None, first), None) or ("s", 0.0)
             units[field.column] = unit if share > 0.5 else "s"
         if units.setdefault(field.column, field.unit or "s") != (field.unit or units[field.column]):
@@ -108,31 +136,119 @@ def _resolve_time_units(files: TableFiles) -> FileSchema:
     return replace(files.file_schema, fields=tuple(fields))
 
 
-def _resolve_newest_times(files: TableFiles, options: ReaderOptions) -> FileSchema:
+def _resolve_split_field(files: TableFiles, options: ReaderOptions) -> SplitField:
+    """Return the field that reads the column of the split. Raises ConfigError for `split_by` with a column of times."""
+    column = options.split_column
+    assert column is not None
+    blocks = range(len(files.lengths))
+    arrays = (files.read_column(b, column, lambda a: narrow_column(a[:INFER_ROWS])) for b in blocks)
+    first = next((a for a in arrays if not pa.types.is_null(a.type)), pa.nulls(0))
+    time_field = next(
+        (f for f in files.file_schema.fields if reads_times(f) and f.column == column), None
+    )
+    unit = find_integer_time_unit(column, first) if time_field is None else time_field.unit
+    if options.split_by is not None:
+        # A run that was recorded before this was refused resumes as it was.
+        if (unit or is_time(first.type)) and files.file_schema.encoding_version > 2:
+            raise ConfigError(
+                f"got split_by={column!r}, a column of times, wanted one whose equal values stay together, such as a "
+                f"user. To hold out the newest samples use order_by={column!r}"
+            )
+        return Key("part", column=column)
+    cutoffs = (options.validation_after, options.test_after)
+    is_number = is_number_type(first.type)
+    if is_number and not any(isinstance(cutoff, str) for cutoff in cutoffs):
+        return Number("order", column=column)
+    best, share = find_time_unit(first) or ("s", 0.0)
+    unit = unit or (best if share > 0.5 else None)
+    mixed = [cutoff for cutoff in cutoffs if isinstance(cutoff, int | float)]
+    if mixed or (is_number and unit is None):
+        raise ConfigError(
+            f"got {mixed[0] if mixed else next(filter(None, cutoffs))!r} as a cutoff of order_by={column!r}, wanted "
+            f"{'an ISO time, because it holds times' if mixed else 'a number, because it holds no times'}"
+        )
+    return Time("order", column=column, part="hour", unit=unit)
+
+
+def _warn_of_unordered_times(files: TableFiles, parts: Sequence[Selection]) -> None:
+    """Warn if the samples held out at the end of the files are not the newest, by the first and last block with one."""
+    train, *held_out = parts
+    held_out = [part for part in held_out if len(part.pieces)]
+    if not held_out or not len(train.pieces):
+        return
+    ends = Selection(train.pieces[:1]), Selection(held_out[-1].pieces[-1:])
+    columns = {field.column: field for field in files.file_schema.fields if reads_times(field)}
+    for column, field in columns.items():
+        first, last = (
+            np.concatenate(list(part.read_selected(files, partial(_read_times, files, field))))
+            for part in ends
+        )
+        # Rows of a log may be a little out of order, so the middle of what trains is the measure.
+        older = np.mean(last < np.nanmedian(first)) if np.isfinite(first).any() else 0.0
+        if older > OLDER_SHARE:
+            warnings.warn(
+                f"{files.files[0].path}: the last rows, which are held out, are not the newest by {column!r}; to "
+                f"train on the past and test on what follows, set order_by={column} (or split_by=COLUMN, to hold out "
+                "whole users)",
+                stacklevel=2,
+            )
+
+
+def _read_times(files: TableFiles, field: Number | Time, block: int) -> NDArray[np.float64]:
+    """Return the times of a block in microseconds since 1970 (S,), NaN where missing."""
+    times, missing = files.read_time_column(block, field)
+    return np.where(missing, np.nan, times)
+
+
+def _resolve_newest_times(files: TableFiles, train: Selection) -> FileSchema:
     """Replace `newest` in the schema by the newest time of the training samples."""
     fields = list(files.file_schema.fields)
     for i, field in enumerate(fields):
         if isinstance(field, Number) and field.days_before == NEWEST:
-            num_train = options.count_train_samples(int(files.lengths.sum()))
-            newest = _find_newest_time(files, field, num_train)
+            newest = _find_newest_time(files, field, train)
             fields[i] = replace(field, days_before=format_time(newest))
     return replace(files.file_schema, fields=tuple(fields))
 
 
-def _find_newest_time(files: TableFiles, time_field: Number, num_samples: int) -> int:
-    """Return the newest time among the first samples, in microseconds since 1970."""
-    newest: list[int] = []
-    for block, length in enumerate(files.lengths.tolist()):
-        if num_samples <= 0:
+def _resolve_scales(files: TableFiles, train: Selection) -> FileSchema:
+    """Set mean and std of numbers that declare neither to those of the first training samples."""
+    numbers = [field for field in files.file_schema.numbers if field.is_standardised]
+    if not numbers:
+        return files.file_schema
+    blocks: list[NDArray[np.float64]] = []
+    for block in train.read_selected(files, lambda b: files.read_numbers(b, numbers)):
+        blocks.append(block[: INFER_ROWS - sum(map(len, blocks))])
+        if sum(map(len, blocks)) == INFER_ROWS:
             break
-        times, missing = files.read_time_column(block, time_field)
-        present_times = times[:num_samples][~missing[:num_samples]]
-        newest += [int(present_times.max())] if len(present_times) else []
-        num_samples -= length
-    if not newest:
+    scaled = {}
+    columns = np.concatenate(blocks).T if blocks else np.empty((len(numbers), 0))
+    for field, column in zip(numbers, columns, strict=True):
+        mean, std = _round_scale(column[np.isfinite(column)])
+        scaled[field.name] = replace(field, mean=mean, std=std)
+    fields = (scaled.get(field.name, field) for field in files.file_schema.fields)
+    return replace(files.file_schema, fields=tuple(fields))
+
+
+def _round_scale(x: NDArray[np.float64]) -> tuple[float, float]:
+    """Return mean and standard deviation of numbers, short to read: precise to a thousandth of the deviation."""
+    if not len(x):
+        return 0.0, 1.0
+    with np.errstate(over="ignore", invalid="ignore"):
+        mean, std = float(x.mean()), float(x.std())
+    if not (math.isfinite(mean) and math.isfinite(std)):
+        return 0.0, 1.0
+    std = float(f"{std:.4g}")
+    return (round(mean, 3 - math.floor(math.log10(std))), std) if std > 0 else (mean, 1.0)
+
+
+def _find_newest_time(files: TableFiles, time_field: Number, train: Selection) -> int:
+    """Return the newest time among the training samples, in microseconds since 1970."""
+    times = train.read_selected(files, partial(_read_times, files, time_field))
+    newest = max((float(np.nanmax(x)) for x in times if np.isfinite(x).any()), default=None)
+    if newest is None:
         raise ConfigError(
             f"{files.files[0].path}, column {time_field.column}: got no time in any training sample, wanted "
             "one to count "
             f"the days of {time_field.name!r} from. Give days_before a time, or leave the field out"
         )
-    return max(newest)
+    return int(newest)

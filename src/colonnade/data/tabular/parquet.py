@@ -45,13 +45,17 @@ def open_parquet(
     validation_fraction, test_fraction
                          else, this share: the last samples in the order of the files (test after validation) or,
     split_by             a column: samples with equal values are in one part, by the value's hash. Read once at opening
+    order_by             a column of times or numbers: the fractions are the last samples by it, whatever the order of
+                         the files; samples with equal values are in one part, the later one. Read once at opening
+    validation_after, test_after
+                         with order_by: a time or number, instead of a fraction; samples at or after it are held out
     days                 True: Splits.days has a source for every file or folder directly below `path`, or that matches
     shuffle_window       samples; 0: in the order of the files. Else a new order each epoch from `seed`: row groups are
                          shuffled and combined into windows of about this many samples, which are permuted
     threads              number of row groups read at a time
 
     At most two windows are in memory, each at least a row group. Raises DataError naming file, row (from 0) and
-    column: here for faults in footers, for values when they are read.
+    column: here for faults in footers and in columns read at opening, for other values when they are read.
     """
     return open_table_files(path, "parquet", ReaderOptions(**options))
 

@@ -9,7 +9,8 @@ lengths alone.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from inspect import Parameter, signature
@@ -18,14 +19,17 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import AfterValidator, AllowInfNan, Strict
 from pydantic import Field as Limits
 
 from colonnade.config.validation import Expected, Fraction, validate_dataclass_fields
 from colonnade.data.contract import Block, BlockSource, Schema, Splits
-from colonnade.data.counter import mix_words, random_permutation, stream_key
+from colonnade.data.counter import random_permutation, stream_key
 from colonnade.data.tabular.chunk import Chunk, concat_chunks
 from colonnade.data.tabular.declaration import FileSchema
+from colonnade.data.tabular.fields import Moment
 from colonnade.data.tabular.files import TableFiles
+from colonnade.data.tabular.times import parse_time
 from colonnade.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -81,22 +85,43 @@ def plan_shuffle_windows(
     return WindowPlan(blocks, np.array(bounds), starts.astype(np.int64), shuffle_key)
 
 
-SPLIT_KEY = 0x53504C49
-"""Constant key of the hash that assigns keys to splits, so that the split does not depend on the run's seed."""
+Cutoff = (
+    Annotated[int, Strict()]
+    | Annotated[float, Strict(), AllowInfNan(False)]
+    | Annotated[Moment, AfterValidator(lambda text: (parse_time(text), text)[1])]
+)
+"""Number or ISO time from which on samples are held out."""
+CUTOFF = Expected("a number, or a time such as '2024-05-31' or '2024-05-31T12:00:00'")
 
 
 @dataclass(frozen=True, slots=True)
-class HashRange:
-    """Range [low, high) of [0, 1) of hashed split keys; selects the samples of a split."""
+class KeyRange:
+    """Range [low, high) of split keys; selects the samples of a split."""
 
     low: float
     high: float
 
-    def select_rows(self, keys: NDArray[np.int64]) -> NDArray[np.int64]:
+    def select_rows(self, keys: NDArray[np.float64]) -> NDArray[np.int64]:
         """Return the rows in the range, in order. `keys` (S,): `Chunk.split_key`."""
-        random_words = mix_words(keys.astype(np.uint64) + np.uint64(stream_key(SPLIT_KEY)))
-        hashed = (random_words >> np.uint64(11)) * 2.0**-53  # exact, so never 1: no sample is lost
-        return np.flatnonzero((hashed >= self.low) & (hashed < self.high))
+        return np.flatnonzero((keys >= self.low) & (keys < self.high))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Selection:
+    """Samples of a part of the data."""
+
+    pieces: NDArray[np.int64]  # (P, 3): block, first and last-plus-one sample of it
+    key_range: KeyRange | None = None  # None: all samples; else pieces count only samples in it
+
+    def read_selected(
+        self, files: TableFiles, read_block: Callable[[int], NDArray]
+    ) -> Iterator[NDArray]:
+        """Yield what `read_block` returns of each block, (samples of the block, ...), for the selected samples."""
+        for block, begin, end in self.pieces.tolist():
+            values = read_block(block)
+            if self.key_range is not None:
+                values = values[self.key_range.select_rows(files.read_split_keys(block))]
+            yield values[begin:end]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -108,7 +133,7 @@ class TableSource(BlockSource):
 
     files: TableFiles
     pieces: NDArray[np.int64]  # (P, 3): block, first and last-plus-one sample of it
-    hash_range: HashRange | None = None  # None: all samples; else pieces count only samples in it
+    key_range: KeyRange | None = None  # None: all samples; else pieces count only samples in it
     shuffle_window: int = 0  # samples; 0: in the order of the files
     seed: int = 0
     threads: int = 1
@@ -182,9 +207,9 @@ class TableSource(BlockSource):
     def _read_piece(self, piece_index: int) -> Chunk:
         block, begin, end = (int(number) for number in self.pieces[piece_index])
         chunk = self.files.read_chunk(block)
-        if self.hash_range is not None:
+        if self.key_range is not None:
             assert chunk.split_key is not None
-            return chunk.gather_rows(self.hash_range.select_rows(chunk.split_key)[begin:end])
+            return chunk.gather_rows(self.key_range.select_rows(chunk.split_key)[begin:end])
         return chunk.slice_rows(begin, end)
 
 
@@ -208,6 +233,9 @@ class ReaderOptions:
     validation_fraction: Fraction = 0.0
     test_fraction: Fraction = 0.0
     split_by: Annotated[str | None, Expected("the name of a column")] = None
+    order_by: Annotated[str | None, Expected("the name of a column")] = None
+    validation_after: Annotated[Cutoff | None, CUTOFF] = None
+    test_after: Annotated[Cutoff | None, CUTOFF] = None
     days: bool = False
     shuffle_window: Annotated[int, Limits(ge=0)] = 0
     seed: Annotated[int, Limits(ge=0)] = 0
@@ -224,29 +252,97 @@ class ReaderOptions:
                 f"got test_fraction={self.test_fraction} and validation_fraction={self.validation_fraction}, "
                 "wanted less than 1 together: nothing is left to train on"
             )
-        if self.days and self.test_fraction + self.validation_fraction:
+        if self.days and (self.test_fraction + self.validation_fraction or self.order_by):
             raise ConfigError(
-                "got days and a fraction to hold out, wanted one of them: day by day, a model is tested on the "
-                "next day before it trains on it"
+                "got days and a fraction or column to hold out by, wanted one of them: day by day, a model is tested "
+                "on the next day before it trains on it"
             )
+        if self.order_by is not None and self.split_by is not None:
+            raise ConfigError(
+                f"got split_by={self.split_by!r} and order_by={self.order_by!r}, wanted one of them: samples are "
+                "assigned by the hash of a value, or by its order"
+            )
+        for part in ("test", "validation"):
+            cutoff = getattr(self, f"{part}_after")
+            if cutoff is None:
+                continue
+            if self.order_by is None:
+                raise ConfigError(
+                    f"got {part}_after={cutoff!r} without order_by, wanted the column of times or numbers that it is "
+                    "about: order_by=COLUMN"
+                )
+            for other in (part, f"{part}_fraction"):
+                if getattr(self, other):
+                    raise ConfigError(
+                        f"got both {part}_after={cutoff!r} and {other}={getattr(self, other)!r}, wanted one of them"
+                    )
 
-    def count_train_samples(self, total: int) -> int:
-        """Return the number of first samples that may train: all except those held out at the end by a fraction."""
-        if self.split_by is not None:
-            return total
-        stop = total - round(total * self.test_fraction)
-        return stop - round(total * self.validation_fraction)
+    @property
+    def split_column(self) -> str | None:
+        """Name of the column that assigns samples to parts; None: their place in the files does."""
+        return self.split_by or self.order_by
+
+    def select_parts(self, files: TableFiles) -> tuple[Selection, Selection, Selection]:
+        """Select the samples for training, validation and testing. Reads the column of the split once, if any."""
+        lengths = files.lengths
+        if self.split_column is None:
+            total = int(lengths.sum())
+            stop = total - round(total * self.test_fraction)
+            middle = stop - round(total * self.validation_fraction)
+            bounds = ((0, middle), (middle, stop), (stop, total))
+            pieces = [_list_block_pieces(lengths, *bound) for bound in bounds]
+            return Selection(pieces[0]), Selection(pieces[1]), Selection(pieces[2])
+        keys: Iterable[NDArray[np.float64]] = map(files.read_split_keys, range(len(lengths)))
+        if self.order_by is None:
+            high = 1 - self.test_fraction
+            low = high - self.validation_fraction
+        else:
+            keys = list(keys)
+            low, high = self._find_cutoffs(files, np.sort(np.concatenate(keys)))
+        ranges = KeyRange(-math.inf, low), KeyRange(low, high), KeyRange(high, math.inf)
+        selected: list[list[tuple[int, int, int]]] = [[] for _ in ranges]
+        for block, block_keys in enumerate(keys):
+            for key_range, range_pieces in zip(ranges, selected, strict=True):
+                if count := len(key_range.select_rows(block_keys)):
+                    range_pieces.append((block, 0, count))
+        train, validation, test = (
+            Selection(np.array(range_pieces, np.int64).reshape(-1, 3), key_range)
+            for key_range, range_pieces in zip(ranges, selected, strict=True)
+        )
+        return train, validation, test
+
+    def _find_cutoffs(
+        self, files: TableFiles, sorted_keys: NDArray[np.float64]
+    ) -> tuple[float, float]:
+        """Return the keys from which on samples validate and test. Samples with equal keys are in one part."""
+        total = len(sorted_keys)
+        cutoffs: list[float] = [math.inf]
+        for part in ("test", "validation"):
+            cutoff = getattr(self, f"{part}_after")
+            end = int(np.searchsorted(sorted_keys, cutoffs[-1]))
+            if cutoff is None:
+                count = round(total * getattr(self, f"{part}_fraction"))
+                key = float(sorted_keys[max(end - count, 0)]) if count else cutoffs[-1]
+            else:
+                key = float(parse_time(cutoff) if isinstance(cutoff, str) else cutoff)
+                if int(np.searchsorted(sorted_keys, key)) >= end:
+                    raise ConfigError(
+                        f"{files.files[0].path}: got {part}_after={cutoff!r}, wanted one with samples at or after it "
+                        f"in {self.order_by}{' and before the test part' if end < total else ''}"
+                    )
+            cutoffs.append(key)
+        return cutoffs[2], cutoffs[1]
 
     def split_files(
         self,
         files: TableFiles,
+        parts: Sequence[Selection],
         days: Sequence[Sequence[Path]],
         validation: TableFiles | None,
         test: TableFiles | None,
     ) -> Splits:
-        """Split files into sources. `days`: the files grouped by day. `validation`, `test`: separate files, preferred
-        over the fractions."""
-        total = int(files.lengths.sum())
+        """Split files into sources. `parts`: as select_parts returns them. `days`: the files grouped by day.
+        `validation`, `test`: separate files, preferred over the fractions."""
         held_out = [
             None if part is None else self._select_range(part) for part in (validation, test)
         ]
@@ -259,20 +355,13 @@ class ReaderOptions:
                 self._select_range(files, int(begin), int(end), shuffled=True)
                 for begin, end in itertools.pairwise(ends)
             )
-        if self.split_by is not None:
-            middle = 1 - self.test_fraction
-            low = middle - self.validation_fraction
-            ranges = HashRange(0.0, low), HashRange(low, middle), HashRange(middle, 1.0)
-            train, validation_part, test_part = self._split_by_hash(files, ranges)
-        else:
-            stop = total - round(total * self.test_fraction)
-            num_train = self.count_train_samples(total)
-            train = self._select_range(files, 0, num_train, shuffled=True)
-            validation_part = self._select_range(files, num_train, stop)
-            test_part = self._select_range(files, stop)
+        train, validation_part, test_part = (
+            self._build_source(files, part, shuffled=i == 0) for i, part in enumerate(parts)
+        )
         if train.num_samples == 0:
             raise ConfigError(
-                f"{days[0][0]}: the fractions leave no sample to train on, of {total}; hold out less"
+                f"{days[0][0]}: the fractions leave no sample to train on, of {int(files.lengths.sum())}; "
+                "hold out less"
             )
         return Splits(
             train,
@@ -285,37 +374,12 @@ class ReaderOptions:
         self, files: TableFiles, begin: int = 0, end: int | None = None, *, shuffled: bool = False
     ) -> TableSource:
         """Return a source over samples begin .. end-1 in the order of the files; `end` None: all after `begin`."""
-        pieces = _list_block_pieces(files.lengths, begin, end)
-        return self._build_source(files, pieces, None, shuffled)
+        part = Selection(_list_block_pieces(files.lengths, begin, end))
+        return self._build_source(files, part, shuffled)
 
-    def _split_by_hash(
-        self, files: TableFiles, hash_ranges: tuple[HashRange, ...]
-    ) -> list[TableSource]:
-        """Return a source for each range of hashed split keys; only the first is shuffled.
-
-        Reads every key once, to count the samples.
-        """
-        pieces: list[list[tuple[int, int, int]]] = [[] for _ in hash_ranges]
-        for block in range(len(files.lengths)):
-            keys = files.read_split_keys(block)
-            for hash_range, range_pieces in zip(hash_ranges, pieces, strict=True):
-                if count := len(hash_range.select_rows(keys)):
-                    range_pieces.append((block, 0, count))
-        arrays = [np.array(range_pieces, np.int64).reshape(-1, 3) for range_pieces in pieces]
-        return [
-            self._build_source(files, array, hash_range, shuffled=i == 0)
-            for i, (hash_range, array) in enumerate(zip(hash_ranges, arrays, strict=True))
-        ]
-
-    def _build_source(
-        self,
-        files: TableFiles,
-        pieces: NDArray[np.int64],
-        hash_range: HashRange | None,
-        shuffled: bool,
-    ) -> TableSource:
+    def _build_source(self, files: TableFiles, part: Selection, shuffled: bool) -> TableSource:
         window = self.shuffle_window if shuffled else 0
-        return TableSource(files, pieces, hash_range, window, self.seed, self.threads)
+        return TableSource(files, part.pieces, part.key_range, window, self.seed, self.threads)
 
 
 def with_reader_options(opener: Opener) -> Opener:

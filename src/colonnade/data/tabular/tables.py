@@ -60,7 +60,7 @@ def read_first_rows_and_schema(
     try:
         inferred = infer_schema_from_files(files, label)
         left_out = inferred.left_out
-        file_schema = resolve_schema(files, inferred.file_schema, ReaderOptions()).file_schema
+        file_schema = resolve_schema(files, inferred.file_schema, ReaderOptions())[0].file_schema
     except ConfigError as error:
         problem = str(error)
     return TableHead(

@@ -1,0 +1,353 @@
+"""Quality of every click model by default settings on small files, beside scikit-learn's logistic regression.
+
+Minutes: 240 (quick 40).
+
+Each model is trained as `colonnade train --model NAME` trains it, with no other setting, on files of a format, and
+scored on a test file. Splits are random; logistic regression trains on the same samples: hashed one-hot categories,
+standardised numbers (log1p where large), missing values as a category of their own, and of three strengths the one that
+is best on a held-out tenth.
+
+    auc_behind_lr        AUC of logistic regression less the model's: upper end of the 95 % interval over the splits
+    log_loss_behind_lr   the model's log loss less that of logistic regression, likewise
+
+Data come from $COLONNADE_DATA, else from ../shared/data beside the checkout; a data set that is absent is left out.
+`--models`, `--cases` and `--splits` take a part.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.csv
+import pyarrow.parquet as pq
+from harness import (
+    ROOT,
+    BenchError,
+    Measured,
+    describe_machine,
+    open_parser,
+    report,
+    run_script,
+    say,
+)
+from rich.console import Console
+from rich.table import Table
+
+from colonnade import Mesh, __version__
+from colonnade.config.run import override_settings
+from colonnade.data.sets.criteo import NAMES
+from colonnade.data.tabular.tfrecord import _build_example_class, masked_crc
+from colonnade.models.build import MODEL_SPECS
+from colonnade.models.split import Scorer
+from colonnade.report.intervals import compute_confidence_interval
+from colonnade.run.defaults import get_preset
+from colonnade.run.run import open_run
+
+DATA = Path(os.environ.get("COLONNADE_DATA", ROOT.parent / "shared" / "data"))
+MODELS = tuple(name for name, spec in MODEL_SPECS.items() if issubclass(spec.model, Scorer))
+NUM_TEST = 20_000
+"""Maximal number of test samples."""
+LARGE = 20.0
+"""Maximum of numbers from which on logistic regression reads their log1p."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """Share of a data set as files of a format. is_declared: with a schema, else it is inferred."""
+
+    data: str
+    share: float
+    format: str
+    is_declared: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.data} {self.share:.0%} {self.format}{' declared' * self.is_declared}"
+
+
+CASES = (
+    *(Case("criteo10k", 1.0, kind) for kind in ("csv", "parquet", "libsvm", "tfrecord")),
+    Case("criteo10k", 1.0, "csv", is_declared=True),
+    Case("ml-1m", 0.01, "csv"),
+    Case("ml-1m", 0.1, "parquet"),
+    Case("ml-1m", 0.1, "libsvm"),
+    Case("ml-1m", 1.0, "parquet"),
+    Case("food", 1.0, "csv"),
+)
+
+
+def read_samples(data: str) -> pa.Table:
+    """Read a data set with its label; raise BenchError if it is absent."""
+    folder = DATA / data
+    if not folder.exists():
+        raise BenchError(f"{folder} is absent; set COLONNADE_DATA to the folder that holds {data}")
+    if data == "criteo10k":
+        return read_text(folder / "train.txt", "\t", NAMES)
+    if data == "food":
+        names = ("user", "dish", "kind", "hunger", "rating")
+        table = pa.concat_tables(
+            read_text(folder / f"demo_{part}.csv", ",", names) for part in ("train", "test")
+        )
+        texts = [table[name].cast(pa.string()) for name in names[:4]]
+        return pa.table(
+            [*texts, pc.greater_equal(table["rating"], 4).cast(pa.int8())], [*names[:4], "label"]
+        )
+    ratings = pq.read_table(folder / "ratings.parquet")
+    others = {}
+    for name, columns in (
+        ("users", "user_id sex age work zip"),
+        ("movies", "movie_id title genres"),
+    ):
+        rows = [
+            line.split("::") for line in (folder / f"{name}.dat").read_text("latin-1").splitlines()
+        ]
+        others[name] = pa.table(
+            [list(column) for column in zip(*rows, strict=True)], columns.split()
+        )
+    table = ratings.set_column(0, "user_id", ratings["user_id"].cast(pa.string()))
+    table = table.set_column(1, "movie_id", table["movie_id"].cast(pa.string()))
+    table = table.join(others["users"], "user_id").join(
+        others["movies"].drop(["title"]), "movie_id"
+    )
+    label = pc.greater_equal(table["rating"], 4).cast(pa.int8())
+    return table.drop(["rating"]).append_column("label", label)
+
+
+def read_text(path: Path, delimiter: str, names: Sequence[str]) -> pa.Table:
+    return pyarrow.csv.read_csv(
+        path,
+        pyarrow.csv.ReadOptions(column_names=names),
+        pyarrow.csv.ParseOptions(delimiter=delimiter),
+        pyarrow.csv.ConvertOptions(
+            column_types={f"C{i}": pa.string() for i in range(1, 27)}, strings_can_be_null=True
+        ),
+    )
+
+
+def list_tokens(samples: pa.Table) -> list[list[str]]:
+    """Return the one-hot features of each sample by name; numbers with many values only say where they are missing."""
+    columns = []
+    for name in samples.column_names:
+        if name == "label":
+            continue
+        values = samples[name].to_pylist()
+        if is_number(samples, name):
+            columns.append([[f"{name}="] if value is None else [] for value in values])
+        else:
+            columns.append(
+                [[f"{name}={part}" for part in str(value or "").split("|")] for value in values]
+            )
+    return [[token for tokens in row for token in tokens] for row in zip(*columns, strict=True)]
+
+
+def is_number(samples: pa.Table, name: str) -> bool:
+    return name != "label" and not pa.types.is_string(samples[name].type)
+
+
+def write_file(samples: pa.Table, path: Path) -> None:
+    """Write samples in the format that the path ends in. libsvm has a number's power of two as one more category."""
+    if path.suffix == ".csv":
+        pyarrow.csv.write_csv(samples, path)
+    elif path.suffix == ".parquet":
+        pq.write_table(samples, path)
+    elif path.suffix == ".libsvm":
+        for name in samples.column_names:
+            if is_number(samples, name):
+                powers = [
+                    None if x is None else int(math.log2(max(x, 0) + 1) * 2)
+                    for x in samples[name].to_pylist()
+                ]
+                index = samples.column_names.index(name)
+                samples = samples.set_column(index, name, pa.array(powers).cast(pa.string()))
+        lines = (
+            " ".join(
+                [
+                    str(label),
+                    *(
+                        f"{zlib.crc32(token.encode()) % (1 << 24)}:1"
+                        for token in dict.fromkeys(tokens)
+                    ),
+                ]
+            )
+            for label, tokens in zip(
+                samples["label"].to_pylist(), list_tokens(samples), strict=True
+            )
+        )
+        path.write_text("\n".join(lines) + "\n")
+    else:
+        with path.open("wb") as file:
+            for row in samples.to_pylist():
+                example = _build_example_class()()
+                for name, value in row.items():
+                    feature = example.features.feature[name]
+                    if isinstance(value, str):
+                        feature.bytes.value.append(value.encode())
+                    elif value is not None:
+                        feature.integers.value.append(value)
+                text = example.SerializeToString()
+                size = len(text).to_bytes(8, "little")
+                file.write(size + masked_crc(size).to_bytes(4, "little"))
+                file.write(text + masked_crc(text).to_bytes(4, "little"))
+
+
+def declare_schema(samples: pa.Table) -> dict[str, Any]:
+    """Return the schema that a user writes who knows the columns."""
+    number = {"type": "number", "missing": 0.0, "transform": "log1p"}
+    fields: dict[str, Any] = {
+        n: number if is_number(samples, n) else "category" for n in samples.column_names
+    }
+    return {"fields": {**fields, "label": "label"}}
+
+
+def train_model(
+    model: str, case: Case, folder: Path, schema: Any, seed: int
+) -> tuple[float, float]:
+    """Train on the files of a folder by default settings; return AUC and log loss of the test file."""
+    options = {"test": str(folder / f"test.{case.format}")} | ({"schema": schema} if schema else {})
+    settings = {f"data.options.{name}": value for name, value in options.items()}
+    settings |= {
+        "data.path": str(folder / f"train.{case.format}"),
+        "train.threads": 1,
+        "train.seed": seed,
+    }
+    config = override_settings(get_preset(case.format, model), settings)
+    run = open_run(config, Mesh(), None, console=Console(quiet=True))
+    try:
+        metrics = run.train().metrics
+    finally:
+        run.close()
+    return metrics["test_auc"], metrics["test_log_loss"]
+
+
+def train_logistic_regression(train: pa.Table, test: pa.Table) -> tuple[float, float]:
+    """Return AUC and log loss of scikit-learn's logistic regression."""
+    try:
+        from scipy import sparse
+        from sklearn.feature_extraction import FeatureHasher
+        from sklearn.linear_model import LogisticRegression
+        from sklearn.metrics import log_loss, roc_auc_score
+        from sklearn.preprocessing import StandardScaler
+    except ModuleNotFoundError as error:
+        raise BenchError(f"this bench needs {error.name}: pip install scikit-learn") from None
+    samples = pa.concat_tables([train, test]).combine_chunks()
+    matrix = FeatureHasher(1 << 20, input_type="string", alternate_sign=False).transform(
+        list_tokens(samples)
+    )
+    numbers = [name for name in samples.column_names if is_number(samples, name)]
+    if numbers:
+        x = np.stack([samples[name].cast(pa.float64()).to_numpy() for name in numbers], axis=1)
+        x = np.where(
+            (np.nanmin(x, 0) >= 0) & (np.nanmax(x, 0) > LARGE), np.log1p(np.maximum(x, 0)), x
+        )
+        x = np.nan_to_num(StandardScaler().fit(x[: len(train)]).transform(x))
+        matrix = sparse.hstack([x, matrix]).tocsr()
+    matrix = matrix[:, np.unique(matrix[: len(train)].indices)]  # the others cost time and no score
+    y = samples["label"].to_numpy()
+
+    def fit(rows: slice, test_rows: slice, strength: float) -> np.ndarray:
+        model = LogisticRegression(C=strength, max_iter=300).fit(matrix[rows], y[rows])
+        return model.predict_proba(matrix[test_rows])[:, 1]
+
+    fitted = len(train) * 9 // 10
+    held_out = slice(fitted, len(train))
+    strengths = (0.03, 0.1, 0.3, 1.0)
+    best = min(strengths, key=lambda c: log_loss(y[held_out], fit(slice(0, fitted), held_out, c)))
+    scores = fit(slice(0, len(train)), slice(len(train), None), best)
+    return roc_auc_score(y[len(train) :], scores), log_loss(y[len(train) :], scores)
+
+
+def compare(
+    case: Case, models: Sequence[str], split: int, measured: dict[tuple[str, str, str], list[float]]
+) -> None:
+    """Add the results of one split of a case to `measured`."""
+    samples = read_samples(case.data)
+    order = np.random.RandomState(split).permutation(len(samples))
+    num_train = int(0.8 * len(order))
+    test = samples.take(order[num_train:][:NUM_TEST])
+    train = samples.take(order[: int(num_train * case.share)])
+    expected = train_logistic_regression(train, test)
+    with tempfile.TemporaryDirectory() as folder:
+        for part, table in (("train", train), ("test", test)):
+            write_file(table.combine_chunks(), Path(folder) / f"{part}.{case.format}")
+        schema = declare_schema(samples) if case.is_declared else None
+        for model in models:
+            auc, loss = train_model(model, case, Path(folder), schema, split)
+            for unit, behind in (
+                ("auc_behind_lr", expected[0] - auc),
+                ("log_loss_behind_lr", loss - expected[1]),
+            ):
+                measured.setdefault((case.name, model, unit), []).append(behind)
+            beside = f"(LR {expected[0]:.4f}, {expected[1]:.4f})"
+            say(f"{case.name}, split {split}, {model}: AUC {auc:.4f}, log loss {loss:.4f} {beside}")
+
+
+def upper_end(values: Sequence[float]) -> float:
+    return sum(x for x in compute_confidence_interval(list(values)) if not math.isnan(x))
+
+
+def show(console: Console, measured: Sequence[Measured]) -> None:
+    """Print the mean and the upper end of each case and model."""
+    table = Table("files", "model", "AUC behind", "95 % at most", "log loss behind", "95 % at most")
+    by_key = {(m.case, m.system, m.unit): m.values for m in measured}
+    for case, model in dict.fromkeys((m.case, m.system) for m in measured):
+        cells = []
+        for unit in ("auc_behind_lr", "log_loss_behind_lr"):
+            values = by_key[case, model, unit]
+            cells += [f"{np.mean(values):+.4f}", f"{upper_end(values):+.4f}"]
+        table.add_row(case, model, *cells)
+    console.print(table)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = open_parser(__doc__.splitlines()[0], "two splits, without the whole of MovieLens-1M")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
+    parser.add_argument(
+        "--cases", nargs="+", default=[], metavar="TEXT", help="cases whose names contain a text"
+    )
+    parser.add_argument("--splits", type=int, help="number of splits")
+    options = parser.parse_args(arguments)
+    chosen: Callable[[Case], bool] = lambda case: (  # noqa: E731
+        any(text in case.name for text in options.cases)
+        if options.cases
+        else not (options.quick and case.name.startswith("ml-1m 100%"))
+    )
+    splits = options.splits or (2 if options.quick else 5)
+    results: dict[tuple[str, str, str], list[float]] = {}
+    for case in filter(chosen, CASES):
+        try:
+            for split in range(splits):
+                compare(case, options.models, split, results)
+        except BenchError as error:
+            if "is absent" not in str(error):
+                raise
+            say(f"{case.name} is left out: {error}")
+    measured = [Measured(*key, values) for key, values in results.items()]
+    show(Console(highlight=False, width=110), measured)
+    ratios = {
+        f"{unit}_max": max(
+            (upper_end(m.values) for m in measured if m.unit == unit), default=math.nan
+        )
+        for unit in ("auc_behind_lr", "log_loss_behind_lr")
+    }
+    report(
+        "own_data",
+        version=__version__,
+        machine=describe_machine(),
+        measured=measured,
+        ratios=ratios,
+        path=options.json,
+    )
+
+
+if __name__ == "__main__":
+    run_script(main)
