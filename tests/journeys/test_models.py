@@ -74,6 +74,65 @@ def test_retrieval_from_a_csv_file_to_recommendations(shell):
     assert fetch(f"{address}/recommend", body)["items"] == answers[0][1:]
 
 
+def write_plays(shell: Shell) -> None:
+    """Write plays of songs by users of one taste each, with times in another order than the rows', and their files."""
+    draw = random.Random(5)
+    plays = [
+        (f"user{user}", f"song {number:02}", 1_700_000_000 + 3600 * step + user)
+        for user in range(200)
+        for step, number in enumerate(draw.sample(range(user % RATIO, 40, RATIO), 8))
+    ]
+    draw.shuffle(plays)
+    shell.write_table("plays.csv", "user_id,song_id,timestamp", plays)
+    songs = [(f"song {number:02}", f"g{number % 3}|g{number % 5}", number) for number in range(42)]
+    shell.write_table("songs.csv", "song_id,genres,length", songs)
+    people = [(f"user{user}", 20 + user % 40) for user in range(190)]
+    shell.write_table("people.csv", "user_id,age", people)
+    shell.write_table("who.csv", "user", [("user5",), ("user10",), ("user199",)])
+
+
+@pytest.mark.slow
+@pytest.mark.budget(150)
+@pytest.mark.parametrize("model", ["two_tower", "sasrec"])
+def test_own_interactions_from_a_file_to_recommendations(shell, model):
+    """Users and items by the names of the files, on two ranks, killed on the way, and served from the export."""
+    write_plays(shell)
+    train_and_kill(
+        shell,
+        f"colonnade train --data interactions --path plays.csv {COMMON} --set data.options.users=people.csv "
+        f"--set data.options.items=songs.csv --set model.name={model} --set model.dim=8 "
+        "--set train.batch_size=50 --set train.epochs=12 --set embedding.lr=0.05",
+        ranks=2,
+        step=20,
+    )
+    shell.check_same_metrics("whole", "killed")
+    metrics = shell.read_summary("killed")["metrics"]
+    assert metrics["test_ndcg@10"] > 2 * metrics["test_popularity_ndcg@10"]
+    assert "popularity ndcg@10" in shell.run("colonnade evaluate killed")
+    shell.run("colonnade recommend killed --users who.csv --k 2 --output best.parquet --key user")
+    answers = [line.split(",") for line in shell.run_python(READ_BEST).splitlines()]
+    assert [answer[0] for answer in answers] == ["user5", "user10", "user199"]
+    for user, *songs in answers:  # each taste has ten songs, of which eight were played
+        taste = int(user.removeprefix("user")) % RATIO
+        assert len(songs) == 2 and all(
+            int(song.removeprefix("song ")) % RATIO == taste for song in songs
+        )
+    shell.run("colonnade export killed exported")
+    port = pick_port()
+    server = shell.start(f"colonnade serve exported --port {port}")
+    address = f"http://127.0.0.1:{port}"
+    server.wait_until(lambda: fetch(f"{address}/v2/health/ready") is not None, "a ready server")
+    assert (
+        fetch(f"{address}/recommend", {"user": {"user": "user5"}, "k": 2})["items"]
+        == answers[0][1:]
+    )
+    new = {"user": {"history": ["song 01", "song 05", "song 09"], "age": 30}, "k": 2}
+    if model == "sasrec":
+        new["user"].pop("age")
+    best = fetch(f"{address}/recommend", new)["items"]
+    assert {int(song.removeprefix("song ")) % RATIO for song in best} == {1}
+
+
 def write_places(shell: Shell) -> None:
     """Write visits in the form of Gowalla: a user, then the places, on each line."""
     draw = random.Random(2)

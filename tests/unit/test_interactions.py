@@ -20,7 +20,13 @@ from hypothesis import strategies as st
 from colonnade import ConfigError, DataError, Recommender
 from colonnade.batch import Ids
 from colonnade.cli import app
-from colonnade.data import SplitOptions, assign_parts, open_interactions, read_interactions
+from colonnade.data import (
+    Position,
+    SplitOptions,
+    assign_parts,
+    open_interactions,
+    read_interactions,
+)
 from colonnade.data.interactions.columns import Entities, Interactions
 from colonnade.data.interactions.samples import HeldOutItems
 from colonnade.data.interactions.splits import PAST, TEST, TRAIN, VALIDATION
@@ -189,6 +195,19 @@ def test_training_sees_nothing_that_comes_later(rows, samples):
     if test_users is not None:  # a query's history has the validation item, too
         own = [i for u, i, _ in read_twin(rows) if u == 0]
         assert lists_of(batch.ids["history"])[test_users.index(0)] == own[:-1]
+
+
+def test_other_pairs_of_a_long_list_train_in_each_epoch():
+    table = pa.table({"user": [0] * 30 + [1], "item": [*range(30), 5], "time": [*range(30), 3]})
+    source = open_interactions(table, max_pairs=4).train
+    assert source.num_samples == 5
+    epochs = []
+    for epoch in range(12):
+        (batch,) = source.batches(100, start=Position(epoch))
+        own = batch.ids["item"].values[batch.ids["user"].values == 0].tolist()
+        assert len(set(own)) == 4
+        epochs.append(own)
+    assert len(set().union(*map(set, epochs))) > 15
 
 
 def test_popularity_ranks_as_a_full_sort():

@@ -80,9 +80,9 @@ class RetrievalObjective:
         if getattr(source, "catalogue", None) is None:
             raise ConfigError(
                 "this data set has no catalogue of items to rank, by which a retrieval model is judged; train "
-                "without the part (test_fraction=0) and look at `colonnade recommend`, or use movielens_retrieval, "
-                "gowalla, power_law, or a source with a `catalogue` and batches whose key is "
-                "`data.interactions.HeldOutItems`"
+                "without the part (test_fraction=0) and look at `colonnade recommend`; or read who chose what with "
+                "--data interactions, or give a source with a `catalogue` and batches whose key is "
+                "`data.interactions.samples.HeldOutItems`"
             )
 
     def evaluate(

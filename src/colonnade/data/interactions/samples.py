@@ -189,15 +189,23 @@ class PairSource(BlockSource):
 
     @property
     def num_samples(self) -> int:
-        return len(self._select_pairs())
+        counts = self.interactions.train.counts
+        return int(counts.clamp(max=self.max_pairs or len(self.interactions.train.values)).sum())
 
-    def _select_pairs(self) -> Tensor:
-        """Return the indices of the first `max_pairs` interactions of each user."""
-        position = _offsets_and_positions(self.interactions.train.counts)[1]
-        return (position < (self.max_pairs or len(position) + 1)).nonzero()[:, 0]
+    def _select_pairs(self, epoch: int) -> Tensor:
+        """Return the indices of `max_pairs` interactions of each user: drawn for the epoch by order "past", else the
+        first, which another order of each epoch makes others."""
+        lists = self.interactions.train
+        position = _offsets_and_positions(lists.counts)[1]
+        limit = self.max_pairs or len(position) + 1
+        if self.order != "past" or int(lists.counts.max() if len(lists.counts) else 0) <= limit:
+            return (position < limit).nonzero()[:, 0]
+        words = random_words(stream_key(self.shuffle_key, epoch, 4), 0, len(position))
+        order = np.lexsort((words, lists.samples.numpy()))
+        return torch.from_numpy(np.sort(order[(position < limit).numpy()]))
 
     def read_epoch(self, epoch: int, blocks: Iterator[Block]) -> Iterator[Batch]:
-        pairs = self._select_pairs()
+        pairs = self._select_pairs(epoch)
         order = pairs[_epoch_order(len(pairs), self.shuffle_key, epoch)]
         lists = self.interactions.train
         log_shares = self.interactions.log_shares()
