@@ -324,6 +324,14 @@ def choose_open_settings(
     ):
         chosen["embedding.pooling"] = BAG_POOLING
     batch_size = chosen.get("train.batch_size") or train.samples_per_step
+    return chosen | _choose_accumulators(config, suggested_training, batch_size)
+
+
+def _choose_accumulators(
+    config: RunConfig, suggested_training: Training, batch_size: int
+) -> dict[str, Any]:
+    """Choose the initial accumulators that `config` leaves open; return them by name."""
+    chosen: dict[str, Any] = {}
     embedding = config.embedding
     row_kind = MODEL_SPECS[config.model.name].rows
     if embedding.initial_accumulator is None and embedding.optimizer in ACCUMULATORS:
