@@ -18,9 +18,11 @@ from colonnade.terminal import PLAIN_GRID, Terminal, build_grid, print_text
 EXAMPLES = (
     "[bold]Examples[/bold]\n\n  colonnade inspect runs/mine\n\n  colonnade inspect served\n\n"
     "  colonnade inspect runs/mine/checkpoints/000000002000.json\n\n  colonnade inspect clicks.parquet\n\n"
+    "  colonnade inspect ratings.csv --data interactions\n\n"
     "  colonnade inspect ratings.dat --data csv --delimiter : --names user,item,label"
 )
 GRAPHS = ("triples", "edges")
+COUNTED = (*GRAPHS, "interactions")
 """Kinds of files of which the counts are shown."""
 MAX_LINES = 30
 MAX_COLUMNS = 200
@@ -40,7 +42,7 @@ def inspect(
         str | None,
         typer.Option(
             "--data",
-            help=f"Kind of data file: {', '.join((*FORMATS, *GRAPHS))}. Default: from its name.",
+            help=f"Kind of data file: {', '.join((*FORMATS, *COUNTED))}. Default: from its name.",
         ),
     ] = None,
     delimiter: Annotated[
@@ -215,13 +217,15 @@ def _inspect_data(path: Path, kind: str | None, options: Mapping[str, Any]) -> N
     from colonnade.data.tabular.narrow import count_missing_words, narrow_column
     from colonnade.data.tabular.tables import read_first_rows_and_schema
 
-    if kind in GRAPHS:
-        options = {"columns" if name == "names" else name: options[name] for name in options}
+    if kind in COUNTED:
+        if kind in GRAPHS and "names" in options:
+            options = {**options, "columns": options["names"]}
+            del options["names"]
         for note in open_source(kind, path, **options).notes:
             print_text(note)
         return
     if kind is not None and kind not in FORMATS:
-        kinds = ", ".join(sorted((*FORMATS, *GRAPHS)))
+        kinds = ", ".join(sorted((*FORMATS, *COUNTED)))
         raise ConfigError(f"got --data {kind}, wanted a kind of file: {kinds}")
     if not path.is_dir():
         check_regular_file(path)

@@ -41,7 +41,7 @@ from colonnade.data.tabular.files import build_data_error, find_files
 from colonnade.data.tabular.formats import FORMATS, NUMBER, find_format, list_endings
 from colonnade.data.tabular.infer import TIME_WORDS, infer_column_fields
 from colonnade.data.tabular.narrow import narrow_column
-from colonnade.data.tabular.times import convert_to_microseconds, find_time_unit
+from colonnade.data.tabular.times import convert_to_microseconds, find_time_unit, format_time
 from colonnade.errors import ConfigError, DataError
 
 NAMES: dict[str, tuple[str, ...]] = {
@@ -292,7 +292,7 @@ def read_times(array: pa.Array, source: str) -> NDArray[np.int64] | NDArray[np.f
             f"{source}: got {str(array[0])[:40]!r} as a time, wanted timestamps, ISO texts or numbers; name another "
             "column (data.options.time)"
         )
-    return array.to_numpy(zero_copy_only=False)
+    return array.cast(pa.float64()).to_numpy(zero_copy_only=False)
 
 
 def select_rows(
@@ -545,8 +545,13 @@ def _split_fields(fields: Sequence[DeclaredField]) -> dict[str, Sequence[Declare
 def _describe(size: int, data: Interactions, roles: Mapping[str, str]) -> str:
     """Describe what was recognised in files and left out, in one line."""
     columns = ", ".join(f"{role}={name}" for role, name in roles.items())
+    cells = max(len(data.users.keys) * len(data.items.keys), 1)
+    times = ""
+    if data.time_n is not None and data.time_n.dtype == np.int64 and data.size:
+        first, last = (format_time(int(at))[:10] for at in data.time_n[[0, -1]])
+        times = f", from {first} to {last}"
     left_out = f", {size - data.size:,} repeated or left out" if size > data.size else ""
     return (
-        f"{data.size:,} interactions of {len(data.users.keys):,} users with {len(data.items.keys):,} items{left_out}; "
-        f"columns: {columns}"
+        f"{data.size:,} interactions of {len(data.users.keys):,} users with {len(data.items.keys):,} items "
+        f"({data.size / cells:.2%} of all pairs){times}{left_out}; columns: {columns}"
     )
