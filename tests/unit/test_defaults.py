@@ -152,14 +152,17 @@ def test_which_scores_are_those_of_no_model(metrics, is_stuck):
     assert bool(describe_stuck_loss(metrics)) == is_stuck
 
 
-@pytest.mark.parametrize("model", ["dlrm", "fm", "dcnv2"])
+@pytest.mark.parametrize(
+    "model", ["dlrm", *(pytest.param(model, marks=pytest.mark.slow) for model in ("fm", "dcnv2"))]
+)
 def test_two_columns_of_ids_are_learnt_without_a_setting(model, tmp_path):
     """Dots of vectors near 0 tell a network nothing: DLRM over such a file had an AUC of 0.50."""
     rows = write_csv(tmp_path / "train.csv", 6000).read_text().splitlines()
     pairs = [",".join(np.array(row.split(","))[[0, 1, 3]]) for row in rows]
     (tmp_path / "train.csv").write_text("\n".join(pairs) + "\n")
     config = override_settings(
-        get_preset("csv", model), {"data.path": str(tmp_path / "train.csv"), **QUICK}
+        get_preset("csv", model),
+        {"data.path": str(tmp_path / "train.csv"), "train.epochs": 8, **QUICK},
     )
     outcome, _ = train(config, tmp_path / "run")
     assert outcome.metrics["validation_auc"] >= 0.62
