@@ -504,8 +504,10 @@ def test_workers_that_are_starting_end_with_their_supervisor_in_silence(trained,
     with process.stdout, process.stderr:
         while len(workers := children_of(process.pid)) < 2:
             time.sleep(0.01)
-        for pid in (process.pid, *workers):
-            if os.getpgid(pid) == os.getpgid(process.pid):
+        own = os.getpgid(process.pid)
+        group = [pid for pid in (process.pid, *workers) if os.getpgid(pid) == own]
+        for pid in group:
+            with contextlib.suppress(ProcessLookupError):  # it ended with its supervisor
                 os.kill(pid, number)
         code = process.wait(60)
         errors = process.stderr.read()  # until the last process has ended
