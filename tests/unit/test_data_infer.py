@@ -370,6 +370,26 @@ def test_an_empty_header_cell_is_a_key(tmp_path):
     assert [f.name for f in infer_schema(tmp_path / "a.parquet").fields] == ["label", "x"]
 
 
+def test_counts_are_categories_and_numbers(tmp_path):
+    """Most values are small and few are large; ids and codes of one size are categories alone."""
+    n = 3000
+    rng = np.random.default_rng(0)
+    counts = rng.geometric(0.3, n) - 1
+    counts[::100] = rng.integers(50, 900, n // 100)
+    columns = {
+        "label": rng.integers(0, 2, n), "views": counts, "views_id": counts, "user": rng.integers(0, 900, n),
+        "age": rng.integers(18, 80, n), "few": rng.geometric(0.3, n) % 7, "balance": counts - 2,
+    }  # fmt: skip
+    fields = assert_same(tmp_path, pa.table(columns))
+    assert [*fields] == [*columns][:2] + ["views_number", *[*columns][2:], "balance_number"]
+    assert all(isinstance(fields[name], Category) for name in [*columns][1:])
+    number = fields["views_number"]
+    assert isinstance(number, Number) and number.column == "views" and number.transform == "log1p"
+    assert fields["balance_number"].transform is None  # some are negative
+    with_gaps = columns | {"views": pa.array(counts, mask=counts == 0)}
+    assert [*assert_same(tmp_path, pa.table(with_gaps))][:4] == [*fields][:4]
+
+
 # --- types in the header -----------------------------------------------------------------------------------
 
 

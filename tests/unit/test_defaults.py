@@ -38,6 +38,15 @@ from colonnade.train.progress import describe_stuck_loss
 QUICK = {"train.threads": 1}
 
 
+@pytest.mark.parametrize(("model", "factor"), [("lr", 4), ("fm", 4), ("deepfm", 1), ("dcn", 1)])
+def test_linear_models_have_longer_dense_steps(model, factor):
+    data = Splits(open_tensors(ids={"user": torch.arange(9)}, label=torch.ones(9)))
+    config = RunConfig.model_validate({"data": {"name": "csv"}, "model": {"name": model}})
+    suggested = choose_training_settings(10_000)
+    chosen = choose_open_settings(config, suggested, data)
+    assert chosen["dense.lr"] == pytest.approx(factor * suggested.dense_lr, rel=1e-2)
+
+
 @given(st.integers(1, 10**11))
 def test_settings_follow_the_number_of_samples(num_samples):
     chosen, larger = (

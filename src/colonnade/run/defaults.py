@@ -90,6 +90,10 @@ TRIPLES_PER_ENTITY = 18
 """Number of training triples for each entity to which the learning rate of a preset belongs: that of FB15k-237."""
 BAG_POOLING = "sum"
 """Default pooling of bags of files."""
+LINEAR_MODELS = ("lr", "fm")
+"""Models without hidden layers."""
+LINEAR_FACTOR = 4.0
+"""Factor of their dense learning rate: their dense weights start at 0, and no other layer moves with them."""
 FEW_STEPS = 500
 """Steps below which a network has hardly begun to learn."""
 
@@ -316,7 +320,8 @@ def choose_open_settings(
     if train.monitor is None and is_watched and _is_scorer(config):
         chosen["train.monitor"] = "log_loss"
     if config.dense.lr is None:
-        chosen["dense.lr"] = suggested_training.dense_lr
+        factor = LINEAR_FACTOR if config.model.name in LINEAR_MODELS else 1.0
+        chosen["dense.lr"] = _round_digits(factor * suggested_training.dense_lr)
     if config.dense.weight_decay is None:
         chosen["dense.weight_decay"] = suggested_training.dense_weight_decay
     if config.embedding.pooling is None and any(

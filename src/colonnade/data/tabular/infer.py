@@ -47,6 +47,9 @@ TIME_WORDS = ("timestamp", "time", "at", "ts", "date", "datetime", "epoch")
 """Last words of the names of columns in which integers may be times."""
 LOG_ABOVE = 20.0
 """Maximum above which numbers that are never negative are transformed by log1p."""
+COUNT_MEDIAN = 0.05
+"""Share of their range below which the median of integers lies that look like counts. Numbers of ids in order of
+frequency look the same, so counts stay a category, too."""
 UNIQUE_ROWS = 100
 """Minimal number of values of a unique column."""
 UNIQUE_SHARE = 0.999
@@ -87,7 +90,8 @@ def infer_fields(
                          since 1970, or 20240531) in columns named like `timestamp`, `created_at`
     text                 an open category; if many values contain a |, a bag, of integers if all its elements are
     integers, booleans   an open category; but a number if more than half of 1,000 or more rows are distinct
-                         and the name does not contain id, key, code or hash
+                         and the name does not contain id, key, code or hash; both if they look like counts, most
+                         of them small and few large
     unique in nearly     text, integers named as ids, row numbers: the key. One column at most, preferably one named
     every row            as an id; others are skipped
     lists of these       an open bag
@@ -236,7 +240,7 @@ def _infer_fields_from_values(
             or pc.count_distinct(arrow_column).as_py() <= len(arrow_column) / 2
         )
         if _is_id(column_name) or (is_few and not _is_unique(arrow_column)):
-            return [Category(field_name, column=column_name, dtype="integer")]
+            return _infer_integer_fields(column_name, arrow_column)
     elif pa.types.is_binary(kind):
         return "bytes that are no UTF-8 text; declare a category to read them as ids"
     elif not is_number_type(kind):
@@ -312,6 +316,18 @@ def _infer_number_fields(name: str, array: pa.Array) -> list[DeclaredField]:
         return [number]
     flag = Number(f"{number.name}_missing", column=name, transform="is_missing")
     return [number, flag]
+
+
+def _infer_integer_fields(name: str, array: pa.Array) -> list[DeclaredField]:
+    """Return a category and, if its values look like counts, a number."""
+    category = Category(_field_name(name), column=name, dtype="integer")
+    x = array.drop_null().to_numpy(zero_copy_only=False)
+    spread = float(x.max()) - float(x.min())
+    is_count = spread > LOG_ABOVE and np.median(x) - x.min() < COUNT_MEDIAN * spread
+    if _is_id(name) or not is_count:
+        return [category]
+    number, *_ = _infer_number_fields(name, array)
+    return [category, replace(number, name=f"{number.name}_number")]
 
 
 def _has_separator(texts: pa.Array) -> bool:
