@@ -1,17 +1,26 @@
-"""Quality of every click model by default settings on small files, beside scikit-learn's logistic regression.
+"""Quality by default settings on files of one's own: click models beside scikit-learn's logistic regression, retrieval
+beside the models of `implicit`.
 
-Minutes: 240 (quick 40).
+Minutes: 300 (quick 60).
 
-Each model is trained as `colonnade train --model NAME` trains it, with no other setting, on files of a format, and
-scored on a test file. Splits are random; logistic regression trains on the same samples: hashed one-hot categories,
-standardised numbers (log1p where large), missing values as a category of their own, and of three strengths the one that
-is best on a held-out tenth.
+Suite clicks: each model is trained as `colonnade train --model NAME` trains it, with no other setting, on files of a
+format, and scored on a test file. Splits are random; logistic regression trains on the same samples: hashed one-hot
+categories, standardised numbers (log1p where large), missing values as a category of their own, and of four strengths
+the one that is best on a held-out tenth.
 
     auc_behind_lr        AUC of logistic regression less the model's: upper end of the 95 % interval over the splits
     log_loss_behind_lr   the model's log loss less that of logistic regression, likewise
 
+Suite ranking: see workers/own_ranking.py.
+
+    zoo_vs_best_peer_hr10, two_tower_vs_als_hr10    hit rate@10 of the last of each user's items among 99 drawn others,
+                                                    MovieLens-1M in the order of its file: the best model over the best
+                                                    peer; two towers over least squares
+    gowalla_recall20                                recall@20 of two towers over the better of least squares and BPR
+    below_popularity                                number of pairs of data and model below popularity
+
 Data come from $COLONNADE_DATA, else from ../shared/data beside the checkout; a data set that is absent is left out.
-`--models`, `--cases` and `--splits` take a part.
+`--suites`, `--models`, `--cases` and `--splits` take a part.
 """
 
 from __future__ import annotations
@@ -20,7 +29,9 @@ import math
 import os
 import tempfile
 import zlib
-from collections.abc import Callable, Sequence
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,6 +53,8 @@ from harness import (
 )
 from rich.console import Console
 from rich.table import Table
+from workers.own_ranking import CASES as RANKING_CASES
+from workers.own_ranking import compute_ranking_ratios, measure_case
 
 from colonnade import Mesh, __version__
 from colonnade.config.run import override_settings
@@ -308,29 +321,18 @@ def show(console: Console, measured: Sequence[Measured]) -> None:
     console.print(table)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = open_parser(__doc__.splitlines()[0], "two splits, without the whole of MovieLens-1M")
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
-    parser.add_argument(
-        "--cases", nargs="+", default=[], metavar="TEXT", help="cases whose names contain a text"
-    )
-    parser.add_argument("--splits", type=int, help="number of splits")
-    options = parser.parse_args(arguments)
+def measure_clicks(options: Namespace) -> tuple[list[Measured], dict[str, float]]:
+    """Measure the chosen click models on the chosen cases."""
     chosen: Callable[[Case], bool] = lambda case: (  # noqa: E731
         any(text in case.name for text in options.cases)
         if options.cases
         else not (options.quick and case.name.startswith("ml-1m 100%"))
     )
-    splits = options.splits or (2 if options.quick else 5)
     results: dict[tuple[str, str, str], list[float]] = {}
     for case in filter(chosen, CASES):
-        try:
-            for split in range(splits):
+        with leave_out_absent(case.name):
+            for split in range(options.splits or (2 if options.quick else 5)):
                 compare(case, options.models, split, results)
-        except BenchError as error:
-            if "is absent" not in str(error):
-                raise
-            say(f"{case.name} is left out: {error}")
     measured = [Measured(*key, values) for key, values in results.items()]
     show(Console(highlight=False, width=110), measured)
     ratios = {
@@ -339,6 +341,49 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
         for unit in ("auc_behind_lr", "log_loss_behind_lr")
     }
+    return measured, ratios
+
+
+def measure_rankings(options: Namespace) -> tuple[list[Measured], dict[str, float]]:
+    """Measure the chosen cases of retrieval."""
+    measured: list[Measured] = []
+    for case in RANKING_CASES:
+        if not options.cases or any(text in case.name for text in options.cases):
+            with leave_out_absent(case.name):
+                num_seeds = options.splits or (1 if options.quick else 3)
+                measured += measure_case(case, DATA, num_seeds)
+    return measured, compute_ranking_ratios(measured)
+
+
+@contextmanager
+def leave_out_absent(case: str) -> Iterator[None]:
+    """Report a case whose data are absent instead of raising an error."""
+    try:
+        yield
+    except BenchError as error:
+        if "is absent" not in str(error):
+            raise
+        say(f"{case} is left out: {error}")
+
+
+SUITES = {"clicks": measure_clicks, "ranking": measure_rankings}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = open_parser(__doc__.splitlines()[0], "two splits, without the whole of MovieLens-1M")
+    parser.add_argument("--suites", nargs="+", choices=SUITES, default=list(SUITES))
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS, help="click models")
+    parser.add_argument(
+        "--cases", nargs="+", default=[], metavar="TEXT", help="cases whose names contain a text"
+    )
+    parser.add_argument("--splits", type=int, help="number of splits, or of seeds")
+    options = parser.parse_args(arguments)
+    measured: list[Measured] = []
+    ratios: dict[str, float] = {}
+    for suite in options.suites:
+        suite_measured, suite_ratios = SUITES[suite](options)
+        measured += suite_measured
+        ratios |= suite_ratios
     report(
         "own_data",
         version=__version__,
