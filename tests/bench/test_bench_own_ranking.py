@@ -20,7 +20,7 @@ from colonnade.data import open_source
 
 @pytest.mark.parametrize("ranked_negatives", [None, 30])
 def test_a_ranking_of_counts_has_the_metrics_of_popularity(tmp_path, ranked_negatives):
-    """By hand: the share of a user's held-out items among the first 20 that are not masked."""
+    """Compute by hand the share of held-out items among the first 20 that are not masked."""
     path = tmp_path / "walks.parquet"
     pq.write_table(bench.make_interactions("walks").slice(0, 4000), path)
     splits = open_source("interactions", path, order="file", ranked_negatives=ranked_negatives)
