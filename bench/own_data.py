@@ -1,5 +1,5 @@
 """Quality by default settings on files of one's own: click models beside scikit-learn's logistic regression, retrieval
-beside the models of `implicit`.
+beside the models of `implicit`, thin graphs beside a sweep.
 
 Minutes: 300 (quick 60).
 
@@ -18,6 +18,15 @@ Suite ranking: see workers/own_ranking.py.
                                                     peer; two towers over least squares
     gowalla_recall20                                recall@20 of two towers over the better of least squares and BPR
     below_popularity                                number of pairs of data and model below popularity
+
+Suite sequences: see workers/own_sequences.py.
+
+    sasrec_vs_torch_hr10, sasrec_time_of_torch    hit rate@10 of SASRec over that of the better of two plain torch ones,
+                                                  all items ranked; seconds of ten epochs over its
+
+Suite graphs: see workers/own_graphs.py.
+
+    thin_graph_of_best    hits@10 of TransE by default settings over that of the best of six settings
 
 Data come from $COLONNADE_DATA, else from ../shared/data beside the checkout; a data set that is absent is left out.
 `--suites`, `--models`, `--cases` and `--splits` take a part.
@@ -53,8 +62,10 @@ from harness import (
 )
 from rich.console import Console
 from rich.table import Table
+from workers.own_graphs import compute_graph_ratios, measure_thin_graph
 from workers.own_ranking import CASES as RANKING_CASES
 from workers.own_ranking import compute_ranking_ratios, measure_case
+from workers.own_sequences import compute_sequence_ratios, measure_sequences
 
 from colonnade import Mesh, __version__
 from colonnade.config.run import override_settings
@@ -355,6 +366,22 @@ def measure_rankings(options: Namespace) -> tuple[list[Measured], dict[str, floa
     return measured, compute_ranking_ratios(measured)
 
 
+def measure_one(
+    name: str,
+    measure: Callable[[Path, int], list[Measured]],
+    compute_ratios: Callable[[list[Measured]], dict[str, float]],
+) -> Callable[[Namespace], tuple[list[Measured], dict[str, float]]]:
+    """Return the suite of a single case."""
+
+    def measure_suite(options: Namespace) -> tuple[list[Measured], dict[str, float]]:
+        measured: list[Measured] = []
+        with leave_out_absent(name):
+            measured = measure(DATA, options.splits or (1 if options.quick else 3))
+        return measured, compute_ratios(measured)
+
+    return measure_suite
+
+
 @contextmanager
 def leave_out_absent(case: str) -> Iterator[None]:
     """Report a case whose data are absent instead of raising an error."""
@@ -366,7 +393,12 @@ def leave_out_absent(case: str) -> Iterator[None]:
         say(f"{case} is left out: {error}")
 
 
-SUITES = {"clicks": measure_clicks, "ranking": measure_rankings}
+SUITES = {
+    "clicks": measure_clicks,
+    "ranking": measure_rankings,
+    "sequences": measure_one("sequences", measure_sequences, compute_sequence_ratios),
+    "graphs": measure_one("thin graph", measure_thin_graph, compute_graph_ratios),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
