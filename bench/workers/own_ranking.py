@@ -1,7 +1,7 @@
 """Retrieval by default settings beside models of `implicit`: the same splits, masks and metrics.
 
-A peer is fitted to the training part with each of a few settings, and the best by validation is tested. In the test, as
-Colonnade's models do, least squares and item neighbours read a user's validation items as a part of its history.
+A peer is fitted to the training part with each of a few settings. The best one by validation is fitted to training and
+validation part and tested. Colonnade's models train on the training part alone, and stop by the validation part.
 
 Legend: U users, I items, B queries.
 """
@@ -12,6 +12,7 @@ import itertools
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,8 @@ from colonnade.models.retriever import (
 from colonnade.run.defaults import get_preset
 from colonnade.run.run import open_run
 
-Scores = Callable[[Tensor, Any], np.ndarray]
-"""Function from users (B,) and a sparse matrix of histories (U, I) to scores (B, I)."""
+Scores = Callable[[Tensor], np.ndarray]
+"""Function from users (B,) to scores of all items (B, I)."""
 POPULAR = "popularity"
 FACTORS = 64
 
@@ -99,11 +100,11 @@ def train_model(case: RankingCase, model: str, path: Path, seed: int) -> dict[st
     return {name.removeprefix("test_"): x for name, x in metrics.items() if name[:5] == "test_"}
 
 
-def measure_scores(source: Source, history: Any, scores_of: Scores) -> dict[str, float]:
+def measure_scores(source: Source, scores_of: Scores) -> dict[str, float]:
     """Measure a peer by the masks and metrics of `source`."""
     values = []
     for batch in source.batches(512):
-        scores = torch.from_numpy(scores_of(batch.group, history)).float()
+        scores = torch.from_numpy(scores_of(batch.group)).float()
         if (candidates := batch.key.candidates) is None:
             scores = mask_items(scores, batch.key.excluded)
         else:
@@ -126,70 +127,47 @@ def to_matrix(bags: Ids, num_items: int) -> Any:
     return csr_matrix((ones, bags.values.numpy(), bags.offsets.numpy()), shape)
 
 
-def fit_peers(train: Any) -> Iterator[tuple[str, str, Scores]]:
-    """Yield each peer with each of its settings, fitted to a matrix of users and items: name, settings, scores."""
+def list_peers() -> Iterator[tuple[str, str, Callable[[Any], Scores]]]:
+    """Yield each peer with each of its settings: name, settings, and the function that fits it to a matrix (U, I)."""
     try:
         from implicit.als import AlternatingLeastSquares
         from implicit.bpr import BayesianPersonalizedRanking
         from implicit.nearest_neighbours import CosineRecommender
     except ModuleNotFoundError as error:
         raise BenchError(f"this bench needs {error.name}: pip install implicit") from None
+    quiet = {"random_state": 0, "num_threads": 1, "use_gpu": False}
 
-    def score_by_factors(model: Any, *, reads_history: bool) -> Scores:
-        def score(users: Tensor, history: Any) -> np.ndarray:
-            rows = users.numpy()
-            factors = model.user_factors[rows]
-            if reads_history:
-                factors = model.recalculate_user(rows, history[rows])
-            return factors @ model.item_factors.T
+    def fit_factors(model: Any, matrix: Any) -> Scores:
+        model.fit(matrix, show_progress=False)
+        return lambda users: model.user_factors[users.numpy()] @ model.item_factors.T
 
-        return score
+    def fit_neighbours(size: int, matrix: Any) -> Scores:
+        model = CosineRecommender(size, num_threads=1)
+        model.fit(matrix, show_progress=False)
+        return lambda users: (matrix[users.numpy()] @ model.similarity.T).toarray()
 
-    quiet = {"random_state": 0, "num_threads": 1}
-    for regularization, alpha in itertools.product((0.01, 0.1), (1.0, 10.0, 40.0)):
-        als = AlternatingLeastSquares(
-            FACTORS, regularization, alpha, iterations=15, use_gpu=False, **quiet
-        )
-        als.fit(train, show_progress=False)
-        yield (
-            "ALS",
-            f"regularization {regularization}, alpha {alpha}",
-            score_by_factors(als, reads_history=True),
-        )
-    for rate, regularization in itertools.product((0.05, 0.01), (0.01, 0.001)):
-        bpr = BayesianPersonalizedRanking(
-            FACTORS, rate, regularization, iterations=100, use_gpu=False, **quiet
-        )
-        bpr.fit(train, show_progress=False)
-        yield (
-            "BPR",
-            f"rate {rate}, regularization {regularization}",
-            score_by_factors(bpr, reads_history=False),
-        )
+    for penalty, alpha in itertools.product((0.01, 0.1), (1.0, 10.0, 40.0)):
+        als = AlternatingLeastSquares(FACTORS, penalty, alpha, iterations=15, **quiet)
+        yield "ALS", f"regularization {penalty}, alpha {alpha}", partial(fit_factors, als)
+    for rate, penalty in itertools.product((0.05, 0.01), (0.01, 0.001)):
+        bpr = BayesianPersonalizedRanking(FACTORS, rate, penalty, iterations=100, **quiet)
+        yield "BPR", f"rate {rate}, regularization {penalty}", partial(fit_factors, bpr)
     for size in (20, 100, 500):
-        neighbours = CosineRecommender(size, num_threads=1)
-        neighbours.fit(train, show_progress=False)
-        similarity = neighbours.similarity
-
-        def score(users: Tensor, history: Any, similarity: Any = similarity) -> np.ndarray:
-            return (history[users.numpy()] @ similarity.T).toarray()
-
-        yield "item-kNN", f"{size} neighbours", score
+        yield "item-kNN", f"{size} neighbours", partial(fit_neighbours, size)
 
 
 def measure_peers(splits: Splits) -> dict[str, dict[str, float]]:
-    """Return the test metrics of each peer with the settings that are best in validation."""
+    """Return the test metrics of each peer: with the settings that are best in validation, fitted to both parts."""
     split: InteractionSplit = splits.train.interactions  # type: ignore[attr-defined]
     assert splits.validation is not None and splits.test is not None
     train = to_matrix(split.train, split.num_items)
-    past = to_matrix(concat_bags(split.train, split.validation), split.num_items)
-    best: dict[str, tuple[float, dict[str, float]]] = {}
-    for name, settings, scores_of in fit_peers(train):
-        validation = measure_scores(splits.validation, train, scores_of)["ndcg@20"]
-        if name not in best or validation > best[name][0]:
-            best[name] = validation, measure_scores(splits.test, past, scores_of)
+    both = to_matrix(concat_bags(split.train, split.validation), split.num_items)
+    best: dict[str, tuple[float, Callable[[Any], Scores]]] = {}
+    for name, settings, fit in list_peers():
+        validation = measure_scores(splits.validation, fit(train))["ndcg@20"]
         say(f"{name}, {settings}: validation NDCG@20 {validation:.4f}")
-    return {name: metrics for name, (_, metrics) in best.items()}
+        best[name] = max(best.get(name, (-1.0, fit)), (validation, fit), key=lambda pair: pair[0])
+    return {name: measure_scores(splits.test, fit(both)) for name, (_, fit) in best.items()}
 
 
 def measure_case(case: RankingCase, folder: Path, num_seeds: int) -> list[Measured]:

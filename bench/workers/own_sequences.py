@@ -9,6 +9,7 @@ Legend: B sequences, L positions, I items, D dim.
 from __future__ import annotations
 
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -136,15 +137,10 @@ def train_plain(path: Path, config: RunConfig, loss: str, seed: int) -> tuple[fl
         begin = time.perf_counter()
         train_epoch(model, optimizer, split.train, loss, config.train.samples_per_step)
         seconds += (time.perf_counter() - begin) * (epoch < EPOCHS)
-        scores = measure_scores(
-            splits.validation, split.train, lambda users, bags: score_next(model, bags, users)
-        )
+        scores = measure_scores(splits.validation, partial(score_next, model, split.train))
         if scores["ndcg@20"] > best:
             best = scores["ndcg@20"]
-            test = measure_scores(
-                splits.test, past, lambda users, bags: score_next(model, bags, users)
-            )
-            result = test[METRIC]
+            result = measure_scores(splits.test, partial(score_next, model, past))[METRIC]
     return result, seconds
 
 

@@ -27,9 +27,7 @@ def test_a_ranking_of_counts_has_the_metrics_of_popularity(tmp_path, ranked_nega
     split = splits.train.interactions
     train = bench.to_matrix(split.train, split.num_items)
     counts = np.asarray(train.sum(0)).ravel() - np.arange(split.num_items) * 1e-6
-    metrics = bench.measure_scores(
-        splits.test, train, lambda users, _: np.tile(counts, (len(users), 1))
-    )
+    metrics = bench.measure_scores(splits.test, lambda users: np.tile(counts, (len(users), 1)))
     hits = []
     for batch in splits.test.batches(64):
         for row in range(batch.size):

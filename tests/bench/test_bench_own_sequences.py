@@ -46,7 +46,9 @@ def test_a_thin_graph_has_three_triples_for_each_entity():
     triples = random.randint(0, [9000, 9000, 20], (400_000, 3))
     thin = graphs.thin_triples(triples, 0)
     num_entities = len(np.unique(thin[:, :2]))
-    assert num_entities <= graphs.NUM_ENTITIES and len(thin) / num_entities == pytest.approx(3, 0.01)
+    assert num_entities <= graphs.NUM_ENTITIES and len(thin) / num_entities == pytest.approx(
+        3, 0.01
+    )
     assert not np.array_equal(thin, graphs.thin_triples(triples, 1))
 
 
