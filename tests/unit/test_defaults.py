@@ -47,6 +47,19 @@ def test_linear_models_have_longer_dense_steps(model, factor):
     assert chosen["dense.lr"] == pytest.approx(factor * suggested.dense_lr, rel=1e-2)
 
 
+@pytest.mark.parametrize(
+    ("model", "num_samples", "top"),
+    [("dlrm", 19_999, [32]), ("dcn", 900, [32]), ("dcnv2", 20_000, None), ("deepfm", 900, None)],
+)
+def test_few_samples_have_a_small_last_network(model, num_samples, top):
+    data = Splits(open_tensors(ids={"user": torch.arange(9)}, label=torch.ones(9)))
+    config = RunConfig.model_validate({"data": {"name": "csv"}, "model": {"name": model}})
+    suggested = choose_training_settings(num_samples)
+    assert choose_open_settings(config, suggested, data).get("model.top") == top
+    own = override_settings(config, {"model.top": [7]})
+    assert "model.top" not in choose_open_settings(own, suggested, data)
+
+
 @given(st.integers(1, 10**11))
 def test_settings_follow_the_number_of_samples(num_samples):
     chosen, larger = (

@@ -90,6 +90,10 @@ TRIPLES_PER_ENTITY = 18
 """Number of training triples for each entity to which the learning rate of a preset belongs: that of FB15k-237."""
 BAG_POOLING = "sum"
 """Default pooling of bags of files."""
+SMALL_TOP = [32]
+"""Hidden widths of the last network, for fewer than SMALL_SAMPLES samples, of models without first-order weights. A
+larger one learns the samples by heart before the vectors of ids have grown."""
+SMALL_SAMPLES = 20_000
 LINEAR_MODELS = ("lr", "fm")
 """Models without hidden layers."""
 LINEAR_FACTOR = 4.0
@@ -112,6 +116,8 @@ class Training:
     """Pseudo-samples in the initial accumulator of an embedding. A larger prior moves rare ids less."""
     wide_prior: float
     """Prior of first-order weights."""
+    top: list[int] | None = None
+    """Hidden widths of the last network of a model without first-order weights; None: those of the model."""
 
 
 def choose_training_settings(num_samples: int) -> Training:
@@ -131,7 +137,7 @@ def choose_training_settings(num_samples: int) -> Training:
         epochs = min(16, max(3, 6400 // num_samples))
         steps = epochs * -(-num_samples // 64)
         dense_lr, weight_decay = map(_round_digits, (min(5e-3, 0.2 / steps), 1.6 / num_samples))
-        return Training(64, epochs, 0, 0.0, dense_lr, weight_decay, 20.0, 20.0)
+        return Training(64, epochs, 0, 0.0, dense_lr, weight_decay, 20.0, 20.0, SMALL_TOP)
     batch_size = 64
     while batch_size < 4096 and batch_size * 320 <= num_samples:
         batch_size *= 2
@@ -139,11 +145,12 @@ def choose_training_settings(num_samples: int) -> Training:
         batch_size,
         epochs=min(20, max(1, 8_000_000 // num_samples)),
         patience=PATIENCE,
-        validation_fraction=0.1 if num_samples < 20_000 else LARGE_FRACTION,
+        validation_fraction=0.1 if num_samples < SMALL_SAMPLES else LARGE_FRACTION,
         dense_lr=_round_digits(min(2e-3, 5e-4 * math.sqrt(batch_size / 64))),
         dense_weight_decay=_round_digits(0.3 / num_samples),
         prior=min(20.0, max(5.0, 4e6 / num_samples)),
         wide_prior=min(20.0, max(1.0, 20_000 / num_samples)),
+        top=SMALL_TOP if num_samples < SMALL_SAMPLES else None,
     )
 
 
@@ -328,6 +335,8 @@ def choose_open_settings(
         column.kind == "bag" for column in data.train.schema.categorical
     ):
         chosen["embedding.pooling"] = BAG_POOLING
+    if suggested_training.top is not None and config.model.top is None and _is_deep(config):
+        chosen["model.top"] = suggested_training.top
     batch_size = chosen.get("train.batch_size") or train.samples_per_step
     return chosen | _choose_accumulators(config, suggested_training, batch_size)
 
@@ -370,6 +379,11 @@ def _can_hold_out(config: RunConfig) -> bool:
     return not is_given and not _is_by_day(config) and _is_scorer(config)
 
 
+def _is_deep(config: RunConfig) -> bool:
+    """Return whether a click model has no first-order weights: all goes through its networks."""
+    return _is_scorer(config) and MODEL_SPECS[config.model.name].rows == "vector"
+
+
 def _is_scorer(config: RunConfig) -> bool:
     return issubclass(MODEL_SPECS[config.model.name].model, Scorer)
 
@@ -401,6 +415,7 @@ def _fill_from_recorded(config: RunConfig, recorded_config: RunConfig) -> RunCon
     for name in (
         "dense.lr",
         "dense.weight_decay",
+        "model.top",
         "embedding.pooling",
         "embedding.initial_accumulator",
         "embedding.wide.initial_accumulator",
