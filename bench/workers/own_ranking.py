@@ -161,13 +161,13 @@ def measure_peers(splits: Splits) -> dict[str, dict[str, float]]:
     split: InteractionSplit = splits.train.interactions  # type: ignore[attr-defined]
     assert splits.validation is not None and splits.test is not None
     train = to_matrix(split.train, split.num_items)
-    both = to_matrix(concat_bags(split.train, split.validation), split.num_items)
+    history = to_matrix(concat_bags(split.train, split.validation), split.num_items)
     best: dict[str, tuple[float, Callable[[Any], Scores]]] = {}
     for name, settings, fit in list_peers():
         validation = measure_scores(splits.validation, fit(train))["ndcg@20"]
         say(f"{name}, {settings}: validation NDCG@20 {validation:.4f}")
         best[name] = max(best.get(name, (-1.0, fit)), (validation, fit), key=lambda pair: pair[0])
-    return {name: measure_scores(splits.test, fit(both)) for name, (_, fit) in best.items()}
+    return {name: measure_scores(splits.test, fit(history)) for name, (_, fit) in best.items()}
 
 
 def measure_case(case: RankingCase, folder: Path, num_seeds: int) -> list[Measured]:
