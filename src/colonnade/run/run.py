@@ -6,7 +6,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -52,7 +52,7 @@ from colonnade.data.contract import has_samples
 from colonnade.data.processes import read_in_processes
 from colonnade.data.tabular.tables import build_portable_options
 from colonnade.embedding import find_collection
-from colonnade.errors import CheckpointError, ConfigError
+from colonnade.errors import CheckpointError, ColonnadeError, ConfigError
 from colonnade.files.disk import Disk
 from colonnade.files.durable import write_durably
 from colonnade.formats import make_format_stamp
@@ -92,6 +92,7 @@ from colonnade.run.start import (
 from colonnade.store.log.stripes import check_tier_directories
 from colonnade.table import Table
 from colonnade.topology.world import World
+from colonnade.train.callbacks import check_callbacks
 from colonnade.train.objective import get_objective
 from colonnade.train.record import (
     average_sent_bytes,
@@ -131,13 +132,17 @@ class TrainingRun:
         """Train, and write the run folder's summary on rank 0. Collective."""
         if self.final_summary is not None:
             return build_outcome(self.final_summary)
-        self.trainer.progress.start_reporting(self.trainer.collection.step, self.trainer)
-        try:
-            outcome = self.trainer.train()
-            with report_errors_to_peers(self.mesh.peer_monitor):
+        progress = self.trainer.progress
+        with report_errors_to_peers(self.mesh.peer_monitor):
+            try:
+                progress.start_reporting(self.trainer.collection.step, self.trainer)
+                outcome = self.trainer.train()
                 self._add_test_metrics(outcome)
-        finally:
-            self.trainer.progress.close()
+            except BaseException:
+                with suppress(ColonnadeError):  # the first error is the one to correct
+                    progress.close({})
+                raise
+            progress.close(outcome.metrics)
         self.sent_bytes = average_sent_bytes(self.mesh, outcome.steps)
         self.row_summary = gather_row_summary(self.mesh, self.trainer.collection)
         self.num_samples = int(self.mesh.all_reduce("control", torch.tensor(outcome.samples)))
@@ -294,6 +299,7 @@ def prepare_run(requested: RunSetup) -> TrainingRun:
         setup.data,
         setup.mesh,
         objective=type(setup.objective).__name__,
+        metrics=list(getattr(setup.objective, "metrics", ())),
         monitor=config.train.monitor,
         at=setup.at,
         has_folder=setup.folder is not None,
@@ -372,8 +378,11 @@ def _read_final_summary(setup: RunSetup) -> dict[str, Any] | None:
 
 
 def _prepare_training(setup: RunSetup) -> None:
-    """Check the data; move the network to its device, which servers do not need. Raises before anything is opened."""
+    """Check callbacks and data; move the network to its device, which servers do not need.
+
+    Raises before anything is opened."""
     config = setup.config
+    check_callbacks(setup.callbacks)
     check_data_for_settings(setup.data, config, setup.objective)
     if config.data.next_use_hints:
         add_next_use_to_splits(setup.data, config.train.num_epochs)

@@ -1,6 +1,7 @@
 """Metrics of a run while it trains: JSON lines, and the same numbers as a TensorBoard event file.
 
-The calling thread writes them. TensorBoard's own writer has a thread, which prints a traceback when a disk is full.
+The calling thread writes them, and passes the numbers to callbacks, of which TensorBoard is one. TensorBoard's own
+writer has a thread, which prints a traceback when a disk is full.
 
 run/metrics.jsonl      {"step", "kind", "time", ...}; by kind:
     train      loss; samples_per_second over all ranks; lr by param group of rows and dense network; loss_scale, where
@@ -40,7 +41,7 @@ import math
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -52,10 +53,12 @@ from torch.optim import Optimizer
 
 from colonnade.batch import Batch
 from colonnade.comm.mesh import Mesh
+from colonnade.data.contract import Position
 from colonnade.embedding import EmbeddingCollection
 from colonnade.files.disk import storage_error
 from colonnade.plan.plan import Plan
 from colonnade.store.contract import TierCounts
+from colonnade.train.callbacks import Callback, Callbacks, RunEvent
 from colonnade.train.loss_scale import LossScale
 from colonnade.train.metrics_file import (
     FILE_NAME,
@@ -66,36 +69,41 @@ from colonnade.train.metrics_file import (
 from colonnade.train.phases import WAITING, Phases
 
 
-class TensorBoardWriter:
-    """Writer of a new event file in a folder. It invalidates steps from `first_step` on in earlier files."""
+class TensorBoard(Callback):
+    """Callback that writes a new event file in a folder. It invalidates later steps in earlier files."""
 
-    def __init__(self, folder: Path, first_step: int) -> None:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_start(self, event: RunEvent) -> None:
+        """Open the event file."""
         # These take a while to import.
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto.event_pb2 import SessionLog
         from tensorboard.summary.writer.record_writer import RecordWriter
 
-        folder.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
         name = f"events.out.tfevents.{time.time():017.6f}.{socket.gethostname()}.{os.getpid()}"
-        self.path = folder / name
-        self._records = RecordWriter(self.path.open("xb"))
-        self._event = Event
+        self._records = RecordWriter((self.folder / name).open("xb"))
         self._write(file_version="brain.Event:2")
-        if first_step > 1:
-            self._write(step=first_step, session_log=SessionLog(status=SessionLog.START))
+        if event.step:
+            self._write(step=event.step + 1, session_log=SessionLog(status=SessionLog.START))
 
-    def add(self, step: int, numbers: dict[str, float]) -> None:
-        """Write all of one step's numbers. Raises OSError."""
+    def on_log(self, event: RunEvent) -> None:
+        """Write all of one step's numbers."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        values = [Summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
-        self._write(step=step, summary=Summary(value=values))
+        numbers = event.metrics.items()
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in numbers]
+        self._write(step=event.step, summary=Summary(value=values))
 
-    def close(self) -> None:
+    def on_end(self, event: RunEvent) -> None:
         """Close the event file."""
         self._records.close()
 
     def _write(self, **fields: object) -> None:
-        event = self._event(wall_time=time.time(), **fields)
+        from tensorboard.compat.proto.event_pb2 import Event
+
+        event = Event(wall_time=time.time(), **fields)
         self._records.write(event.SerializeToString())
         self._records.flush()
 
@@ -104,7 +112,7 @@ ROW_KINDS = ("rows", "tiers", "tables")
 """Kinds of lines about the rows of the writing rank."""
 Part = Literal["all", "but rows", "rows"]
 MAX_BOARD_NAMES = 64
-"""Maximum count of numbers in a line for TensorBoard; longer lines are in the report alone."""
+"""Maximum count of numbers in a line for callbacks; longer lines are in the report alone."""
 
 
 class RecordedTrainer(Protocol):
@@ -112,6 +120,8 @@ class RecordedTrainer(Protocol):
 
     @property
     def collection(self) -> EmbeddingCollection: ...
+    @property
+    def position(self) -> Position: ...
     @property
     def phases(self) -> Phases: ...
     @property
@@ -130,31 +140,39 @@ def select_record_part(mesh: Mesh) -> Part | None:
 
 
 class Record:
-    """Writer of a run folder's metrics. Call `open` first and `close` at the end."""
+    """Writer of a run's metrics, to its folder and to callbacks. Call `open_files` first and `close` at the end."""
 
-    def __init__(self, folder: Path, part: Part = "all") -> None:
+    def __init__(
+        self, folder: Path | None, part: Part = "all", callbacks: Sequence[object] = ()
+    ) -> None:
+        """folder: None if only callbacks receive the metrics."""
         self.folder = folder
+        self.path = (folder or Path()) / (ROWS_FILE_NAME if part == "rows" else FILE_NAME)
         self.part = part
-        self.path = folder / (ROWS_FILE_NAME if part == "rows" else FILE_NAME)
+        boards = [] if folder is None else [TensorBoard(folder / "tensorboard")]
+        self.callbacks = Callbacks([*boards, *callbacks], folder)
         self._lines: Any = None
-        self._tensorboard: TensorBoardWriter | None = None
+
+    @property
+    def has_readers(self) -> bool:
+        """True if anything receives the metrics."""
+        return bool(self.callbacks.callbacks)
 
     def open_files(self, done_steps: int) -> None:
-        """Open the files and drop lines of later steps, which the run repeats. Raises StorageError."""
-        with self._as_storage_error():
-            drop_metrics_after_step(self.path, done_steps)
-            self._lines = self.path.open("a", encoding="utf-8")
-            if not self._lines.tell():
-                self._lines.write(FIRST_LINE)
-            self._tensorboard = TensorBoardWriter(
-                self.folder / "tensorboard", first_step=done_steps + 1
-            )
+        """Open the file and drop lines of later steps, which the run repeats; start the callbacks.
+
+        Raises StorageError, CallbackError."""
+        if self.folder is not None:
+            with self._as_storage_error():
+                drop_metrics_after_step(self.path, done_steps)
+                self._lines = self.path.open("a", encoding="utf-8")
+                if not self._lines.tell():
+                    self._lines.write(FIRST_LINE)
+        self.callbacks.call("on_start", done_steps, {})
 
     def write_line(self, step: int, line_kind: str, line_values: Mapping[str, Any]) -> None:
-        """Write one line and flush it, without fsync. Raises StorageError."""
-        if self._lines is None or (
-            self.part != "all" and (line_kind in ROW_KINDS) != (self.part == "rows")
-        ):
+        """Write one line and flush it, without fsync. Raises StorageError, CallbackError."""
+        if self.part != "all" and (line_kind in ROW_KINDS) != (self.part == "rows"):
             return
         line = {
             "step": step,
@@ -162,22 +180,20 @@ class Record:
             "time": round(time.time(), 3),
             **_replace_non_finite(line_values),
         }
+        if self._lines is not None:
+            with self._as_storage_error():
+                self._lines.write(json.dumps(line, allow_nan=False) + "\n")
+                self._lines.flush()
         numbers = _flatten_numbers(line_values, line_kind)
-        with self._as_storage_error():
-            self._lines.write(json.dumps(line, allow_nan=False) + "\n")
-            self._lines.flush()
-            if self._tensorboard is not None and len(numbers) <= MAX_BOARD_NAMES:
-                self._tensorboard.add(step, numbers)
+        if 0 < len(numbers) <= MAX_BOARD_NAMES:
+            self.callbacks.call("on_log", step, numbers)
 
-    def close(self) -> None:
-        """Close the files. Raises StorageError."""
-        lines = self._lines
-        board = self._tensorboard
-        self._lines = self._tensorboard = None
-        with self._as_storage_error():
-            for file in (lines, board):
-                if file is not None:
-                    file.close()
+    def close(self, step: int, metrics: Mapping[str, float]) -> None:
+        """End the callbacks with the metrics of the result, and close the file. Raises StorageError, CallbackError."""
+        self.callbacks.call("on_end", step, metrics)
+        if self._lines is not None:
+            with self._as_storage_error():
+                self._lines.close()
 
     @contextmanager
     def _as_storage_error(self) -> Iterator[None]:

@@ -61,6 +61,8 @@ class RunSetup:
     """Factory of the dense optimizer; None: the configured one. Likewise both schedules."""
     dense_schedule: ScheduleFactory | None = None
     row_schedule: ScheduleFactory | None = None
+    callbacks: Sequence[object] = ()
+    """Callbacks of training (`colonnade.Callback`), which rank 0 calls."""
     console: Console | None = None
     disk: Disk = field(default_factory=Disk)
     read_only: bool = False
@@ -137,6 +139,7 @@ def build_trainer(
             console=console or Terminal(quiet=True),
             folder=None if record_part is None else setup.trained_folder,
             part=record_part or "all",
+            callbacks=setup.callbacks if mesh.rank == 0 else (),
             is_quiet=console is None or mesh.rank > 0,
         ),
         checkpoints,
@@ -175,6 +178,7 @@ def open_timed_trainer(
         data=data,
         config=config,
         folder=None,
+        callbacks=(),
         console=None,
     )
     collection.open(plan, setup.mesh, backings=backings)
@@ -200,6 +204,7 @@ def build_training_schedule(setup: RunSetup) -> Schedule:
         evaluate_steps=train.evaluate_steps,
         test_at="best" if train.test_at == "end" and not is_reopened else train.test_at,
         monitor=train.monitor,
+        monitor_mode=train.monitor_mode,
         patience=train.patience or 0,
         min_delta=train.min_delta,
         progressive=train.progressive,

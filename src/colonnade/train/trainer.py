@@ -20,6 +20,7 @@ from colonnade.checkpoint.checkpoints import Checkpoints
 from colonnade.comm.collectives import notify_servers
 from colonnade.comm.mesh import Mesh
 from colonnade.comm.peer_status import report_errors_to_peers
+from colonnade.config.run import MonitorMode
 from colonnade.data.batches import build_empty_batch, read_rank_batches
 from colonnade.data.contract import LastBatch, Position, Source, Splits, has_samples
 from colonnade.errors import CheckpointError, ConfigError, DataError, NonFiniteError
@@ -115,6 +116,7 @@ class Schedule:
     test_at: Literal["end", "best", "evaluations"] = "end"  # best: at each best score so far
     monitor: str | None = None  # None: the objective's
     patience: int = 0
+    monitor_mode: MonitorMode | None = None
     min_delta: float = 0.0
     progressive: bool = False
     checkpoint_steps: int = 0
@@ -133,7 +135,7 @@ class Outcome:
     seconds: float = 0.0
     skipped: int = 0
     stopped: bool = False
-    stopped_early: bool = False  # the score was not better for `patience` evaluations
+    stopped_early: bool = False  # by `patience` or a callback
     best_step: int | None = None  # of the best score, where the data has a validation part
     metrics: dict[str, float] = field(default_factory=dict)  # of the best step, else the last
     days: list[dict[str, float]] = field(default_factory=list)  # progressive validation, by day
@@ -191,9 +193,10 @@ class Trainer:
         # `count_work` of each rank in the checkpoint that this run resumed from; empty: a new run.
         self.earlier_work: list[Mapping[str, Any]] = []
         monitor = schedule.monitor or objective.monitor
-        self.best = Best(f"validation_{monitor}", schedule.min_delta)
+        self.best = Best(f"validation_{monitor}", schedule.min_delta, schedule.monitor_mode)
         self.days: list[dict[str, float]] = []  # progressive validation: metrics by day
         self.stop_requested = False
+        self.stopped_by_callback = False
         # Step after which weights that only one tower trains were last sent to all ranks.
         self.last_broadcast_step = -1
         self.clock = CheckpointClock(self.mesh, schedule.checkpoint_seconds)
@@ -204,6 +207,7 @@ class Trainer:
         Returns earlier when scores no longer get better, or when a rank requested to stop.
         """
         self.outcome = outcome = Outcome()
+        self.stopped_by_callback = False
         self.started = started = time.perf_counter()
         if self.collection.cached is not None:
             apply_planned_bounds(self.collection.cached)
@@ -219,7 +223,8 @@ class Trainer:
         if self.checkpoints is not None:
             with self.phases("checkpoint", include_waits=True):
                 self.checkpoints.finish_checkpoint()
-        outcome.stopped_early = self._has_run_out_of_patience() and not outcome.stopped
+            self._report_saved_checkpoints(self.checkpoints)
+        outcome.stopped_early = self._has_stopped_early() and not outcome.stopped
         outcome.best_step = self.best.step
         outcome.metrics = self.best.metrics | average_daily_metrics(self.days)
         outcome.days = list(self.days)
@@ -253,7 +258,7 @@ class Trainer:
 
     def _train_steps(self, batches: Lookahead, outcome: Outcome) -> None:
         """Run steps, evaluations and checkpoints until training ends."""
-        while not (self._has_run_out_of_patience() or self._has_reached_max_steps()):
+        while not (self._has_stopped_early() or self._has_reached_max_steps()):
             result = self.train_step(batches, outcome)
             if result is None:
                 if self.position == Position() and not outcome.steps and self.schedule.epochs:
@@ -270,13 +275,15 @@ class Trainer:
             is_best = False
             if batch.ends_epoch or is_last or _is_due(step, schedule.evaluate_steps):
                 is_best = self._evaluate_and_return_is_best(batch.ends_epoch)
-            is_over = batch.ends_epoch or is_last or stop or self._has_run_out_of_patience()
+            is_over = batch.ends_epoch or is_last or stop or self._has_stopped_early()
             by_clock = self.clock.is_checkpoint_due(
                 self.checkpoints is not None and self.checkpoints.is_writing
             )
             is_due = by_clock or _is_due(step, schedule.checkpoint_steps)
             if is_over or is_best or is_due:
                 self.begin_checkpoint(batches.fetched)
+            if self.checkpoints is not None:
+                self._report_saved_checkpoints(self.checkpoints)
             if stop:
                 outcome.stopped = True
                 break
@@ -498,8 +505,13 @@ class Trainer:
         max_steps = self.schedule.max_steps
         return max_steps is not None and self.collection.step >= max_steps
 
-    def _has_run_out_of_patience(self) -> bool:
-        return 0 < self.schedule.patience <= self.best.num_since
+    def _has_stopped_early(self) -> bool:
+        return self.stopped_by_callback or 0 < self.schedule.patience <= self.best.num_since
+
+    def _report_saved_checkpoints(self, checkpoints: Checkpoints) -> None:
+        """Report the checkpoints that were saved since the last call, oldest first."""
+        while checkpoints.saved_steps:
+            self.progress.report_checkpoint(checkpoints.saved_steps.popleft())
 
     def _evaluate_and_return_is_best(self, ends_epoch: bool) -> bool:
         """Evaluate, and record the scores. Returns whether this score is the best so far.
@@ -527,7 +539,9 @@ class Trainer:
             if isinstance(schedule, ReduceLROnPlateau) and self.best.monitor in metrics:
                 schedule.step(metrics[self.best.monitor])
         shown = {name: value for name, value in metrics.items() if name != "epoch"}
-        self.progress.report_evaluation(step, self.position.epoch, shown)
+        stops = self.progress.report_evaluation(step, self.position.epoch, shown)
+        # Rank 0 alone has callbacks.
+        self.stopped_by_callback = bool(self.mesh.broadcast("control", torch.tensor([stops])))
         return is_best
 
     def _clip_gradients(self, outcome: Outcome) -> bool:
