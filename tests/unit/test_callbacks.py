@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import signal
+import time
 from collections import defaultdict
+from itertools import pairwise
 
 import pytest
 import torch
@@ -216,6 +218,33 @@ def test_a_failing_callback_ends_two_ranks_that_both_name_it(method, tmp_path):
         assert f"Noted.{method}: got KeyError" in message
     result = run_ranks(2, on_two_ranks, tmp_path, "", None)
     assert result[0][0][2] == result[1][0][2] and "test_auc" in result[1][0][2]
+
+
+class Slow(Callback):
+    """Callback that notes when steps with checkpoints begin."""
+
+    def __init__(self):
+        self.times = {}
+
+    def on_step(self, event):
+        time.sleep(0.03)
+        self.times[event.step] = time.monotonic()
+
+
+def with_checkpoints_by_time(mesh, folder):
+    slow = Slow()
+    settings = {**SETTINGS, "epochs": 1, "checkpoint_seconds": 0.1, "keep_checkpoints": 99}
+    colonnade.fit(Net(), splits(), run=folder, mesh=mesh, callbacks=[slow], **settings)
+    return slow.times
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_checkpoints_by_time_come_at_the_same_step_on_all_ranks(num_ranks, tmp_path):
+    times = run_ranks(num_ranks, with_checkpoints_by_time, tmp_path)[0]
+    saved = list_checkpoints(tmp_path)
+    assert len(saved) > 2 and saved[-1] == 12  # 12 steps take 0.36 s at least
+    # The clock is read a little before a step's callbacks.
+    assert all(times[b] - times[a] > 0.07 for a, b in pairwise(saved[:-1]))
 
 
 class Misspelt:

@@ -244,12 +244,10 @@ class Counters:
 
     def __init__(self, trainer: RecordedTrainer) -> None:
         self._trainer = trainer
-        self._before: dict[str, Mapping[str, float]] = {}
+        self._counts: dict[str, Mapping[str, Any]] = {}
         """Counts at the previous call, by kind of line."""
-        self._since = time.perf_counter()
-        self._sent: dict[str, dict[str, dict[str, int]]] = {}
         self._tiers: dict[str, TierCounts] = {}
-        self._tiers_since = self._since
+        self._tiers_since = time.perf_counter()
         self._waited = 0.0
         # Counting starts now: drop the counts so far.
         self.collect_increments()
@@ -257,41 +255,36 @@ class Counters:
 
     def collect_increments(self) -> dict[str, Mapping[str, Any]]:
         """Return the values of every kind of line that has increments, except `tiers`."""
-        lines: dict[str, Mapping[str, Any]] = {
-            "phases": self.collect_phases(),
-            "rows": self.collect_rows(),
-            "sent": self.collect_sent(),
-            "missed": self.collect_missed_updates(),
-            "cache": self.collect_cache_counts(),
-            "copy_ages": self.collect_copy_ages(),
+        counts = self._count_all()
+        gained = _subtract(counts, self._counts)
+        self._counts = counts
+        for kind in ("missed", "copy_ages"):
+            gained[kind] = {number: count for number, count in gained[kind].items() if count}
+        return {kind: values for kind, values in gained.items() if values}
+
+    def _count_all(self) -> dict[str, Mapping[str, Any]]:
+        """Return the counts so far by kind of line; {} for a kind that this run does not have."""
+        collection = self._trainer.collection
+        sources = collection.store.sources
+        cached = collection.cached
+        sent = collection.mesh.traffic.to_dict()
+        missed = collection.pipeline.missed if collection.opened.reads_ahead else {}
+        ages = () if cached is None else cached.ages
+        return {
+            "phases": {**self._trainer.phases.seconds, "total": time.perf_counter()},
+            "rows": {
+                "resident": sources.resident,
+                "mapped": sources.mapped,
+                "read": sources.read + sources.copied,
+                "born": sources.born,
+                "evicted": sources.evicted_clean + sources.evicted_dirty,
+            },
+            "sent": sent if sent["bytes"] else {},
+            "missed": {str(steps): float(count) for steps, count in sorted(missed.items())},
+            "cache": {} if cached is None else dict(vars(cached.counts)),
+            # By the smallest age of a bin.
+            "copy_ages": {str((1 << kind) >> 1): float(rows) for kind, rows in enumerate(ages)},
         }
-        return {kind: values for kind, values in lines.items() if values}
-
-    def _count_since(self, kind: str, now: Mapping[str, float]) -> dict[str, float]:
-        """Return the increments of the counts of one kind of line since the previous call."""
-        before = self._before.get(kind, {})
-        self._before[kind] = now
-        return _subtract(now, before)
-
-    def collect_phases(self) -> dict[str, float]:
-        """Return seconds by phase, and in total."""
-        now = time.perf_counter()
-        gained = self._count_since("phases", dict(self._trainer.phases.seconds))
-        total = now - self._since
-        self._since = now
-        return {**gained, "total": total}
-
-    def collect_rows(self) -> dict[str, float]:
-        """Count rows by source: resident, mapped, read, born (initialised); and evicted rows."""
-        sources = self._trainer.collection.store.sources
-        now = {
-            "resident": sources.resident,
-            "mapped": sources.mapped,
-            "read": sources.read + sources.copied,
-            "born": sources.born,
-            "evicted": sources.evicted_clean + sources.evicted_dirty,
-        }
-        return self._count_since("rows", now)
 
     def collect_tiers(self) -> TierActivity | None:
         """Return the activity of tiers; None if all rows are in memory."""
@@ -311,49 +304,6 @@ class Counters:
         self._tiers_since = now
         self._waited = waited
         return gained if len(tiers) > 1 else None
-
-    def collect_sent(self) -> dict[str, dict[str, dict[str, float]]]:
-        """Return {"bytes" or "messages": {channel: {link: number}}}; {} if nothing was sent."""
-        before = self._sent
-        self._sent = self._trainer.collection.mesh.traffic.to_dict()
-        gained: dict[str, dict[str, dict[str, float]]] = {
-            unit: {
-                channel: _subtract(by_link, before.get(unit, {}).get(channel, {}))
-                for channel, by_link in by_channel.items()
-            }
-            for unit, by_channel in self._sent.items()
-        }
-        return gained if gained["bytes"] else {}
-
-    def collect_missed_updates(self) -> dict[str, float]:
-        """Count batches by the number of updates that their reads missed; {} without bounded staleness."""
-        collection = self._trainer.collection
-        if not collection.opened.reads_ahead:
-            return {}
-        now = {
-            str(steps): float(count) for steps, count in sorted(collection.pipeline.missed.items())
-        }
-        gained = self._count_since("missed", now)
-        return {steps: count for steps, count in gained.items() if count}
-
-    def collect_cache_counts(self) -> dict[str, float]:
-        """Return the `CacheCounts` since the last line; {} without a cache."""
-        cached = self._trainer.collection.cached
-        if cached is None:
-            return {}
-        return self._count_since("cache", dict(vars(cached.counts)))
-
-    def collect_copy_ages(self) -> dict[str, float]:
-        """Count rows of batches by the age of the cached row that was read, in bins named by their smallest age.
-
-        {} without a cache.
-        """
-        cached = self._trainer.collection.cached
-        if cached is None:
-            return {}
-        now = {str((1 << kind) >> 1): float(rows) for kind, rows in enumerate(cached.ages)}
-        gained = self._count_since("copy_ages", now)
-        return {age: rows for age, rows in gained.items() if rows}
 
     def collect_learning_rates(self) -> dict[str, float]:
         """Return learning rates by param group; one number if all groups of an optimizer are equal."""
@@ -429,9 +379,14 @@ def _format_short_number(value: float, smallest_unit: float = 1.0) -> str:
     return "0"
 
 
-def _subtract(now: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:
-    """Return the increments `now - before`."""
-    return {name: value - before.get(name, 0) for name, value in now.items()}
+def _subtract(now: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the increments `now - before` of nested counts."""
+    return {
+        name: _subtract(value, before.get(name, {}))
+        if isinstance(value, Mapping)
+        else value - before.get(name, 0)
+        for name, value in now.items()
+    }
 
 
 def _replace_non_finite(value: Any) -> Any:

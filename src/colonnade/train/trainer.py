@@ -18,7 +18,6 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from colonnade.batch import Batch
 from colonnade.checkpoint.checkpoints import Checkpoints
 from colonnade.comm.collectives import notify_servers
-from colonnade.comm.mesh import Mesh
 from colonnade.comm.peer_status import report_errors_to_peers
 from colonnade.config.run import MonitorMode
 from colonnade.data.batches import build_empty_batch, read_rank_batches
@@ -36,71 +35,6 @@ from colonnade.train.objective import Objective
 from colonnade.train.phases import WAITING, Phases
 from colonnade.train.progress import Progress
 from colonnade.train.schedules import restore_schedule
-
-
-class CheckpointClock:
-    """Timer that decides on all ranks alike when a checkpoint is due by wall-clock time.
-
-    Every rank has one and calls `is_due` after each step. A broadcast costs a hop, so rank 0 also broadcasts the number
-    of steps until the next one: half of the steps that it expects until the checkpoint is due, and at most twice as
-    many as the last time, because a stream may slow down. One rank alone looks at its clock after every step.
-    """
-
-    def __init__(self, mesh: Mesh, seconds: float) -> None:
-        """seconds: time between checkpoints; 0: never due."""
-        self.mesh = mesh
-        self.seconds = seconds
-        self._last_begin = time.monotonic()
-        self._last_check = self._last_begin
-        self._steps_until_check = self._check_interval = 1  # in steps, between broadcasts
-
-    def is_checkpoint_due(self, is_busy: bool) -> bool:
-        """Return whether a checkpoint is due. Collective, once a step; most steps need no broadcast.
-
-        `is_busy`: the previous checkpoint is still being written, so another one would make training wait.
-        """
-        if not self.seconds:
-            return False
-        now = time.monotonic()
-        if self.mesh.num_ranks == 1:
-            is_due = now - self._last_begin >= self.seconds and not is_busy
-            self._last_begin = now if is_due else self._last_begin
-            return is_due
-        self._steps_until_check -= 1
-        if self._steps_until_check:
-            return False
-        step_seconds = (now - self._last_check) / self._check_interval
-        is_due_now, steps = schedule_checkpoint_check(
-            now - self._last_begin, step_seconds, self.seconds, is_busy
-        )
-        steps = min(steps, 2 * self._check_interval)
-        decision = self.mesh.broadcast("control", torch.tensor([is_due_now, steps])).tolist()
-        self._last_check = now
-        self._steps_until_check = decision[1]
-        self._check_interval = decision[1]
-        if decision[0]:
-            self._last_begin = now
-        return bool(decision[0])
-
-    def restart(self) -> None:
-        """Restart the timer, because a checkpoint begins for whatever reason."""
-        self._last_begin = time.monotonic()
-
-
-def schedule_checkpoint_check(
-    seconds_since_checkpoint: float,
-    step_seconds: float,
-    interval_seconds: float,
-    is_busy: bool = False,
-) -> tuple[int, int]:
-    """Return whether a checkpoint is due, and after how many steps to check again. Pure."""
-    is_due = seconds_since_checkpoint >= interval_seconds and not is_busy
-    seconds_left = (
-        interval_seconds
-        if is_due
-        else max(interval_seconds - seconds_since_checkpoint, interval_seconds / 8)
-    )
-    return int(is_due), max(1, min(1 << 20, int(seconds_left / 2 / max(step_seconds, 1e-6))))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -199,7 +133,7 @@ class Trainer:
         self.stopped_by_callback = False
         # Step after which weights that only one tower trains were last sent to all ranks.
         self.last_broadcast_step = -1
-        self.clock = CheckpointClock(self.mesh, schedule.checkpoint_seconds)
+        self.last_checkpoint_time = time.monotonic()
 
     def train(self) -> Outcome:
         """Train from `position` to the end of the epochs. Collective.
@@ -276,11 +210,8 @@ class Trainer:
             if batch.ends_epoch or is_last or _is_due(step, schedule.evaluate_steps):
                 is_best = self._evaluate_and_return_is_best(batch.ends_epoch)
             is_over = batch.ends_epoch or is_last or stop or self._has_stopped_early()
-            by_clock = self.clock.is_checkpoint_due(
-                self.checkpoints is not None and self.checkpoints.is_writing
-            )
-            is_due = by_clock or _is_due(step, schedule.checkpoint_steps)
-            if is_over or is_best or is_due:
+            is_due = _is_due(step, schedule.checkpoint_steps)
+            if is_over or is_best or is_due or self.dense.is_checkpoint_requested:
                 self.begin_checkpoint(batches.fetched)
             if self.checkpoints is not None:
                 self._report_saved_checkpoints(self.checkpoints)
@@ -325,6 +256,7 @@ class Trainer:
                 self.dense.send_remaining_buckets,
                 finite=finite,
                 stop=self.stop_requested,
+                checkpoint=self._is_checkpoint_due_by_time(),
                 loss=local_loss,
             )
             has_pushed_gradients = bool(self.collection.exchange.pushed_parameters)
@@ -402,7 +334,7 @@ class Trainer:
         """Snapshot this step and write the checkpoint in the background. Collective; resuming gives the same bits."""
         if self.checkpoints is None:
             return
-        self.clock.restart()
+        self.last_checkpoint_time = time.monotonic()
         with self.phases("checkpoint", include_waits=True):
             self.broadcast_tower_weights()
             self.checkpoints.begin_checkpoint(
@@ -412,6 +344,14 @@ class Trainer:
                     for batch in fetched_batches
                 ],
             )
+
+    def _is_checkpoint_due_by_time(self) -> bool:
+        """Return whether rank 0 requests a checkpoint; not while the previous one is being written."""
+        seconds = self.schedule.checkpoint_seconds
+        if not seconds or self.mesh.rank > 0 or self.checkpoints is None:
+            return False
+        elapsed = time.monotonic() - self.last_checkpoint_time
+        return elapsed >= seconds and not self.checkpoints.is_writing
 
     def broadcast_tower_weights(self) -> None:
         """Send weights that one tower alone trains to all ranks, once per step. Collective."""
