@@ -258,6 +258,15 @@ def test_what_is_no_callback_is_refused(bad, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_a_callback_or_a_metric_by_itself_is_refused():
+    for settings, text in (
+        ({"callbacks": Noted()}, "callbacks: got .*Noted.*, wanted a list"),
+        ({"metrics": [brier]}, "metrics: got .*brier.*, wanted a mapping"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            colonnade.fit(Net(), splits(), **SETTINGS, **settings)
+
+
 # Metrics.
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,6 +21,7 @@ from colonnade.checkpoint.stores import RowFiles
 from colonnade.comm.mesh import Mesh
 from colonnade.comm.process_groups import open_mesh
 from colonnade.config.plan import PlanConfig
+from colonnade.config.problems import explain_unknown_setting
 from colonnade.config.run import (
     OWN,
     DenseConfig,
@@ -305,9 +305,5 @@ def _expand_setting_names(settings: Mapping[str, Any]) -> dict[str, Any]:
             raise ConfigError(
                 f"fit: got {name}, which the model's tables hold; write Table(..., optimizer=Adagrad(lr=0.05))"
             )
-        closest = difflib.get_close_matches(name, setting_paths, n=1, cutoff=0.5)
-        hint = (
-            f"did you mean {closest[0]}?" if closest else f"choose from {', '.join(setting_paths)}"
-        )
-        raise ConfigError(f"fit: unknown setting {name!r}; {hint}")
+        raise ConfigError(f"fit: {explain_unknown_setting(name, setting_paths, name)}")
     return {setting_paths[name]: value for name, value in settings.items()}

@@ -117,12 +117,8 @@ class TrainingRun:
     folder: Path | None
     checkpoints: Checkpoints | None
     resumed_at: int | None
-    sent_bytes: dict[str, float] = field(default_factory=dict)
-    """Bytes that a rank sent per step by channel, averaged over ranks; set by `train`."""
-    row_summary: dict[str, Any] = field(default_factory=dict)
-    """Row sources, tiers and table sizes of the first rank that owns rows; set by `train`."""
-    num_samples: int = 0
-    """Number of samples that all ranks trained on together; set by `train`."""
+    summary: dict[str, Any] = field(default_factory=dict)
+    """Summary of a trained run; set by `train`."""
     final_summary: dict[str, Any] | None = None
     """Recorded summary if the run was finished when it was opened; it is then open for reading only."""
     full_mesh: Mesh = field(default_factory=Mesh)
@@ -131,6 +127,7 @@ class TrainingRun:
     def train(self) -> Outcome:
         """Train, and write the run folder's summary on rank 0. Collective."""
         if self.final_summary is not None:
+            self.summary = self.final_summary
             return build_outcome(self.final_summary)
         progress = self.trainer.progress
         with report_errors_to_peers(self.mesh.peer_monitor):
@@ -143,16 +140,11 @@ class TrainingRun:
                     progress.close({})
                 raise
             progress.close(outcome.metrics)
-        self.sent_bytes = average_sent_bytes(self.mesh, outcome.steps)
-        self.row_summary = gather_row_summary(self.mesh, self.trainer.collection)
-        self.num_samples = int(self.mesh.all_reduce("control", torch.tensor(outcome.samples)))
-        self.num_samples = complete_killed_run_outcome(self.trainer, outcome, self.num_samples)
+        self.summary = self._build_summary(outcome)
         for destination in self.checkpoints.destinations if self.checkpoints is not None else ():
             destination.close()
         if self.folder is not None and self.mesh.rank == 0:
-            text = json.dumps(
-                {**make_format_stamp("colonnade summary"), **self.build_summary(outcome)}, indent=2
-            )
+            text = json.dumps({**make_format_stamp("colonnade summary"), **self.summary}, indent=2)
             write_durably(Disk(), self.folder / "summary.json", text.encode(), checked=False)
         return outcome
 
@@ -191,36 +183,39 @@ class TrainingRun:
             finally:
                 run.close()
 
-    def build_summary(self, outcome: Outcome) -> dict[str, Any]:
-        """Return the summary of a trained run as plain values.
+    def _build_summary(self, outcome: Outcome) -> dict[str, Any]:
+        """Return the summary of a trained run as plain values. Collective.
 
-        It has metrics, this rank's time by phase and sent bytes by channel and link, and rows by source and tier.
+        It has metrics, this rank's time by phase and sent bytes by channel and link, and rows by source and tier of
+        the first rank that owns rows.
         """
-        if self.final_summary is not None:
-            return self.final_summary
         collection = self.trainer.collection
+        sent_bytes = average_sent_bytes(self.mesh, outcome.steps)
+        row_summary = gather_row_summary(self.mesh, collection)
+        num_samples = int(self.mesh.all_reduce("control", torch.tensor(outcome.samples)))
+        num_samples = complete_killed_run_outcome(self.trainer, outcome, num_samples)
         phases = self.trainer.phases.seconds
         training_seconds = (
             outcome.seconds - phases.get("evaluate", 0.0) - phases.get("checkpoint", 0.0)
         )
-        samples_per_second = self.num_samples / max(training_seconds, 1e-9)
+        samples_per_second = num_samples / max(training_seconds, 1e-9)
         return {
             **asdict(outcome),
             "step": collection.step,
             "monitor": self.trainer.best.monitor,
-            "samples": self.num_samples,
+            "samples": num_samples,
             "samples_per_second": samples_per_second,
             **compare_with_prediction(
                 collection.plan,
                 samples_per_second,
                 self.config.train.samples_per_step,
-                self.sent_bytes,
+                sent_bytes,
             ),
             "num_ranks": self.mesh.num_ranks,
             "num_trainers": self.mesh.world.num_trainers,
             "phases_seconds": dict(self.trainer.phases.seconds),
             "sent": self.mesh.traffic.to_dict(),
-            **self.row_summary,
+            **row_summary,
         }
 
     def close(self) -> None:

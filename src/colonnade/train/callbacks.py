@@ -97,6 +97,8 @@ def name_user_code_in_errors(name: str) -> Iterator[None]:
 
 def check_callbacks(callbacks: Sequence[object]) -> None:
     """Raise ConfigError for a callback without any method of `Callback`, or with one that is never called."""
+    if not isinstance(callbacks, Sequence):
+        raise ConfigError(f"callbacks: got {callbacks!r}, wanted a list of callbacks")
     for callback in callbacks:
         methods = [name for name in dir(callback) if name.startswith("on_")]
         unknown = [name for name in methods if name not in METHODS]

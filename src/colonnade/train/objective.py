@@ -86,6 +86,8 @@ def get_objective(model: nn.Module) -> Objective:
 
 def add_metrics(objective: Any, functions: Mapping[str, MetricFunction]) -> Objective:
     """Return the objective with a user's metrics beside its own. Raises ConfigError if it cannot compute them."""
+    if not isinstance(functions, Mapping):
+        raise ConfigError(f"metrics: got {functions!r}, wanted a mapping from names to functions")
     if not functions:
         return objective
     if not hasattr(objective, "user_metrics"):

@@ -20,8 +20,9 @@ from rich.progress import Progress as Bars
 from rich.text import Text
 
 from colonnade.batch import Batch
+from colonnade.checkpoint.contract import TrainerState
 from colonnade.train.best import select_judged
-from colonnade.train.record import Counters, Part, Record, RecordedTrainer
+from colonnade.train.record import Counters, Part, Record
 
 PLAIN_SECONDS = 10.0
 """Minimum time between lines if the output is not a terminal."""
@@ -70,7 +71,7 @@ class Progress:
         self._is_first = True
         self._last_step: tuple[int, float, Batch, float] | None = None
 
-    def start_reporting(self, done_steps: int, trainer: RecordedTrainer | None = None) -> None:
+    def start_reporting(self, done_steps: int, trainer: TrainerState | None = None) -> None:
         """Start at `done_steps` and append to the folder's files. trainer: the one to record the counters of."""
         if trainer is not None:
             self._callbacks.epoch = trainer.position.epoch

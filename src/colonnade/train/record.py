@@ -45,28 +45,26 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch.optim import Optimizer
 
 from colonnade.batch import Batch
+from colonnade.checkpoint.contract import TrainerState
 from colonnade.comm.mesh import Mesh
-from colonnade.data.contract import Position
 from colonnade.embedding import EmbeddingCollection
 from colonnade.files.disk import storage_error
 from colonnade.plan.plan import Plan
 from colonnade.store.contract import TierCounts
 from colonnade.train.callbacks import Callback, Callbacks, RunEvent
-from colonnade.train.loss_scale import LossScale
 from colonnade.train.metrics_file import (
     FILE_NAME,
     FIRST_LINE,
     ROWS_FILE_NAME,
     drop_metrics_after_step,
 )
-from colonnade.train.phases import WAITING, Phases
+from colonnade.train.phases import WAITING
 
 
 class TensorBoard(Callback):
@@ -113,23 +111,6 @@ ROW_KINDS = ("rows", "tiers", "tables")
 Part = Literal["all", "but rows", "rows"]
 MAX_BOARD_NAMES = 64
 """Maximum count of numbers in a line for callbacks; longer lines are in the report alone."""
-
-
-class RecordedTrainer(Protocol):
-    """Attributes of a trainer that are recorded."""
-
-    @property
-    def collection(self) -> EmbeddingCollection: ...
-    @property
-    def position(self) -> Position: ...
-    @property
-    def phases(self) -> Phases: ...
-    @property
-    def rows(self) -> Optimizer: ...
-    @property
-    def dense_optimizer(self) -> Optimizer: ...
-    @property
-    def loss_scale(self) -> LossScale: ...
 
 
 def select_record_part(mesh: Mesh) -> Part | None:
@@ -242,7 +223,7 @@ class TierActivity:
 class Counters:
     """Increments of a trainer's counters since the previous call. A call costs microseconds, except `traffic`."""
 
-    def __init__(self, trainer: RecordedTrainer) -> None:
+    def __init__(self, trainer: TrainerState) -> None:
         self._trainer = trainer
         self._counts: dict[str, Mapping[str, Any]] = {}
         """Counts at the previous call, by kind of line."""
