@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from colonnade import Batch, Ids, Mesh, Predictor, _native
-from colonnade.config.run import RunConfig, build_config
+from colonnade.config.run import RunConfig, build_config, override_settings
 from colonnade.data import Column, Position, Schema, Source, Splits, open_source
 from colonnade.data.contract import START
 from colonnade.run.run import TrainingRun, open_run
@@ -89,7 +89,7 @@ def trainer_loop(around: Around) -> Block:
     def block(num_steps: int) -> None:
         # The lookahead of the block before is over; the position goes on.
         until = trainer.collection.step + num_steps
-        trainer.schedule = replace(trainer.schedule, max_steps=until)
+        trainer.config = override_settings(trainer.config, {"train.max_steps": until})
         trainer.train()
 
     return block
@@ -100,7 +100,7 @@ def bare_loop(around: Around) -> Block:
     run = open_trainer(around)
     trainer = run.trainer
     model, collection, dense, rows = trainer.model, trainer.collection, trainer.dense, trainer.rows
-    source, batch_size = trainer.data.train, trainer.schedule.batch_size
+    source, batch_size = trainer.data.train, trainer.config.train.samples_per_step
     optimizer = trainer.dense_optimizer
 
     def block(num_steps: int) -> None:

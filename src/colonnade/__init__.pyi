@@ -8,6 +8,7 @@ from colonnade.config.plan import PlanConfig as PlanConfig
 from colonnade.embedding import EmbeddingCollection as EmbeddingCollection
 from colonnade.errors import (
     BudgetExceeded as BudgetExceeded,
+    CallbackError as CallbackError,
     CheckpointError as CheckpointError,
     ColonnadeError as ColonnadeError,
     ConfigError as ConfigError,
@@ -86,6 +87,7 @@ from colonnade.topology.sharding import (
 )
 from colonnade.topology.towers import Partition as Partition
 from colonnade.topology.world import World as World
+from colonnade.train.callbacks import Callback as Callback, RunEvent as RunEvent
 from colonnade.train.metrics import best_possible_metrics as best_possible_metrics
 from colonnade.train.objective import Objective as Objective, weighted_loss as weighted_loss
 

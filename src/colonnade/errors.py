@@ -11,6 +11,7 @@ ColonnadeError
 |   +-- StoreLocked      another run has this store open
 +-- CheckpointError      a checkpoint that does not belong to this model, version or world
 +-- NonFiniteError       NaN or inf in input, loss, gradient or exported weights
++-- CallbackError        a callback or metric of the user raised; names it
 +-- WorldError           ranks disagree
     +-- PeerLost         another rank ended or hangs
 """
@@ -60,6 +61,10 @@ class CheckpointError(ColonnadeError):
 
 class NonFiniteError(ColonnadeError, ArithmeticError):
     """NaN or inf in the input, the loss, a gradient or exported weights."""
+
+
+class CallbackError(ColonnadeError, RuntimeError):
+    """Exception of a callback or metric of the user; `__cause__` is what it raised."""
 
 
 class WorldError(ColonnadeError, RuntimeError):

@@ -500,13 +500,13 @@ def run_on(mesh, folder, epochs, staleness):
     )
     run = open_run(config, mesh, folder, console=console_of(mesh))
     try:
-        outcome = run.train()
+        run.train()
         collection, ids = run.trainer.collection, torch.arange(50)
         stored = collection.rows("C1", ids)
         with run.trainer.rows.synchronized_view():
             every = [collection.rows("C1", ids), collection.rows("C2", torch.arange(900))]
         number = 0 if collection.cached is None else collection.cached.number
-        return every, stored, run.build_summary(outcome)["metrics"], number
+        return every, stored, run.summary["metrics"], number
     finally:
         run.close()
 

@@ -230,7 +230,7 @@ def run_until(mesh, folder, step, servers):
         "steps": outcome.steps,
         "read": sources.read,
         "metrics": outcome.metrics,
-        "summary": run.build_summary(outcome),
+        "summary": run.summary,
     }
 
 

@@ -239,7 +239,7 @@ def run_to(folder, mesh, data, max_steps, *, batch_size=None) -> dict:
             "rows": rows,
             "dense": state,
             "step": collection.step,
-            "samples": run.build_summary(outcome)["samples"],  # of all ranks
+            "samples": run.summary["samples"],  # of all ranks
             "metrics": outcome.metrics,
         }
     finally:

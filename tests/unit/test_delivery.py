@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -43,8 +42,6 @@ from colonnade.publish.deltas import (
 )
 from colonnade.publish.model_writer import export_run
 from colonnade.run.run import open_run
-from colonnade.train import trainer
-from colonnade.train.trainer import CheckpointClock, schedule_checkpoint_check
 
 STEPS = {"train.epochs": 1, "train.checkpoint_steps": 4, "train.keep_checkpoints": 20}
 OPEN = {"embedding.eviction.max_rows": 300, "embedding.eviction.by": "recency"}
@@ -763,42 +760,3 @@ def panics(folder):
 
 def refused(folder):
     raise PermissionError(13, "Permission denied", str(folder))
-
-
-def test_the_clock_asks_few_times_and_is_not_late():
-    assert schedule_checkpoint_check(5.0, 0.01, 5.0) == (1, 250)
-    assert schedule_checkpoint_check(0.0, 0.01, 5.0) == (0, 250)
-    assert schedule_checkpoint_check(4.99, 0.01, 5.0) == (0, 31)
-    assert schedule_checkpoint_check(9.0, 0.01, 5.0, True) == (0, 31)
-    assert schedule_checkpoint_check(9.0, 60.0, 5.0) == (1, 1)
-
-
-def test_a_checkpoint_is_not_late_on_a_stream_that_slows_down(monkeypatch):
-    """Many fast steps say nothing about the next ones."""
-    now = 0.0
-    monkeypatch.setattr(trainer.time, "monotonic", lambda: now)
-    clock = CheckpointClock(Mesh(), 5.0)
-    for _ in range(1024):
-        now += 1 / 1024
-        assert not clock.is_checkpoint_due(False)
-    times = []
-    for step in range(60):
-        now += 0.5
-        if clock.is_checkpoint_due(is_busy=step < 12):
-            times.append(now)
-    assert times == [7.5, 12.5, 17.5, 22.5, 27.5]
-
-
-def test_steps_between_two_looks_at_most_double(monkeypatch):
-    """The clock of several ranks: a burst of steps delays the next checkpoint by as many steps at most."""
-    now = 0.0
-    monkeypatch.setattr(trainer.time, "monotonic", lambda: now)
-    mesh = SimpleNamespace(num_ranks=2, broadcast=lambda channel, values: values)
-    clock, looks = CheckpointClock(mesh, 5.0), []
-    for step in range(200):
-        before = clock._last_check
-        now += 0.001
-        clock.is_checkpoint_due(False)
-        if clock._last_check != before:
-            looks.append(step + 1)
-    assert looks == [1, 3, 7, 15, 31, 63, 127]

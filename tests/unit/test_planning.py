@@ -48,7 +48,8 @@ PREDICTED = override_settings(CONFIG, {"plan.lookahead": "auto"})
 def trained(config, folder):
     run = open_run(config, Mesh(), folder, console=Console(quiet=True))
     try:
-        summary = run.build_summary(run.train())
+        run.train()
+        summary = run.summary
         collection = run.trainer.collection
         ids = torch.arange(3)
         rows = [collection.rows(table.name, ids) for table in collection.tables]

@@ -165,7 +165,7 @@ def test_a_loss_that_is_not_finite_is_null(tmp_path):
     result = progress(tmp_path, Console(file=io.StringIO()), every=1)
     result.start_reporting(0)
     result.report_step(1, float("nan"), batch(), 1)
-    result.close()
+    result.close({})
     (line,) = read_metrics_lines(tmp_path / "metrics.jsonl")
     assert line["loss"] is None and line["kind"] == "train"
 
@@ -179,7 +179,7 @@ def test_a_file_gets_plain_lines_now_and_then(tmp_path, monkeypatch):
     for step in range(1, 101):
         result.report_step(step, 0.5, batch(), 2)
     result.report_evaluation(100, 1, {"test_auc": 0.75, "test_num_samples": 3.0})
-    result.close()
+    result.close({})
     lines = text.getvalue().splitlines()
     assert len(lines) == 11 and "\x1b" not in text.getvalue()
     assert lines[0].startswith("step 10/100  epoch 1  loss 0.5000  ")
@@ -196,7 +196,7 @@ def test_a_resumed_run_reports_the_steps_of_an_unbroken_one(tmp_path, monkeypatc
         result.start_reporting(first)
         for step in range(first + 1, 61):
             result.report_step(step, 0.5, batch(), 1)
-        result.close()
+        result.close({})
         lines = read_metrics_lines(folder / "metrics.jsonl")
         steps[first] = [line["step"] for line in lines if line["kind"] == "train"]
     assert steps == {0: [20, 40, 60], 35: [40, 60]}
@@ -217,7 +217,7 @@ def test_every_objectives_metrics_are_printed(tmp_path, metrics, shown):
     result = progress(tmp_path, Console(file=text, force_terminal=False), every=10)
     result.start_reporting(0)
     result.report_evaluation(100, 1, metrics)
-    result.close()
+    result.close({})
     assert text.getvalue() == f"epoch 1: {shown}\n"
 
 
@@ -230,7 +230,7 @@ def test_bars_fit_the_terminal(width, tmp_path):
     for step in range(1, 50):
         result.report_step(step, 0.25, batch(4096), 1)
     shown = [result._bars.get_renderable()]
-    result.close()
+    result.close({})
     with console.capture() as capture:
         console.print(*shown)
     lines = capture.get().splitlines()
@@ -253,7 +253,7 @@ def test_a_step_costs_microseconds(tmp_path):
         for step in range(1001, 2000):
             result.report_step(2 * step + 1, loss, one, 1)
         best = min(best, (time.perf_counter() - started) / 999)
-    result.close()
+    result.close({})
     assert best < 50e-6  # 1 % of a step of 5 ms; measured 2 us
 
 
@@ -268,7 +268,7 @@ def test_tensorboard_reads_what_was_recorded(tmp_path):
         record.open_files(first)
         for step in range(first + 1, 4):
             record.write_line(step, "train", {"loss": step + first / 10, "lr": {"item": 0.5}})
-        record.close()
+        record.close(0, {})
     board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     values = [(e.step, round(e.value, 3)) for e in board.Scalars("train/loss")]
     assert values == [(1, 1.0), (2, 2.0), (3, 3.2)]
@@ -285,7 +285,7 @@ def test_a_full_disk_names_the_file_and_no_thread_speaks(tmp_path, capfd):
             for step in range(1, 100):
                 record.write_line(step, "train", {"loss": 0.5})
         with suppress(StorageError):
-            record.close()
+            record.close(0, {})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     assert capfd.readouterr() == ("", "")
@@ -294,7 +294,7 @@ def test_a_full_disk_names_the_file_and_no_thread_speaks(tmp_path, capfd):
 def test_tensorboard_is_imported_only_where_there_is_a_folder():
     code = (
         "import sys, io; from rich.console import Console; from colonnade.train.progress import Progress; "
-        "p = Progress(total_steps=1, console=Console(file=io.StringIO())); p.start_reporting(0); p.close(); "
+        "p = Progress(total_steps=1, console=Console(file=io.StringIO())); p.start_reporting(0); p.close({}); "
         "assert not any(n.startswith('tensorboard') for n in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

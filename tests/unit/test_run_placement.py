@@ -42,7 +42,8 @@ CONFIG = build_config(
 def train(config, folder, console=None):
     run = open_run(config, Mesh(), folder, console=console or Console(quiet=True))
     try:
-        summary = run.build_summary(run.train())
+        run.train()
+        summary = run.summary
         collection = run.trainer.collection
         rows = [collection.rows(table.name, torch.arange(3)) for table in collection.tables]
         return summary, collection.plan, rows

@@ -16,6 +16,7 @@ import json
 import shutil
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -106,6 +107,8 @@ class Checkpoints:
         self.sealed_settings: dict[str, Any] = {}  # for the headers of new checkpoints; {}: none
         self.destinations: list[Destination] = []  # each receives every checkpoint
         self.outside_folders: list[Path] = []  # directories of this run outside its folder
+        # Steps that the checkpoint thread has saved, for the training thread to report.
+        self.saved_steps: deque[int] = deque()
         self._writing: Thread | None = None
         # Reports a slow checkpoint once; None if there is none under way, or after the report.
         self._print_line: Callable[[str], None] | None = None
@@ -212,6 +215,7 @@ class Checkpoints:
         for destination in self.destinations:
             destination.send(step, retained, print_line)
         self._delete_old_checkpoints()
+        self.saved_steps.append(step)
 
     def stop_writing(self) -> None:
         """Stop writing, so that other runs can open the folder. Saved rows can still be read."""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class TrainerState(Protocol):
-    """State of a trainer that a checkpoint saves and `restore_trainer` restores, on each rank."""
+    """State of a trainer that a checkpoint saves and `restore_trainer` restores, on each rank, and the record reads."""
 
     model: torch.nn.Module
     collection: EmbeddingCollection
@@ -33,6 +33,8 @@ class TrainerState(Protocol):
     """Best evaluation: `step`, `monitor`, `state()`, `restore(state)`."""
     days: Any
     loss_scale: Any
+    phases: Any
+    """Time by phase: `seconds`."""
     progress: Any
     restored_reads: list[PrefetchedBatch]
     earlier_work: Any

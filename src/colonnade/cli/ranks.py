@@ -209,7 +209,8 @@ def _train_in_process(
             if run.resumed_at is not None:
                 console.print(f"resuming {folder} at step {run.resumed_at}")
         with stop_on_signals(run.trainer):
-            return run.build_summary(run.train())
+            run.train()
+            return run.summary
     finally:
         run.close()
 

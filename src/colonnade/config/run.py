@@ -32,6 +32,7 @@ from colonnade.optimizers import SPARSE_OPTIMIZERS
 
 Width = Annotated[int, Field(ge=1)]
 LastBatch = Literal["keep", "drop", "merge"]
+MonitorMode = Literal["min", "max"]
 DEFAULT_BATCH_SIZE = 4096
 LONGEST_TEXT = 500
 """Number of characters of a setting in JSON beyond which its digest is compared and stored."""
@@ -235,6 +236,8 @@ class TrainConfig(Section):
     """Metric of the validation part that selects the best step and decides early stopping, e.g. auc, log_loss. Default:
     log_loss for data in files (csv, ..., criteo) with a validation part; else the metric of the objective
     (auc, ndcg@20, mrr, loss)."""
+    monitor_mode: MonitorMode | None = None
+    """Better values of the monitor: lower (min) or higher (max). Default: known by its name."""
     patience: int | None = Field(None, ge=0)
     """Number of evaluations without a better monitor on the validation part after which training stops early; 0: never.
     Default: 3 for data in files (csv, ..., criteo) with a validation part; 2 or 3 for data sets with one of their own;

@@ -76,7 +76,7 @@ class BlockedMetrics(dict[str, float]):
         blocks = [self._compute(np.flatnonzero(block_of_value == b)) for b in range(NUM_BLOCKS)]
         return {
             "digest": digest,
-            "metrics": {name: [block.get(name) for block in blocks] for name in self},
+            "metrics": {name: [block.get(name) for block in blocks] for name in blocks[0]},
         }
 
 

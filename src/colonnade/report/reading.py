@@ -268,7 +268,8 @@ def select_evaluation(run: RunRecord) -> SelectedEvaluation | None:
         step = int(run.summary.get("best_step", -1))
         if step not in dict(points):  # training is not over
             min_delta = train.get("min_delta")
-            best = Best(f"validation_{monitor}", min_delta if is_number(min_delta) else 0.0)
+            delta = min_delta if is_number(min_delta) else 0.0
+            best = Best(f"validation_{monitor}", delta, train.get("monitor_mode"))
             for evaluated_step, score in points:
                 best.record_evaluation({best.monitor: score}, evaluated_step)
             step = best.step or step

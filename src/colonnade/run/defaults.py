@@ -409,7 +409,7 @@ def _fill_from_recorded(config: RunConfig, recorded_config: RunConfig) -> RunCon
     for name in ("shuffle_window", "validation_fraction"):
         if name in recorded_config.data.options and name not in config.data.options:
             settings[f"data.options.{name}"] = recorded_config.data.options[name]
-    for name in ("batch_size", "epochs", "patience", "monitor"):
+    for name in ("batch_size", "epochs", "patience", "monitor", "monitor_mode"):
         if getattr(config.train, name) is None:
             settings[f"train.{name}"] = getattr(recorded_config.train, name)
     for name in (
@@ -483,6 +483,10 @@ def check_data_for_settings(data: Splits, config: RunConfig, objective: Objectiv
         check_monitor_metric(
             monitor,
             [*metric_names, *(f"{metric}_{task}" for task in tasks for metric in metric_names)],
+        )
+    if monitor in getattr(objective, "user_metrics", ()) and config.train.monitor_mode is None:
+        raise ConfigError(
+            f"got monitor={monitor} of your metrics, wanted monitor_mode, too: min if lower is better, else max"
         )
     if config.train.patience and data.validation is None:
         raise ConfigError(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from colonnade.checkpoint.stores import RowFiles
 from colonnade.comm.mesh import Mesh
 from colonnade.comm.process_groups import open_mesh
 from colonnade.config.plan import PlanConfig
+from colonnade.config.problems import explain_unknown_setting
 from colonnade.config.run import (
     OWN,
     DenseConfig,
@@ -39,7 +40,8 @@ from colonnade.run.cross_rank_check import check_config_on_all_ranks
 from colonnade.run.run import prepare_run, set_num_threads
 from colonnade.terminal import Terminal
 from colonnade.train.interrupt import stop_on_signals
-from colonnade.train.objective import Objective, get_objective
+from colonnade.train.metrics import MetricFunction, compute_user_metrics, gather_columns
+from colonnade.train.objective import Objective, add_metrics, get_objective
 from colonnade.train.setup import OptimizerFactory, RunSetup, ScheduleFactory
 from colonnade.train.trainer import Outcome
 
@@ -75,6 +77,8 @@ def fit(
     dense_optimizer: OptimizerFactory | str | None = None,
     dense_schedule: ScheduleFactory | Mapping[str, Any] | None = None,
     row_schedule: ScheduleFactory | Mapping[str, Any] | None = None,
+    callbacks: Sequence[object] = (),
+    metrics: Mapping[str, MetricFunction] = MappingProxyType({}),
     config: RunConfig | None = None,
     mesh: Mesh | None = None,
     quiet: bool = False,
@@ -98,6 +102,9 @@ def fit(
     dense_schedule   optimizer -> torch learning rate scheduler, stepped once per step; or ScheduleConfig's settings,
                      e.g. {"name": "cosine", "warmup_steps": 100}
     row_schedule     the same for the rows: the RowOptimizer has a param group per table (or part)
+    callbacks        objects that are called while training (`Callback`), on rank 0
+    metrics          name -> function(scores, labels), called on rank 0 with tensors (S,) float64 of all ranks' samples;
+                     scores are probabilities, or with `loss` what the model gives
     config           settings to start from
     settings         by name: fields of TrainConfig and PlanConfig (epochs, batch_size, patience, memory ...; dram is
                      memory.dram), of DenseConfig with prefix dense_ (dense_lr, dense_clip_norm), and last_batch,
@@ -105,36 +112,30 @@ def fit(
 
     Ctrl-C saves a checkpoint and stops (`outcome.stopped`); the same call resumes from there. A finished run is opened
     for reading: the model gets its weights, the result is the recorded one, and nothing is written.
-    Raises ConfigError, DataError, CheckpointError before the first step, NonFiniteError, StorageError while training.
+    Raises ConfigError, DataError, CheckpointError before the first step; NonFiniteError, StorageError, CallbackError.
     """
     overrides = {"data.name": OWN, **_expand_setting_names(settings)}
-    if isinstance(dense_optimizer, str):
-        overrides["dense.optimizer"] = dense_optimizer
-        dense_optimizer = None
+    dense_optimizer = _select_factory(dense_optimizer, "dense.optimizer", overrides)
     dense_schedule = _select_factory(dense_schedule, "dense.schedule", overrides)
     row_schedule = _select_factory(row_schedule, "embedding.schedule", overrides)
     full_config = override_settings(config or RunConfig(), overrides)
     mesh = mesh or open_mesh(timeout=timedelta(seconds=full_config.train.timeout))
     check_config_on_all_ranks(full_config, mesh)
     set_num_threads(full_config.train.threads, mesh)
-    if objective is not None and loss is not None:
-        raise ConfigError("got both objective and loss, wanted one of them")
-    splits = data if isinstance(data, Splits) else Splits(train=data)
-    _check_parts_are_sources(splits)
-    opened_run = prepare_run(
-        RunSetup(
-            model=model,
-            data=splits,
-            config=full_config,
-            mesh=mesh,
-            folder=None if run is None else Path(run),
-            objective=MeanLoss(loss) if loss is not None else objective or get_objective(model),
-            dense_optimizer=dense_optimizer,
-            dense_schedule=dense_schedule,
-            row_schedule=row_schedule,
-            console=None if quiet or mesh.rank > 0 else Terminal(),
-        )
+    setup = RunSetup(
+        model=model,
+        data=_open_splits(data),
+        config=full_config,
+        mesh=mesh,
+        folder=None if run is None else Path(run),
+        objective=add_metrics(_choose_objective(model, objective, loss), metrics),
+        dense_optimizer=dense_optimizer,
+        dense_schedule=dense_schedule,
+        row_schedule=row_schedule,
+        callbacks=callbacks,
+        console=None if quiet or mesh.rank > 0 else Terminal(),
     )
+    opened_run = prepare_run(setup)
     try:
         model.train()
         with stop_on_signals(opened_run.trainer):
@@ -182,35 +183,45 @@ class MeanLoss:
 
     monitor = "loss"
     metrics = ("loss",)
+    user_metrics: Mapping[str, MetricFunction] = MappingProxyType({})
 
     def __init__(self, sample_loss: SampleLoss) -> None:
         self.sample_loss = sample_loss
 
     def loss(self, model: nn.Module, batch: Batch, mesh: Mesh) -> Tensor:
         """Compute this rank's part of the global batch's mean loss."""
-        return self._sum_losses(model, batch) / max(batch.world_weight, 1e-12)
+        return self._sum_losses(model(batch), batch) / max(batch.world_weight, 1e-12)
 
     def evaluate(
         self, model: nn.Module, source: Source, batch_size: int, mesh: Mesh
     ) -> dict[str, float]:
-        """Compute the weighted mean loss over `source`, and its number of samples. Collective."""
+        """Compute the mean loss over `source`, its number of samples, and the user's metrics. Collective."""
         total = torch.zeros(3, dtype=torch.float64)  # loss, weight, samples
+        predictions = []
         with evaluation_mode(model):
             for batch in read_rank_batches(source, batch_size, mesh, channel="evaluate"):
                 weight = batch.sample_weight
+                outputs = model(batch)
+                if self.user_metrics:
+                    predictions.append(_join_predictions(outputs, batch))
                 sums = [
-                    float(self._sum_losses(model, batch)),
+                    float(self._sum_losses(outputs, batch)),
                     float(batch.size if weight is None else weight.sum()),
                     float(batch.size),
                 ]
                 total += torch.tensor(sums, dtype=torch.float64)
         value, weights, samples = mesh.all_reduce("evaluate", total).tolist()
         mean = value / weights if weights else float("nan")
-        return {"loss": mean, "num_samples": samples}
+        metrics = {"loss": mean, "num_samples": samples}
+        if self.user_metrics:
+            pooled = gather_columns(torch.cat(predictions), mesh)
+            labels = source.schema.labels
+            metrics |= compute_user_metrics(self.user_metrics, pooled, labels, mesh)
+        return metrics
 
-    def _sum_losses(self, model: nn.Module, batch: Batch) -> Tensor:
+    def _sum_losses(self, outputs: Any, batch: Batch) -> Tensor:
         """Return the weighted sum of the losses of a batch. Raises DataError for a wrong shape."""
-        losses = self.sample_loss(model(batch), batch)
+        losses = self.sample_loss(outputs, batch)
         if losses.shape != (batch.size,):
             raise DataError(
                 f"loss gave {tuple(losses.shape)}, wanted one number per sample ({batch.size},); "
@@ -221,28 +232,53 @@ class MeanLoss:
         return losses.sum()
 
 
+def _join_predictions(outputs: Any, batch: Batch) -> Tensor:
+    """Return outputs and labels of a batch, (B, 2 T) float64 on the CPU. Raises ConfigError for other shapes."""
+    labels = batch.label
+    if not isinstance(outputs, Tensor) or labels is None or outputs.numel() != labels.numel():
+        raise ConfigError(
+            f"metrics: got {tuple(getattr(outputs, 'shape', ()))} of the model for labels "
+            f"{tuple(getattr(labels, 'shape', ()))}, wanted as many; leave metrics out, or pass your own objective"
+        )
+    parts = [outputs.reshape(labels.shape), labels]
+    return torch.cat([part.cpu().double() for part in parts], dim=1)
+
+
+def _choose_objective(
+    model: nn.Module, objective: Objective | None, loss: SampleLoss | None
+) -> Objective:
+    """Return the objective of the arguments, or the model's. Raises ConfigError for both an objective and a loss."""
+    if loss is None:
+        return objective or get_objective(model)
+    if objective is not None:
+        raise ConfigError("got both objective and loss, wanted one of them")
+    return MeanLoss(loss)
+
+
 def _select_factory(
-    schedule: ScheduleFactory | Mapping[str, Any] | None,
+    argument: Callable[..., Any] | Mapping[str, Any] | str | None,
     setting_name: str,
     overrides: dict[str, Any],
-) -> ScheduleFactory | None:
-    """Return a schedule's factory; None for settings of a schedule, which are added to `overrides`."""
-    if isinstance(schedule, Mapping):
-        overrides[setting_name] = dict(schedule)
+) -> Callable[..., Any] | None:
+    """Return a factory of an optimizer or a schedule; None for settings, which are added to `overrides`."""
+    if isinstance(argument, Mapping | str):
+        overrides[setting_name] = argument if isinstance(argument, str) else dict(argument)
         return None
-    return schedule
+    return argument
 
 
-def _check_parts_are_sources(data: Splits) -> None:
-    """Raise ConfigError for a part that is no Source, with the function that makes one of it."""
+def _open_splits(data: Splits | Source) -> Splits:
+    """Return the parts of the data. Raises ConfigError for one that is no Source, with the function that makes one."""
+    splits = data if isinstance(data, Splits) else Splits(train=data)
     for part in ("train", "validation", "test"):
-        source = getattr(data, part)
+        source = getattr(splits, part)
         if source is not None and not (hasattr(source, "batches") and hasattr(source, "schema")):
             raise ConfigError(
                 f"fit: got a {type(source).__name__} as the {part} data, wanted a Source. Open a DataLoader, a list or "
                 "anything else that yields Batch with colonnade.data.open_batches(data, schema); open tensors and "
                 "arrays with colonnade.data.open_tensors, files with open_csv or open_parquet"
             )
+    return splits
 
 
 def _expand_setting_names(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -269,9 +305,5 @@ def _expand_setting_names(settings: Mapping[str, Any]) -> dict[str, Any]:
             raise ConfigError(
                 f"fit: got {name}, which the model's tables hold; write Table(..., optimizer=Adagrad(lr=0.05))"
             )
-        closest = difflib.get_close_matches(name, setting_paths, n=1, cutoff=0.5)
-        hint = (
-            f"did you mean {closest[0]}?" if closest else f"choose from {', '.join(setting_paths)}"
-        )
-        raise ConfigError(f"fit: unknown setting {name!r}; {hint}")
+        raise ConfigError(f"fit: {explain_unknown_setting(name, setting_paths, name)}")
     return {setting_paths[name]: value for name, value in settings.items()}

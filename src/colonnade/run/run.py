@@ -6,7 +6,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -52,7 +52,7 @@ from colonnade.data.contract import has_samples
 from colonnade.data.processes import read_in_processes
 from colonnade.data.tabular.tables import build_portable_options
 from colonnade.embedding import find_collection
-from colonnade.errors import CheckpointError, ConfigError
+from colonnade.errors import CheckpointError, ColonnadeError, ConfigError
 from colonnade.files.disk import Disk
 from colonnade.files.durable import write_durably
 from colonnade.formats import make_format_stamp
@@ -92,6 +92,7 @@ from colonnade.run.start import (
 from colonnade.store.log.stripes import check_tier_directories
 from colonnade.table import Table
 from colonnade.topology.world import World
+from colonnade.train.callbacks import check_callbacks
 from colonnade.train.objective import get_objective
 from colonnade.train.record import (
     average_sent_bytes,
@@ -116,12 +117,8 @@ class TrainingRun:
     folder: Path | None
     checkpoints: Checkpoints | None
     resumed_at: int | None
-    sent_bytes: dict[str, float] = field(default_factory=dict)
-    """Bytes that a rank sent per step by channel, averaged over ranks; set by `train`."""
-    row_summary: dict[str, Any] = field(default_factory=dict)
-    """Row sources, tiers and table sizes of the first rank that owns rows; set by `train`."""
-    num_samples: int = 0
-    """Number of samples that all ranks trained on together; set by `train`."""
+    summary: dict[str, Any] = field(default_factory=dict)
+    """Summary of a trained run; set by `train`."""
     final_summary: dict[str, Any] | None = None
     """Recorded summary if the run was finished when it was opened; it is then open for reading only."""
     full_mesh: Mesh = field(default_factory=Mesh)
@@ -130,24 +127,24 @@ class TrainingRun:
     def train(self) -> Outcome:
         """Train, and write the run folder's summary on rank 0. Collective."""
         if self.final_summary is not None:
+            self.summary = self.final_summary
             return build_outcome(self.final_summary)
-        self.trainer.progress.start_reporting(self.trainer.collection.step, self.trainer)
-        try:
-            outcome = self.trainer.train()
-            with report_errors_to_peers(self.mesh.peer_monitor):
+        progress = self.trainer.progress
+        with report_errors_to_peers(self.mesh.peer_monitor):
+            try:
+                progress.start_reporting(self.trainer.collection.step, self.trainer)
+                outcome = self.trainer.train()
                 self._add_test_metrics(outcome)
-        finally:
-            self.trainer.progress.close()
-        self.sent_bytes = average_sent_bytes(self.mesh, outcome.steps)
-        self.row_summary = gather_row_summary(self.mesh, self.trainer.collection)
-        self.num_samples = int(self.mesh.all_reduce("control", torch.tensor(outcome.samples)))
-        self.num_samples = complete_killed_run_outcome(self.trainer, outcome, self.num_samples)
+            except BaseException:
+                with suppress(ColonnadeError):  # the first error is the one to correct
+                    progress.close({})
+                raise
+            progress.close(outcome.metrics)
+        self.summary = self._build_summary(outcome)
         for destination in self.checkpoints.destinations if self.checkpoints is not None else ():
             destination.close()
         if self.folder is not None and self.mesh.rank == 0:
-            text = json.dumps(
-                {**make_format_stamp("colonnade summary"), **self.build_summary(outcome)}, indent=2
-            )
+            text = json.dumps({**make_format_stamp("colonnade summary"), **self.summary}, indent=2)
             write_durably(Disk(), self.folder / "summary.json", text.encode(), checked=False)
         return outcome
 
@@ -186,36 +183,39 @@ class TrainingRun:
             finally:
                 run.close()
 
-    def build_summary(self, outcome: Outcome) -> dict[str, Any]:
-        """Return the summary of a trained run as plain values.
+    def _build_summary(self, outcome: Outcome) -> dict[str, Any]:
+        """Return the summary of a trained run as plain values. Collective.
 
-        It has metrics, this rank's time by phase and sent bytes by channel and link, and rows by source and tier.
+        It has metrics, this rank's time by phase and sent bytes by channel and link, and rows by source and tier of
+        the first rank that owns rows.
         """
-        if self.final_summary is not None:
-            return self.final_summary
         collection = self.trainer.collection
+        sent_bytes = average_sent_bytes(self.mesh, outcome.steps)
+        row_summary = gather_row_summary(self.mesh, collection)
+        num_samples = int(self.mesh.all_reduce("control", torch.tensor(outcome.samples)))
+        num_samples = complete_killed_run_outcome(self.trainer, outcome, num_samples)
         phases = self.trainer.phases.seconds
         training_seconds = (
             outcome.seconds - phases.get("evaluate", 0.0) - phases.get("checkpoint", 0.0)
         )
-        samples_per_second = self.num_samples / max(training_seconds, 1e-9)
+        samples_per_second = num_samples / max(training_seconds, 1e-9)
         return {
             **asdict(outcome),
             "step": collection.step,
             "monitor": self.trainer.best.monitor,
-            "samples": self.num_samples,
+            "samples": num_samples,
             "samples_per_second": samples_per_second,
             **compare_with_prediction(
                 collection.plan,
                 samples_per_second,
                 self.config.train.samples_per_step,
-                self.sent_bytes,
+                sent_bytes,
             ),
             "num_ranks": self.mesh.num_ranks,
             "num_trainers": self.mesh.world.num_trainers,
             "phases_seconds": dict(self.trainer.phases.seconds),
             "sent": self.mesh.traffic.to_dict(),
-            **self.row_summary,
+            **row_summary,
         }
 
     def close(self) -> None:
@@ -294,6 +294,7 @@ def prepare_run(requested: RunSetup) -> TrainingRun:
         setup.data,
         setup.mesh,
         objective=type(setup.objective).__name__,
+        metrics=list(getattr(setup.objective, "metrics", ())),
         monitor=config.train.monitor,
         at=setup.at,
         has_folder=setup.folder is not None,
@@ -372,8 +373,11 @@ def _read_final_summary(setup: RunSetup) -> dict[str, Any] | None:
 
 
 def _prepare_training(setup: RunSetup) -> None:
-    """Check the data; move the network to its device, which servers do not need. Raises before anything is opened."""
+    """Check callbacks and data; move the network to its device, which servers do not need.
+
+    Raises before anything is opened."""
     config = setup.config
+    check_callbacks(setup.callbacks)
     check_data_for_settings(setup.data, config, setup.objective)
     if config.data.next_use_hints:
         add_next_use_to_splits(setup.data, config.train.num_epochs)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from colonnade.config.run import MonitorMode
 from colonnade.errors import ConfigError
 
 HIGHER = 1
@@ -70,6 +71,8 @@ class Best:
     monitor: str
     """Name of the deciding metric, with its part: "validation_auc"."""
     min_delta: float = 0.0
+    mode: MonitorMode | None = None
+    """Better scores: lower or higher; None: known by the monitor's name."""
     score: float | None = None
     step: int | None = None
     """Step of the best score; None if no evaluation had a score."""
@@ -86,6 +89,8 @@ class Best:
                 self.metrics = dict(metrics)
             return False
         direction = get_direction(self.monitor.removeprefix("validation_"))
+        if self.mode is not None:
+            direction = LOWER if self.mode == "min" else HIGHER
         is_better = not math.isnan(score) and (
             self.score is None or direction * (score - self.score) > self.min_delta
         )
@@ -101,8 +106,8 @@ class Best:
         return is_better
 
     def state(self) -> dict[str, Any]:
-        """Return the state for a checkpoint, without `monitor` and `min_delta`, which are settings."""
-        return {k: v for k, v in asdict(self).items() if k not in ("monitor", "min_delta")}
+        """Return the state for a checkpoint, without `monitor`, `min_delta` and `mode`, which are settings."""
+        return {k: v for k, v in asdict(self).items() if k not in ("monitor", "min_delta", "mode")}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore the state of a checkpoint."""

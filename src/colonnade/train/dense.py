@@ -5,8 +5,8 @@ changes the order of sums at three or more ranks and after a restart. These buck
 of the parameters, and sums keep the order of `comm/collectives.py`. So the bits do not depend on when or how a bucket
 is sent.
 
-The last bucket ends with the signals of a step: whether all gradients are finite, whether a rank requested to stop, and
-the rank's part of the loss. Signals have a bucket of their own in two cases:
+The last bucket ends with the signals of a step: whether all gradients are finite, whether a rank requested to stop or a
+checkpoint, and the rank's part of the loss. Signals have a bucket of their own in two cases:
   * Gradients are compressed (`plan.codec.dense`): signals are sent uncompressed.
   * The last bucket takes long between hosts: with signals it could not be sent before backward ends.
 
@@ -120,7 +120,7 @@ def fill_buckets(
     )
 
 
-SIGNALS = 3  # not finite, stop requested, loss
+SIGNALS = 4  # not finite, stop requested, checkpoint requested, loss
 ALONE_BYTES = 1 << 16
 """Bytes from which the last bucket is sent without signals between hosts: 0.5 ms at 1 Gbit/s, one message's time."""
 
@@ -174,6 +174,7 @@ class DenseGradients:
         # Norms of gradients, by tower.
         self._tower_norms = torch.zeros(len(parameters_by_tower), dtype=torch.float64)
         self._signals = torch.zeros(SIGNALS)
+        self.is_checkpoint_requested = False  # by a rank, in the last step
         self._views: list[Tensor | None] = []  # by parameter; None: another tower's
         self._bucket_of: list[GradientBucket | None] = []  # by parameter
         self._num_received: list[int] = []  # by parameter: gradients added by the current backward
@@ -292,12 +293,13 @@ class DenseGradients:
         self._start_thread()
 
     def send_remaining_buckets(
-        self, *, finite: bool, stop: bool, loss: Tensor | float = 0.0
+        self, *, finite: bool, stop: bool, checkpoint: bool = False, loss: Tensor | float = 0.0
     ) -> None:
-        """Send the remaining buckets after the step's last backward. loss: this rank's part of it."""
-        self._signals[0] = float(not finite)
-        self._signals[1] = float(stop)
-        self._signals[2] = loss
+        """Send the remaining buckets after the step's last backward.
+
+        stop, checkpoint: requests of this rank. loss: this rank's part of it."""
+        self._signals[:3] = torch.tensor([not finite, stop, checkpoint])
+        self._signals[3] = loss
         self._signals[SIGNALS:] = 0
         if self._is_watching:
             self._is_watching = False
@@ -339,18 +341,17 @@ class DenseGradients:
             if view is None:  # of another tower; a zero would let an optimizer change it
                 parameter.grad = None
         # A NaN or inf of any rank survives the sum, so every rank sees the same answer.
-        unhealthy, stops, global_loss = self._signals[:SIGNALS].tolist()
+        signals = self._signals[:SIGNALS].double()
         self._tower_norms.copy_(self._signals[SIGNALS:])
-        is_finite = all(math.isfinite(bucket.total) for bucket in self.buckets)
+        signals[0] += not all(math.isfinite(bucket.total) for bucket in self.buckets)
         for bucket in self.buckets:
             bucket.residual, bucket.previous_residual = None, bucket.residual
         self._can_restore_residuals = True
-        result = self._combine_signals_with_servers(
-            unhealthy == 0 and is_finite, stops > 0, global_loss
-        )
-        if not result[0]:
+        unhealthy, stops, checkpoints, loss = self._add_signals_of_servers(signals).tolist()
+        self.is_checkpoint_requested = checkpoints > 0
+        if unhealthy != 0:
             self.restore_residuals()
-        return result
+        return unhealthy == 0, stops > 0, loss
 
     def restore_residuals(self) -> None:
         """Restore the residuals from before this step, because its gradients are not applied.
@@ -397,22 +398,14 @@ class DenseGradients:
         """
         self._saved_residuals = states_by_trainer
 
-    def _combine_signals_with_servers(
-        self, is_finite: bool, is_stop_requested: bool, loss: float
-    ) -> tuple[bool, bool, float]:
-        """Combine the signals of trainers and servers, since a server may request to stop. Collective with servers."""
+    def _add_signals_of_servers(self, signals: Tensor) -> Tensor:
+        """Add the signals of servers, which may request to stop, to those of trainers. Collective with servers."""
         mesh = self.full_mesh
         if not mesh.world.has_servers:
-            return is_finite, is_stop_requested, loss
-        signals = torch.zeros(SIGNALS, dtype=torch.float64)
-        if mesh.is_server or self.mesh.rank == 0:  # all trainers know the same
-            signals = torch.tensor(
-                [float(not is_finite), float(is_stop_requested), loss], dtype=torch.float64
-            )
-        unhealthy, num_stops, global_loss = mesh.all_reduce(
-            "push", signals, traffic_tag="control"
-        ).tolist()
-        return unhealthy == 0, num_stops > 0, global_loss
+            return signals
+        if not mesh.is_server and self.mesh.rank > 0:  # all trainers know the same
+            signals.zero_()
+        return mesh.all_reduce("push", signals, traffic_tag="control")
 
     def reduce(
         self, *, finite: bool, stop: bool, loss: Tensor | float = 0.0

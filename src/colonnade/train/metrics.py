@@ -7,8 +7,10 @@ Legend: S samples, T tasks, R runs of samples with equal scores, G groups.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -21,13 +23,24 @@ from colonnade.comm.mesh import Mesh
 from colonnade.data.contract import Source
 from colonnade.errors import ConfigError, DataError, NonFiniteError
 from colonnade.models.ranking import BlockedMetrics, evaluation_mode, read_numbered_batches
+from colonnade.train.callbacks import name_user_code_in_errors
+
+MetricFunction = Callable[[Tensor, Tensor], float]
+"""Metric of a user: a function of scores (S,) and labels (S,) in float64."""
 
 
-def evaluate(model: nn.Module, source: Source, batch_size: int, mesh: Mesh) -> dict[str, float]:
+def evaluate(
+    model: nn.Module,
+    source: Source,
+    batch_size: int,
+    mesh: Mesh,
+    user_metrics: Mapping[str, MetricFunction] = MappingProxyType({}),
+) -> dict[str, float]:
     """Evaluate a model on one pass over `source`, of which each rank scores its share. Collective.
 
     Every rank returns the same metrics. `model(batch)` gives logits (B, T). The first task's metrics have plain names
     ("auc", `Evaluation.result`), the others' end in their label's ("auc_buy"). The model's training flag is restored.
+    user_metrics: further metrics of the probabilities, by name.
     """
     columns: list[Tensor] = []  # (B, 2 T + 2) float64: scores, labels, weight, number
     groups: list[Tensor] = []
@@ -52,23 +65,22 @@ def evaluate(model: nn.Module, source: Source, batch_size: int, mesh: Mesh) -> d
             columns.append(torch.cat([part.cpu().double() for part in parts], dim=1))
             if batch.group is not None:
                 groups.append(batch.group.cpu())
-    return _compute_pooled_metrics(columns, groups, source.schema.labels, mesh)
+    return _compute_pooled_metrics(columns, groups, source.schema.labels, mesh, user_metrics)
 
 
 def _compute_pooled_metrics(
-    columns: Sequence[Tensor], groups: Sequence[Tensor], labels: Sequence[str], mesh: Mesh
+    columns: Sequence[Tensor],
+    groups: Sequence[Tensor],
+    labels: Sequence[str],
+    mesh: Mesh,
+    user_metrics: Mapping[str, MetricFunction],
 ) -> BlockedMetrics:
     """Compute the metrics of all ranks' samples together. Collective."""
     if groups and len(groups) != len(columns):
         raise DataError("got groups with some batches only, wanted them with all or with none")
     table = torch.cat(list(columns)) if columns else torch.empty(0, 4, dtype=torch.float64)
     num_tasks = (table.shape[1] - 2) // 2
-    pooled = torch.cat(
-        [
-            torch.from_numpy(part.reshape(-1, table.shape[1]))
-            for part in _gather_values(table, np.float64, mesh)
-        ]
-    )
+    pooled = gather_columns(table, mesh)
     group: Tensor | None = None
     if groups:
         parts = _gather_values(torch.cat(list(groups)), np.int64, mesh)
@@ -83,14 +95,51 @@ def _compute_pooled_metrics(
             evaluation.add_predictions(
                 part[:, task], part[:, num_tasks + task], part[:, -2], part_group
             )
-            suffix = f"_{labels[task] if task < len(labels) else task}" if task else ""
             metrics |= {
-                f"{name}{suffix}": value for name, value in evaluation.compute_metrics().items()
+                f"{name}{format_task_suffix(labels, task)}": value
+                for name, value in evaluation.compute_metrics().items()
             }
         return metrics
 
     numbers = pooled[:, -1].numpy().astype(np.int64)
-    return BlockedMetrics(compute, numbers, pooled[:, num_tasks:-1].numpy())
+    metrics = BlockedMetrics(compute, numbers, pooled[:, num_tasks:-1].numpy())
+    predictions = pooled[:, : 2 * num_tasks]
+    metrics |= compute_user_metrics(user_metrics, predictions, labels, mesh)
+    return metrics
+
+
+def compute_user_metrics(
+    functions: Mapping[str, MetricFunction], predictions: Tensor, labels: Sequence[str], mesh: Mesh
+) -> dict[str, float]:
+    """Compute a user's metrics on rank 0, which sends them to the others. Collective.
+
+    predictions (S, 2 T): scores of each task, then its labels, of all ranks' samples. A sample with a NaN label is left
+    out. Names of tasks after the first end in their label's. Raises CallbackError if a function does not return a
+    number.
+    """
+    metrics: dict[str, float] = {}
+    if not functions:
+        return metrics
+    num_tasks = predictions.shape[1] // 2
+    for task in range(num_tasks if mesh.rank == 0 else 0):
+        columns = predictions[:, [task, num_tasks + task]]
+        scores, truth = columns[~columns[:, 1].isnan()].T
+        for name, function in functions.items():
+            with name_user_code_in_errors(f"metrics[{name!r}]"):
+                value = float(function(scores.clone(), truth.clone()))
+            metrics[f"{name}{format_task_suffix(labels, task)}"] = value
+    return json.loads(mesh.all_gather_bytes("evaluate", json.dumps(metrics).encode())[0])
+
+
+def format_task_suffix(labels: Sequence[str], task: int) -> str:
+    """Return the end of the names of a task's metrics: "_LABEL", or "" for the first."""
+    return f"_{labels[task] if task < len(labels) else task}" if task else ""
+
+
+def gather_columns(table: Tensor, mesh: Mesh) -> Tensor:
+    """Return every rank's rows (S, n) float64, in rank order. Collective."""
+    parts = _gather_values(table, np.float64, mesh)
+    return torch.cat([torch.from_numpy(part.reshape(-1, table.shape[1])) for part in parts])
 
 
 def _gather_values(values: Tensor, dtype: type, mesh: Mesh) -> Iterator[np.ndarray]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Mapping
+from copy import copy
+from types import MappingProxyType
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +15,7 @@ from colonnade.batch import Batch
 from colonnade.comm.mesh import Mesh
 from colonnade.data.contract import Source
 from colonnade.errors import ConfigError, DataError
-from colonnade.train.metrics import evaluate
+from colonnade.train.metrics import MetricFunction, evaluate
 
 
 class Objective(Protocol):
@@ -27,8 +30,9 @@ class Objective(Protocol):
     """
 
     monitor: str
-    """Metric that chooses the best step unless `train.monitor` names another. Of a metric that `train.best.DIRECTIONS`
-    does not have, higher is better unless its name contains loss, entropy, error or mean rank."""
+    """Metric that chooses the best step unless `train.monitor` names another. Without `train.monitor_mode`, of a metric
+    that `train.best.DIRECTIONS` does not have, higher is better unless its name contains loss, entropy, error or mean
+    rank."""
 
     def loss(self, model: nn.Module, batch: Batch, mesh: Mesh) -> Tensor:
         """Compute this rank's part of the mean over the global batch: the ranks' losses add up to it."""
@@ -45,7 +49,10 @@ class Probability:
     """Objective of models whose `model(batch)` gives one logit per label (B, tasks) of its being 1: cross entropy."""
 
     monitor = "auc"
-    metrics = ("auc", "log_loss", "normalized_entropy", "expected_calibration_error", "group_auc")
+    metrics: tuple[str, ...] = (
+        "auc", "log_loss", "normalized_entropy", "expected_calibration_error", "group_auc"
+    )  # fmt: skip
+    user_metrics: Mapping[str, MetricFunction] = MappingProxyType({})
 
     def loss(self, model: nn.Module, batch: Batch, mesh: Mesh) -> Tensor:
         """Compute the cross entropy: `weighted_loss`."""
@@ -55,7 +62,7 @@ class Probability:
         self, model: nn.Module, source: Source, batch_size: int, mesh: Mesh
     ) -> dict[str, float]:
         """Compute all metrics of probabilities over `source`: `metrics.evaluate`."""
-        return evaluate(model, source, batch_size, mesh)
+        return evaluate(model, source, batch_size, mesh, self.user_metrics)
 
     def predict(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the probabilities of label 1, (B, tasks) float64."""
@@ -75,6 +82,27 @@ def get_objective(model: nn.Module) -> Objective:
             "a colonnade.Objective; add these, or rename the attribute"
         )
     return objective
+
+
+def add_metrics(objective: Any, functions: Mapping[str, MetricFunction]) -> Objective:
+    """Return the objective with a user's metrics beside its own. Raises ConfigError if it cannot compute them."""
+    if not isinstance(functions, Mapping):
+        raise ConfigError(f"metrics: got {functions!r}, wanted a mapping from names to functions")
+    if not functions:
+        return objective
+    if not hasattr(objective, "user_metrics"):
+        raise ConfigError(
+            f"got metrics with a {type(objective).__name__}, wanted an objective of probabilities, or loss=: compute "
+            "them in the `evaluate` of this objective"
+        )
+    if names := {*functions} & {*objective.metrics}:
+        raise ConfigError(
+            f"got metrics[{min(names)!r}], which the objective has already; give it another name"
+        )
+    extended = copy(objective)
+    extended.user_metrics = functions
+    extended.metrics = (*objective.metrics, *functions)
+    return extended
 
 
 def weighted_loss(logits: Tensor, batch: Batch) -> Tensor:

@@ -1,10 +1,10 @@
-"""Progress of a run: a progress bar on the terminal, and metrics in the run folder. Rank 0 only."""
+"""Progress of a run: a progress bar on the terminal, metrics in the run folder, and callbacks. Rank 0 only."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,9 @@ from rich.progress import Progress as Bars
 from rich.text import Text
 
 from colonnade.batch import Batch
+from colonnade.checkpoint.contract import TrainerState
 from colonnade.train.best import select_judged
-from colonnade.train.record import Counters, Part, Record, RecordedTrainer
+from colonnade.train.record import Counters, Part, Record
 
 PLAIN_SECONDS = 10.0
 """Minimum time between lines if the output is not a terminal."""
@@ -46,6 +47,7 @@ class Progress:
         console: Console,
         folder: Path | None = None,
         part: Part = "all",
+        callbacks: Sequence[object] = (),
         is_quiet: bool = False,
         every: int = 20,
     ) -> None:
@@ -53,7 +55,8 @@ class Progress:
         self.console = console
         self.total_steps = total_steps
         self.is_quiet = is_quiet
-        self._record = None if folder is None else Record(folder, part)
+        self._record = Record(folder, part, callbacks)
+        self._callbacks = self._record.callbacks
         self._counters: Counters | None = None
         self._has_bars = console.is_terminal or console.is_jupyter
         self._bars = _BarsWithText(
@@ -64,25 +67,29 @@ class Progress:
         self._task = self._bars.add_task("train", total=total_steps, epoch="1", loss="-", rate="-")
         self._num_samples = 0
         self._interval_start = self._last_line_time = self._started = 0.0
-        self._first_step = self._reported_step = self._num_lines = 0
+        self._first_step = self._step = self._reported_step = self._num_lines = 0
         self._is_first = True
         self._last_step: tuple[int, float, Batch, float] | None = None
 
-    def start_reporting(self, done_steps: int, trainer: RecordedTrainer | None = None) -> None:
+    def start_reporting(self, done_steps: int, trainer: TrainerState | None = None) -> None:
         """Start at `done_steps` and append to the folder's files. trainer: the one to record the counters of."""
-        if self._record is not None:
-            self._record.open_files(done_steps)
-        if trainer is not None and not (self._record is None and self.is_quiet):
+        if trainer is not None:
+            self._callbacks.epoch = trainer.position.epoch
+        self._record.open_files(done_steps)
+        if trainer is not None and (self._record.has_readers or not self.is_quiet):
             self._counters = Counters(trainer)
         self._bars.start()
         self._bars.update(self._task, completed=done_steps)
-        self._first_step = done_steps
+        self._first_step = self._step = done_steps
         # A resumed run reports the steps that it would have reported without the stop.
         self._reported_step = done_steps - done_steps % self.every
         self._interval_start = self._last_line_time = self._started = time.perf_counter()
 
     def report_step(self, step: int, loss: float, batch: Batch, num_ranks: int) -> None:
-        """Report a step. loss: mean over the global batch."""
+        """Report a step. loss: mean over the global batch. Raises CallbackError."""
+        self._step = step
+        self._callbacks.epoch = batch.position.epoch + batch.ends_epoch
+        self._callbacks.call("on_step", step, {"loss": loss})
         self._num_samples += batch.size * num_ranks
         now = time.perf_counter()
         self._last_step = (step, loss, batch, now)
@@ -116,21 +123,23 @@ class Progress:
                 f"step {step}{total_text}  epoch {epoch}  loss {loss:.4f}  {rate:,.0f} samples/s"
                 f"{self._format_time_left(now, step)}{text and f'  {text}'}"
             )
-        if self._record is not None:
+        if self._record.has_readers:
             self._write_step_metrics(step, {"loss": loss, "samples_per_second": rate}, batch)
             if tiers is not None:
                 self._record.write_line(step, "tiers", tiers.to_dict())
 
     def record_line(self, step: int, kind: str, build: Callable[[], Mapping[str, Any]]) -> None:
         """Write a line of metrics, unless this rank writes none or there are none. build: returns the metrics."""
-        if self._record is not None and (values := build()):
+        if self._record.has_readers and (values := build()):
             self._record.write_line(step, kind, dict(values))
 
-    def report_evaluation(self, step: int, epoch: int, metrics: Mapping[str, float]) -> None:
-        """Report an evaluation. metrics: by part_metric, as "validation_auc"."""
+    def report_evaluation(self, step: int, epoch: int, metrics: Mapping[str, float]) -> bool:
+        """Report an evaluation; return whether a callback stops training.
+
+        metrics: by part_metric, as "validation_auc"."""
         self._flush_last_step()
         self._bars.update(self._task, completed=step)
-        if self._record is not None:
+        if self._record.has_readers:
             self._record.write_line(step, "evaluate", {"epoch": epoch, **metrics})
             if self._counters is not None:
                 self._record.write_line(step, "tables", {"tables": self._counters.collect_tables()})
@@ -141,29 +150,36 @@ class Progress:
         self.print_line(f"epoch {epoch}: {'  '.join(shown)}" if shown else f"epoch {epoch} is over")
         if epoch == 1 and (warning := describe_stuck_loss(metrics)):
             self.print_line(warning)
+        stops = self._callbacks.call("on_evaluate", step, metrics)
         self._num_samples = 0
         self._interval_start = time.perf_counter()
+        return stops
+
+    def report_checkpoint(self, step: int) -> None:
+        """Report a saved checkpoint to callbacks."""
+        self._callbacks.call("on_checkpoint", step, {})
 
     def print_line(self, text: str) -> None:
         """Print a line above the progress bar, unless output is off."""
         if not self.is_quiet:
             self._bars.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
-    def close(self) -> None:
-        """Report the last step, write the final counters and close the files."""
-        self._flush_last_step()
-        self._bars.stop()
-        if self._record is None:
-            return
-        if self._counters is not None:
-            self._write_counters(self._reported_step)
-            tiers = self._counters.collect_tiers()
-            if tiers is not None:
-                self._record.write_line(self._reported_step, "tiers", tiers.to_dict())
-        self._record.close()
+    def close(self, metrics: Mapping[str, float]) -> None:
+        """Report the last step, write the final counters, end the callbacks and close the files.
+
+        metrics: of the result, for callbacks."""
+        try:
+            self._flush_last_step()
+            if self._record.has_readers and self._counters is not None:
+                self._write_counters(self._reported_step)
+                tiers = self._counters.collect_tiers()
+                if tiers is not None:
+                    self._record.write_line(self._reported_step, "tiers", tiers.to_dict())
+        finally:
+            self._bars.stop()
+            self._record.close(self._step, metrics)
 
     def _write_step_metrics(self, step: int, values: dict, batch: Batch) -> None:
-        assert self._record is not None
         if self._counters is None:
             self._record.write_line(step, "train", values)
             return
@@ -176,7 +192,7 @@ class Progress:
         self._num_lines += 1
 
     def _write_counters(self, step: int) -> None:
-        assert self._record is not None and self._counters is not None
+        assert self._counters is not None
         for kind, values in self._counters.collect_increments().items():
             self._record.write_line(step, kind, values)
 

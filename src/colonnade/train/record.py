@@ -1,6 +1,7 @@
 """Metrics of a run while it trains: JSON lines, and the same numbers as a TensorBoard event file.
 
-The calling thread writes them. TensorBoard's own writer has a thread, which prints a traceback when a disk is full.
+The calling thread writes them, and passes the numbers to callbacks, of which TensorBoard is one. TensorBoard's own
+writer has a thread, which prints a traceback when a disk is full.
 
 run/metrics.jsonl      {"step", "kind", "time", ...}; by kind:
     train      loss; samples_per_second over all ranks; lr by param group of rows and dense network; loss_scale, where
@@ -40,62 +41,67 @@ import math
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch.optim import Optimizer
 
 from colonnade.batch import Batch
+from colonnade.checkpoint.contract import TrainerState
 from colonnade.comm.mesh import Mesh
 from colonnade.embedding import EmbeddingCollection
 from colonnade.files.disk import storage_error
 from colonnade.plan.plan import Plan
 from colonnade.store.contract import TierCounts
-from colonnade.train.loss_scale import LossScale
+from colonnade.train.callbacks import Callback, Callbacks, RunEvent
 from colonnade.train.metrics_file import (
     FILE_NAME,
     FIRST_LINE,
     ROWS_FILE_NAME,
     drop_metrics_after_step,
 )
-from colonnade.train.phases import WAITING, Phases
+from colonnade.train.phases import WAITING
 
 
-class TensorBoardWriter:
-    """Writer of a new event file in a folder. It invalidates steps from `first_step` on in earlier files."""
+class TensorBoard(Callback):
+    """Callback that writes a new event file in a folder. It invalidates later steps in earlier files."""
 
-    def __init__(self, folder: Path, first_step: int) -> None:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_start(self, event: RunEvent) -> None:
+        """Open the event file."""
         # These take a while to import.
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto.event_pb2 import SessionLog
         from tensorboard.summary.writer.record_writer import RecordWriter
 
-        folder.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
         name = f"events.out.tfevents.{time.time():017.6f}.{socket.gethostname()}.{os.getpid()}"
-        self.path = folder / name
-        self._records = RecordWriter(self.path.open("xb"))
-        self._event = Event
+        self._records = RecordWriter((self.folder / name).open("xb"))
         self._write(file_version="brain.Event:2")
-        if first_step > 1:
-            self._write(step=first_step, session_log=SessionLog(status=SessionLog.START))
+        if event.step:
+            self._write(step=event.step + 1, session_log=SessionLog(status=SessionLog.START))
 
-    def add(self, step: int, numbers: dict[str, float]) -> None:
-        """Write all of one step's numbers. Raises OSError."""
+    def on_log(self, event: RunEvent) -> None:
+        """Write all of one step's numbers."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        values = [Summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
-        self._write(step=step, summary=Summary(value=values))
+        numbers = event.metrics.items()
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in numbers]
+        self._write(step=event.step, summary=Summary(value=values))
 
-    def close(self) -> None:
+    def on_end(self, event: RunEvent) -> None:
         """Close the event file."""
         self._records.close()
 
     def _write(self, **fields: object) -> None:
-        event = self._event(wall_time=time.time(), **fields)
+        from tensorboard.compat.proto.event_pb2 import Event
+
+        event = Event(wall_time=time.time(), **fields)
         self._records.write(event.SerializeToString())
         self._records.flush()
 
@@ -104,22 +110,7 @@ ROW_KINDS = ("rows", "tiers", "tables")
 """Kinds of lines about the rows of the writing rank."""
 Part = Literal["all", "but rows", "rows"]
 MAX_BOARD_NAMES = 64
-"""Maximum count of numbers in a line for TensorBoard; longer lines are in the report alone."""
-
-
-class RecordedTrainer(Protocol):
-    """Attributes of a trainer that are recorded."""
-
-    @property
-    def collection(self) -> EmbeddingCollection: ...
-    @property
-    def phases(self) -> Phases: ...
-    @property
-    def rows(self) -> Optimizer: ...
-    @property
-    def dense_optimizer(self) -> Optimizer: ...
-    @property
-    def loss_scale(self) -> LossScale: ...
+"""Maximum count of numbers in a line for callbacks; longer lines are in the report alone."""
 
 
 def select_record_part(mesh: Mesh) -> Part | None:
@@ -130,31 +121,39 @@ def select_record_part(mesh: Mesh) -> Part | None:
 
 
 class Record:
-    """Writer of a run folder's metrics. Call `open` first and `close` at the end."""
+    """Writer of a run's metrics, to its folder and to callbacks. Call `open_files` first and `close` at the end."""
 
-    def __init__(self, folder: Path, part: Part = "all") -> None:
+    def __init__(
+        self, folder: Path | None, part: Part = "all", callbacks: Sequence[object] = ()
+    ) -> None:
+        """folder: None if only callbacks receive the metrics."""
         self.folder = folder
+        self.path = (folder or Path()) / (ROWS_FILE_NAME if part == "rows" else FILE_NAME)
         self.part = part
-        self.path = folder / (ROWS_FILE_NAME if part == "rows" else FILE_NAME)
+        boards = [] if folder is None else [TensorBoard(folder / "tensorboard")]
+        self.callbacks = Callbacks([*boards, *callbacks], folder)
         self._lines: Any = None
-        self._tensorboard: TensorBoardWriter | None = None
+
+    @property
+    def has_readers(self) -> bool:
+        """True if anything receives the metrics."""
+        return bool(self.callbacks.callbacks)
 
     def open_files(self, done_steps: int) -> None:
-        """Open the files and drop lines of later steps, which the run repeats. Raises StorageError."""
-        with self._as_storage_error():
-            drop_metrics_after_step(self.path, done_steps)
-            self._lines = self.path.open("a", encoding="utf-8")
-            if not self._lines.tell():
-                self._lines.write(FIRST_LINE)
-            self._tensorboard = TensorBoardWriter(
-                self.folder / "tensorboard", first_step=done_steps + 1
-            )
+        """Open the file and drop lines of later steps, which the run repeats; start the callbacks.
+
+        Raises StorageError, CallbackError."""
+        if self.folder is not None:
+            with self._as_storage_error():
+                drop_metrics_after_step(self.path, done_steps)
+                self._lines = self.path.open("a", encoding="utf-8")
+                if not self._lines.tell():
+                    self._lines.write(FIRST_LINE)
+        self.callbacks.call("on_start", done_steps, {})
 
     def write_line(self, step: int, line_kind: str, line_values: Mapping[str, Any]) -> None:
-        """Write one line and flush it, without fsync. Raises StorageError."""
-        if self._lines is None or (
-            self.part != "all" and (line_kind in ROW_KINDS) != (self.part == "rows")
-        ):
+        """Write one line and flush it, without fsync. Raises StorageError, CallbackError."""
+        if self.part != "all" and (line_kind in ROW_KINDS) != (self.part == "rows"):
             return
         line = {
             "step": step,
@@ -162,22 +161,20 @@ class Record:
             "time": round(time.time(), 3),
             **_replace_non_finite(line_values),
         }
+        if self._lines is not None:
+            with self._as_storage_error():
+                self._lines.write(json.dumps(line, allow_nan=False) + "\n")
+                self._lines.flush()
         numbers = _flatten_numbers(line_values, line_kind)
-        with self._as_storage_error():
-            self._lines.write(json.dumps(line, allow_nan=False) + "\n")
-            self._lines.flush()
-            if self._tensorboard is not None and len(numbers) <= MAX_BOARD_NAMES:
-                self._tensorboard.add(step, numbers)
+        if 0 < len(numbers) <= MAX_BOARD_NAMES:
+            self.callbacks.call("on_log", step, numbers)
 
-    def close(self) -> None:
-        """Close the files. Raises StorageError."""
-        lines = self._lines
-        board = self._tensorboard
-        self._lines = self._tensorboard = None
-        with self._as_storage_error():
-            for file in (lines, board):
-                if file is not None:
-                    file.close()
+    def close(self, step: int, metrics: Mapping[str, float]) -> None:
+        """End the callbacks with the metrics of the result, and close the file. Raises StorageError, CallbackError."""
+        self.callbacks.call("on_end", step, metrics)
+        if self._lines is not None:
+            with self._as_storage_error():
+                self._lines.close()
 
     @contextmanager
     def _as_storage_error(self) -> Iterator[None]:
@@ -226,14 +223,12 @@ class TierActivity:
 class Counters:
     """Increments of a trainer's counters since the previous call. A call costs microseconds, except `traffic`."""
 
-    def __init__(self, trainer: RecordedTrainer) -> None:
+    def __init__(self, trainer: TrainerState) -> None:
         self._trainer = trainer
-        self._before: dict[str, Mapping[str, float]] = {}
+        self._counts: dict[str, Mapping[str, Any]] = {}
         """Counts at the previous call, by kind of line."""
-        self._since = time.perf_counter()
-        self._sent: dict[str, dict[str, dict[str, int]]] = {}
         self._tiers: dict[str, TierCounts] = {}
-        self._tiers_since = self._since
+        self._tiers_since = time.perf_counter()
         self._waited = 0.0
         # Counting starts now: drop the counts so far.
         self.collect_increments()
@@ -241,41 +236,36 @@ class Counters:
 
     def collect_increments(self) -> dict[str, Mapping[str, Any]]:
         """Return the values of every kind of line that has increments, except `tiers`."""
-        lines: dict[str, Mapping[str, Any]] = {
-            "phases": self.collect_phases(),
-            "rows": self.collect_rows(),
-            "sent": self.collect_sent(),
-            "missed": self.collect_missed_updates(),
-            "cache": self.collect_cache_counts(),
-            "copy_ages": self.collect_copy_ages(),
+        counts = self._count_all()
+        gained = _subtract(counts, self._counts)
+        self._counts = counts
+        for kind in ("missed", "copy_ages"):
+            gained[kind] = {number: count for number, count in gained[kind].items() if count}
+        return {kind: values for kind, values in gained.items() if values}
+
+    def _count_all(self) -> dict[str, Mapping[str, Any]]:
+        """Return the counts so far by kind of line; {} for a kind that this run does not have."""
+        collection = self._trainer.collection
+        sources = collection.store.sources
+        cached = collection.cached
+        sent = collection.mesh.traffic.to_dict()
+        missed = collection.pipeline.missed if collection.opened.reads_ahead else {}
+        ages = () if cached is None else cached.ages
+        return {
+            "phases": {**self._trainer.phases.seconds, "total": time.perf_counter()},
+            "rows": {
+                "resident": sources.resident,
+                "mapped": sources.mapped,
+                "read": sources.read + sources.copied,
+                "born": sources.born,
+                "evicted": sources.evicted_clean + sources.evicted_dirty,
+            },
+            "sent": sent if sent["bytes"] else {},
+            "missed": {str(steps): float(count) for steps, count in sorted(missed.items())},
+            "cache": {} if cached is None else dict(vars(cached.counts)),
+            # By the smallest age of a bin.
+            "copy_ages": {str((1 << kind) >> 1): float(rows) for kind, rows in enumerate(ages)},
         }
-        return {kind: values for kind, values in lines.items() if values}
-
-    def _count_since(self, kind: str, now: Mapping[str, float]) -> dict[str, float]:
-        """Return the increments of the counts of one kind of line since the previous call."""
-        before = self._before.get(kind, {})
-        self._before[kind] = now
-        return _subtract(now, before)
-
-    def collect_phases(self) -> dict[str, float]:
-        """Return seconds by phase, and in total."""
-        now = time.perf_counter()
-        gained = self._count_since("phases", dict(self._trainer.phases.seconds))
-        total = now - self._since
-        self._since = now
-        return {**gained, "total": total}
-
-    def collect_rows(self) -> dict[str, float]:
-        """Count rows by source: resident, mapped, read, born (initialised); and evicted rows."""
-        sources = self._trainer.collection.store.sources
-        now = {
-            "resident": sources.resident,
-            "mapped": sources.mapped,
-            "read": sources.read + sources.copied,
-            "born": sources.born,
-            "evicted": sources.evicted_clean + sources.evicted_dirty,
-        }
-        return self._count_since("rows", now)
 
     def collect_tiers(self) -> TierActivity | None:
         """Return the activity of tiers; None if all rows are in memory."""
@@ -295,49 +285,6 @@ class Counters:
         self._tiers_since = now
         self._waited = waited
         return gained if len(tiers) > 1 else None
-
-    def collect_sent(self) -> dict[str, dict[str, dict[str, float]]]:
-        """Return {"bytes" or "messages": {channel: {link: number}}}; {} if nothing was sent."""
-        before = self._sent
-        self._sent = self._trainer.collection.mesh.traffic.to_dict()
-        gained: dict[str, dict[str, dict[str, float]]] = {
-            unit: {
-                channel: _subtract(by_link, before.get(unit, {}).get(channel, {}))
-                for channel, by_link in by_channel.items()
-            }
-            for unit, by_channel in self._sent.items()
-        }
-        return gained if gained["bytes"] else {}
-
-    def collect_missed_updates(self) -> dict[str, float]:
-        """Count batches by the number of updates that their reads missed; {} without bounded staleness."""
-        collection = self._trainer.collection
-        if not collection.opened.reads_ahead:
-            return {}
-        now = {
-            str(steps): float(count) for steps, count in sorted(collection.pipeline.missed.items())
-        }
-        gained = self._count_since("missed", now)
-        return {steps: count for steps, count in gained.items() if count}
-
-    def collect_cache_counts(self) -> dict[str, float]:
-        """Return the `CacheCounts` since the last line; {} without a cache."""
-        cached = self._trainer.collection.cached
-        if cached is None:
-            return {}
-        return self._count_since("cache", dict(vars(cached.counts)))
-
-    def collect_copy_ages(self) -> dict[str, float]:
-        """Count rows of batches by the age of the cached row that was read, in bins named by their smallest age.
-
-        {} without a cache.
-        """
-        cached = self._trainer.collection.cached
-        if cached is None:
-            return {}
-        now = {str((1 << kind) >> 1): float(rows) for kind, rows in enumerate(cached.ages)}
-        gained = self._count_since("copy_ages", now)
-        return {age: rows for age, rows in gained.items() if rows}
 
     def collect_learning_rates(self) -> dict[str, float]:
         """Return learning rates by param group; one number if all groups of an optimizer are equal."""
@@ -413,9 +360,14 @@ def _format_short_number(value: float, smallest_unit: float = 1.0) -> str:
     return "0"
 
 
-def _subtract(now: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:
-    """Return the increments `now - before`."""
-    return {name: value - before.get(name, 0) for name, value in now.items()}
+def _subtract(now: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the increments `now - before` of nested counts."""
+    return {
+        name: _subtract(value, before.get(name, {}))
+        if isinstance(value, Mapping)
+        else value - before.get(name, 0)
+        for name, value in now.items()
+    }
 
 
 def _replace_non_finite(value: Any) -> Any:

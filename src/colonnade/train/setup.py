@@ -32,7 +32,7 @@ from colonnade.train.objective import Objective
 from colonnade.train.progress import Progress
 from colonnade.train.record import select_record_part
 from colonnade.train.tower_weights import find_tower_weights
-from colonnade.train.trainer import Optimizers, Schedule, Trainer
+from colonnade.train.trainer import Optimizers, Trainer
 
 OptimizerFactory = Callable[[Sequence[nn.Parameter]], Optimizer]
 ScheduleFactory = Callable[[Optimizer], LRScheduler | ReduceLROnPlateau | None]
@@ -61,6 +61,8 @@ class RunSetup:
     """Factory of the dense optimizer; None: the configured one. Likewise both schedules."""
     dense_schedule: ScheduleFactory | None = None
     row_schedule: ScheduleFactory | None = None
+    callbacks: Sequence[object] = ()
+    """Callbacks of training (`colonnade.Callback`), which rank 0 calls."""
     console: Console | None = None
     disk: Disk = field(default_factory=Disk)
     read_only: bool = False
@@ -123,7 +125,7 @@ def build_trainer(
     trainer = Trainer(
         setup.model,
         data,
-        build_training_schedule(setup),
+        config,
         setup.objective,
         Optimizers(
             rows=rows,
@@ -137,9 +139,12 @@ def build_trainer(
             console=console or Terminal(quiet=True),
             folder=None if record_part is None else setup.trained_folder,
             part=record_part or "all",
+            callbacks=setup.callbacks if mesh.rank == 0 else (),
             is_quiet=console is None or mesh.rank > 0,
         ),
         checkpoints,
+        # Neither a user's model nor one without a folder can be built again.
+        can_reopen=setup.folder is not None and config.data.name in SOURCES,
     )
     if console is not None and (tower_text := describe_tower_modules(setup.model, collection)):
         console.print(tower_text, highlight=False)
@@ -175,6 +180,7 @@ def open_timed_trainer(
         data=data,
         config=config,
         folder=None,
+        callbacks=(),
         console=None,
     )
     collection.open(plan, setup.mesh, backings=backings)
@@ -183,32 +189,6 @@ def open_timed_trainer(
     trainer = build_trainer(copied, rows, optimizer, [], None, None)
     trainer.dense.build_buckets()
     return trainer
-
-
-def build_training_schedule(setup: RunSetup) -> Schedule:
-    """Return the trainer's schedule for a run's configuration."""
-    config = setup.config
-    train = setup.config.train
-    # At the end, neither a user's model nor weights of an earlier step can be opened.
-    is_reopened = setup.folder is not None and config.data.name in SOURCES
-    return Schedule(
-        batch_size=train.samples_per_step,
-        epochs=train.num_epochs,
-        max_steps=train.max_steps,
-        accumulate=train.accumulate,
-        last_batch=config.data.last_batch,
-        evaluate_steps=train.evaluate_steps,
-        test_at="best" if train.test_at == "end" and not is_reopened else train.test_at,
-        monitor=train.monitor,
-        patience=train.patience or 0,
-        min_delta=train.min_delta,
-        progressive=train.progressive,
-        embedding_clip_norm=config.embedding.clip_norm,
-        dense_clip_norm=config.dense.clip_norm,
-        checkpoint_steps=train.checkpoint_steps,
-        checkpoint_seconds=train.checkpoint_seconds,
-        skip_non_finite=train.on_non_finite == "skip",
-    )
 
 
 def build_dense_optimizer(

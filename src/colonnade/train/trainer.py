@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +18,10 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from colonnade.batch import Batch
 from colonnade.checkpoint.checkpoints import Checkpoints
 from colonnade.comm.collectives import notify_servers
-from colonnade.comm.mesh import Mesh
 from colonnade.comm.peer_status import report_errors_to_peers
+from colonnade.config.run import RunConfig
 from colonnade.data.batches import build_empty_batch, read_rank_batches
-from colonnade.data.contract import LastBatch, Position, Source, Splits, has_samples
+from colonnade.data.contract import Position, Source, Splits, has_samples
 from colonnade.errors import CheckpointError, ConfigError, DataError, NonFiniteError
 from colonnade.exchange.cached_state import apply_planned_bounds
 from colonnade.models.ranking import BlockedMetrics
@@ -37,93 +37,6 @@ from colonnade.train.progress import Progress
 from colonnade.train.schedules import restore_schedule
 
 
-class CheckpointClock:
-    """Timer that decides on all ranks alike when a checkpoint is due by wall-clock time.
-
-    Every rank has one and calls `is_due` after each step. A broadcast costs a hop, so rank 0 also broadcasts the number
-    of steps until the next one: half of the steps that it expects until the checkpoint is due, and at most twice as
-    many as the last time, because a stream may slow down. One rank alone looks at its clock after every step.
-    """
-
-    def __init__(self, mesh: Mesh, seconds: float) -> None:
-        """seconds: time between checkpoints; 0: never due."""
-        self.mesh = mesh
-        self.seconds = seconds
-        self._last_begin = time.monotonic()
-        self._last_check = self._last_begin
-        self._steps_until_check = self._check_interval = 1  # in steps, between broadcasts
-
-    def is_checkpoint_due(self, is_busy: bool) -> bool:
-        """Return whether a checkpoint is due. Collective, once a step; most steps need no broadcast.
-
-        `is_busy`: the previous checkpoint is still being written, so another one would make training wait.
-        """
-        if not self.seconds:
-            return False
-        now = time.monotonic()
-        if self.mesh.num_ranks == 1:
-            is_due = now - self._last_begin >= self.seconds and not is_busy
-            self._last_begin = now if is_due else self._last_begin
-            return is_due
-        self._steps_until_check -= 1
-        if self._steps_until_check:
-            return False
-        step_seconds = (now - self._last_check) / self._check_interval
-        is_due_now, steps = schedule_checkpoint_check(
-            now - self._last_begin, step_seconds, self.seconds, is_busy
-        )
-        steps = min(steps, 2 * self._check_interval)
-        decision = self.mesh.broadcast("control", torch.tensor([is_due_now, steps])).tolist()
-        self._last_check = now
-        self._steps_until_check = decision[1]
-        self._check_interval = decision[1]
-        if decision[0]:
-            self._last_begin = now
-        return bool(decision[0])
-
-    def restart(self) -> None:
-        """Restart the timer, because a checkpoint begins for whatever reason."""
-        self._last_begin = time.monotonic()
-
-
-def schedule_checkpoint_check(
-    seconds_since_checkpoint: float,
-    step_seconds: float,
-    interval_seconds: float,
-    is_busy: bool = False,
-) -> tuple[int, int]:
-    """Return whether a checkpoint is due, and after how many steps to check again. Pure."""
-    is_due = seconds_since_checkpoint >= interval_seconds and not is_busy
-    seconds_left = (
-        interval_seconds
-        if is_due
-        else max(interval_seconds - seconds_since_checkpoint, interval_seconds / 8)
-    )
-    return int(is_due), max(1, min(1 << 20, int(seconds_left / 2 / max(step_seconds, 1e-6))))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Schedule:
-    """Intervals and limits of training. All counts are global steps or epochs."""
-
-    batch_size: int
-    epochs: int = 1
-    max_steps: int | None = None
-    accumulate: int = 1
-    last_batch: LastBatch = "keep"
-    evaluate_steps: int = 0
-    test_at: Literal["end", "best", "evaluations"] = "end"  # best: at each best score so far
-    monitor: str | None = None  # None: the objective's
-    patience: int = 0
-    min_delta: float = 0.0
-    progressive: bool = False
-    checkpoint_steps: int = 0
-    checkpoint_seconds: float = 0.0
-    skip_non_finite: bool = False
-    embedding_clip_norm: float | None = None
-    dense_clip_norm: float | None = None
-
-
 @dataclass(slots=True)
 class Outcome:
     """Result of a call of `train`. `stopped`: a rank requested to stop before the end."""
@@ -133,7 +46,7 @@ class Outcome:
     seconds: float = 0.0
     skipped: int = 0
     stopped: bool = False
-    stopped_early: bool = False  # the score was not better for `patience` evaluations
+    stopped_early: bool = False  # by `patience` or a callback
     best_step: int | None = None  # of the best score, where the data has a validation part
     metrics: dict[str, float] = field(default_factory=dict)  # of the best step, else the last
     days: list[dict[str, float]] = field(default_factory=list)  # progressive validation, by day
@@ -161,16 +74,20 @@ class Trainer:
         self,
         model: nn.Module,
         data: Splits,
-        schedule: Schedule,
+        config: RunConfig,
         objective: Objective,
         optimizers: Optimizers,
         progress: Progress,
-        checkpoints: Checkpoints | None = None,
+        checkpoints: Checkpoints | None,
+        *,
+        can_reopen: bool,
     ) -> None:
+        """can_reopen: weights of an earlier step can be opened at the end, for the test part."""
         self.model = model
         self.collection = optimizers.rows.collection
         self.data = data
-        self.schedule = schedule
+        self.config = config
+        self.can_reopen = can_reopen
         self.objective = objective
         self.rows = optimizers.rows
         self.dense_optimizer = optimizers.dense
@@ -190,13 +107,15 @@ class Trainer:
         self.started = time.perf_counter()
         # `count_work` of each rank in the checkpoint that this run resumed from; empty: a new run.
         self.earlier_work: list[Mapping[str, Any]] = []
-        monitor = schedule.monitor or objective.monitor
-        self.best = Best(f"validation_{monitor}", schedule.min_delta)
+        train = config.train
+        monitor = train.monitor or objective.monitor
+        self.best = Best(f"validation_{monitor}", train.min_delta, train.monitor_mode)
         self.days: list[dict[str, float]] = []  # progressive validation: metrics by day
         self.stop_requested = False
+        self.stopped_by_callback = False
         # Step after which weights that only one tower trains were last sent to all ranks.
         self.last_broadcast_step = -1
-        self.clock = CheckpointClock(self.mesh, schedule.checkpoint_seconds)
+        self.last_checkpoint_time = time.monotonic()
 
     def train(self) -> Outcome:
         """Train from `position` to the end of the epochs. Collective.
@@ -204,6 +123,7 @@ class Trainer:
         Returns earlier when scores no longer get better, or when a rank requested to stop.
         """
         self.outcome = outcome = Outcome()
+        self.stopped_by_callback = False
         self.started = started = time.perf_counter()
         if self.collection.cached is not None:
             apply_planned_bounds(self.collection.cached)
@@ -219,7 +139,8 @@ class Trainer:
         if self.checkpoints is not None:
             with self.phases("checkpoint", include_waits=True):
                 self.checkpoints.finish_checkpoint()
-        outcome.stopped_early = self._has_run_out_of_patience() and not outcome.stopped
+            self._report_saved_checkpoints(self.checkpoints)
+        outcome.stopped_early = self._has_stopped_early() and not outcome.stopped
         outcome.best_step = self.best.step
         outcome.metrics = self.best.metrics | average_daily_metrics(self.days)
         outcome.days = list(self.days)
@@ -253,10 +174,14 @@ class Trainer:
 
     def _train_steps(self, batches: Lookahead, outcome: Outcome) -> None:
         """Run steps, evaluations and checkpoints until training ends."""
-        while not (self._has_run_out_of_patience() or self._has_reached_max_steps()):
+        while not (self._has_stopped_early() or self._has_reached_max_steps()):
             result = self.train_step(batches, outcome)
             if result is None:
-                if self.position == Position() and not outcome.steps and self.schedule.epochs:
+                if (
+                    self.position == Position()
+                    and not outcome.steps
+                    and self.config.train.num_epochs
+                ):
                     raise DataError(
                         "got no samples to train on, wanted a train part with some; give another data.path or other "
                         "data.options"
@@ -265,18 +190,17 @@ class Trainer:
             batch, stop = result
             self._advance_position(batch)
             step = self.collection.step
-            schedule = self.schedule
+            train = self.config.train
             is_last = self._has_reached_max_steps()
             is_best = False
-            if batch.ends_epoch or is_last or _is_due(step, schedule.evaluate_steps):
+            if batch.ends_epoch or is_last or _is_due(step, train.evaluate_steps):
                 is_best = self._evaluate_and_return_is_best(batch.ends_epoch)
-            is_over = batch.ends_epoch or is_last or stop or self._has_run_out_of_patience()
-            by_clock = self.clock.is_checkpoint_due(
-                self.checkpoints is not None and self.checkpoints.is_writing
-            )
-            is_due = by_clock or _is_due(step, schedule.checkpoint_steps)
-            if is_over or is_best or is_due:
+            is_over = batch.ends_epoch or is_last or stop or self._has_stopped_early()
+            is_due = _is_due(step, train.checkpoint_steps)
+            if is_over or is_best or is_due or self.dense.is_checkpoint_requested:
                 self.begin_checkpoint(batches.fetched)
+            if self.checkpoints is not None:
+                self._report_saved_checkpoints(self.checkpoints)
             if stop:
                 outcome.stopped = True
                 break
@@ -287,7 +211,7 @@ class Trainer:
         Returns the last batch, and whether a rank requested to stop; None at the end of `batches`. A step is applied
         on all ranks or on none.
         """
-        num_parts = self.schedule.accumulate
+        num_parts = self.config.train.accumulate
         self.mesh.publish_step(self.collection.step)
         self.dense.zero_gradients()
         local_loss = torch.zeros(())
@@ -318,6 +242,7 @@ class Trainer:
                 self.dense.send_remaining_buckets,
                 finite=finite,
                 stop=self.stop_requested,
+                checkpoint=self._is_checkpoint_due_by_time(),
                 loss=local_loss,
             )
             has_pushed_gradients = bool(self.collection.exchange.pushed_parameters)
@@ -375,7 +300,7 @@ class Trainer:
                     "set data.last_batch to merge (or drop), or train.batch_size to another number; a data set "
                     "of your own must make no batch of one sample"
                 ) from error
-            if self.schedule.accumulate > 1:  # the weight of the whole step is known at its end
+            if self.config.train.accumulate > 1:  # the weight of the whole step is known at its end
                 loss = loss * batch.world_weight
                 gradient_scale *= max(loss_weight + batch.world_weight, 1e-12)
         with self.phases("backward"):
@@ -395,7 +320,7 @@ class Trainer:
         """Snapshot this step and write the checkpoint in the background. Collective; resuming gives the same bits."""
         if self.checkpoints is None:
             return
-        self.clock.restart()
+        self.last_checkpoint_time = time.monotonic()
         with self.phases("checkpoint", include_waits=True):
             self.broadcast_tower_weights()
             self.checkpoints.begin_checkpoint(
@@ -405,6 +330,14 @@ class Trainer:
                     for batch in fetched_batches
                 ],
             )
+
+    def _is_checkpoint_due_by_time(self) -> bool:
+        """Return whether rank 0 requests a checkpoint; not while the previous one is being written."""
+        seconds = self.config.train.checkpoint_seconds
+        if not seconds or self.mesh.rank > 0 or self.checkpoints is None:
+            return False
+        elapsed = time.monotonic() - self.last_checkpoint_time
+        return elapsed >= seconds and not self.checkpoints.is_writing
 
     def broadcast_tower_weights(self) -> None:
         """Send weights that one tower alone trains to all ranks, once per step. Collective."""
@@ -424,7 +357,7 @@ class Trainer:
                         with torch.no_grad():
                             self.collection.read(build_empty_batch(source.schema))
                 else:
-                    size = self.schedule.batch_size
+                    size = self.config.train.samples_per_step
                     trainers = self.mesh.trainers
                     metrics = self.objective.evaluate(self.model, source, size, trainers)
                     notify_servers(self.mesh, False)
@@ -450,11 +383,13 @@ class Trainer:
     @property
     def num_epochs(self) -> int:
         """Number of epochs; with progressive validation, of days."""
-        return len(self.data.days) if self.schedule.progressive else self.schedule.epochs
+        return (
+            len(self.data.days) if self.config.train.progressive else self.config.train.num_epochs
+        )
 
     def read_remaining_batches(self) -> Iterator[Batch]:
         """Yield the (micro-)batches of all remaining epochs with their positions."""
-        steps_left = self.schedule.max_steps
+        steps_left = self.config.train.max_steps
         if steps_left is not None:
             # Under bounded staleness also read the batches after the last step, as a longer run does: a checkpoint
             # saves prefetched rows. A cache needs the batches of its window, too.
@@ -462,19 +397,19 @@ class Trainer:
             steps_left += self.collection.opened.reads_ahead - self.collection.step
             steps_left += 0 if cached is None else cached.window
         position = self.position
-        num_parts = self.schedule.accumulate
+        num_parts = self.config.train.accumulate
         while position.epoch < self.num_epochs:
             source = self.data.train
-            if self.schedule.progressive:
+            if self.config.train.progressive:
                 source = self.data.days[position.epoch]
             first = position.step * num_parts
             batches = read_rank_batches(
                 source,
-                self.schedule.batch_size // num_parts,
+                self.config.train.samples_per_step // num_parts,
                 self.mesh,
                 channel="route",
                 start=Position(position.epoch, first, position.state),
-                last_batch=self.schedule.last_batch,
+                last_batch=self.config.data.last_batch,
             )
             for index, batch in enumerate(_mark_last_batch(batches), first):
                 if index % num_parts == 0:
@@ -495,11 +430,18 @@ class Trainer:
         )
 
     def _has_reached_max_steps(self) -> bool:
-        max_steps = self.schedule.max_steps
+        max_steps = self.config.train.max_steps
         return max_steps is not None and self.collection.step >= max_steps
 
-    def _has_run_out_of_patience(self) -> bool:
-        return 0 < self.schedule.patience <= self.best.num_since
+    def _has_stopped_early(self) -> bool:
+        return (
+            self.stopped_by_callback or 0 < (self.config.train.patience or 0) <= self.best.num_since
+        )
+
+    def _report_saved_checkpoints(self, checkpoints: Checkpoints) -> None:
+        """Report the checkpoints that were saved since the last call, oldest first."""
+        while checkpoints.saved_steps:
+            self.progress.report_checkpoint(checkpoints.saved_steps.popleft())
 
     def _evaluate_and_return_is_best(self, ends_epoch: bool) -> bool:
         """Evaluate, and record the scores. Returns whether this score is the best so far.
@@ -507,19 +449,18 @@ class Trainer:
         The final test metrics are those at the best validation score; without a validation part, the newest.
         """
         metrics: dict[str, float] = {"epoch": self.position.epoch}
-        if self.schedule.progressive and ends_epoch and self.position.epoch < self.num_epochs:
+        if self.config.train.progressive and ends_epoch and self.position.epoch < self.num_epochs:
             day_metrics = self.evaluate(self.data.days[self.position.epoch])
             self.days.append({"day": self.position.epoch, **day_metrics})
             metrics |= add_prefix("day", day_metrics) | average_daily_metrics(self.days)
         if has_samples(self.data.validation):
             validated = self.evaluate(self.data.validation)
-            if self.schedule.monitor not in (None, self.objective.monitor):
-                check_monitor_metric(self.schedule.monitor, validated)
+            if self.config.train.monitor not in (None, self.objective.monitor):
+                check_monitor_metric(self.config.train.monitor, validated)
             metrics |= add_prefix("validation", validated)
         step = self.collection.step
-        test_at = self.schedule.test_at
         is_best = self.best.record_evaluation(metrics, step)
-        if test_at == "evaluations" or (test_at == "best" and is_best):
+        if self.config.train.test_at == "evaluations" or (is_best and not self.can_reopen):
             metrics |= self.test()
             if self.best.step in (None, step):
                 self.best.metrics |= metrics
@@ -527,7 +468,9 @@ class Trainer:
             if isinstance(schedule, ReduceLROnPlateau) and self.best.monitor in metrics:
                 schedule.step(metrics[self.best.monitor])
         shown = {name: value for name, value in metrics.items() if name != "epoch"}
-        self.progress.report_evaluation(step, self.position.epoch, shown)
+        stops = self.progress.report_evaluation(step, self.position.epoch, shown)
+        # Rank 0 alone has callbacks.
+        self.stopped_by_callback = bool(self.mesh.broadcast("control", torch.tensor([stops])))
         return is_best
 
     def _clip_gradients(self, outcome: Outcome) -> bool:
@@ -535,16 +478,16 @@ class Trainer:
 
         A norm that is not finite rejects the step on every rank.
         """
-        if self.schedule.embedding_clip_norm is not None:
+        if self.config.embedding.clip_norm is not None:
             with self.phases("clip rows"):
                 try:
-                    self.rows.clip_grad_norm_(self.schedule.embedding_clip_norm, agreed=True)
+                    self.rows.clip_grad_norm_(self.config.embedding.clip_norm, agreed=True)
                 except NonFiniteError as error:
                     self._reject_step(str(error), outcome, may_rescale=True)
                     return False
-        if self.schedule.dense_clip_norm is not None:
+        if self.config.dense.clip_norm is not None:
             with self.phases("clip dense"):
-                self.dense.clip_norm(self.schedule.dense_clip_norm)
+                self.dense.clip_norm(self.config.dense.clip_norm)
         return True
 
     def _reject_non_finite_step(
@@ -565,7 +508,7 @@ class Trainer:
         """Skip the step, or raise NonFiniteError. may_rescale: the loss is finite, so a lower loss scale may help."""
         self.dense.restore_residuals()
         is_lower = may_rescale and self.loss_scale.lower()
-        if not (is_lower or self.schedule.skip_non_finite):
+        if not (is_lower or self.config.train.on_non_finite == "skip"):
             self.broadcast_tower_weights()  # every rank gets here
             remedy = "train lr" if self.loss_scale.value == 1 else "train lr or train.loss_scale"
             raise NonFiniteError(f"{message}. Lower {remedy}, or set train.on_non_finite=skip")

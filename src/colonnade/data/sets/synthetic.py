@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from functools import lru_cache
 from math import gcd
 from statistics import NormalDist
@@ -37,6 +36,7 @@ from colonnade.data.counter import (
     random_words,
     stream_key,
 )
+from colonnade.data.tabular.fields import suggest_name
 from colonnade.errors import ConfigError
 
 NUM_DENSE = 13
@@ -413,12 +413,7 @@ def open_synthetic(
     if not 1 <= tasks <= 64:
         raise ConfigError(f"got tasks={tasks}, wanted 1 .. 64 labels")
     if label_model not in LABEL_MODELS:
-        closest_names = get_close_matches(str(label_model), LABEL_MODELS, n=1)
-        hint = (
-            f"did you mean {closest_names[0]!r}?"
-            if closest_names
-            else f"choose from {', '.join(LABEL_MODELS)}"
-        )
+        hint = suggest_name(str(label_model), LABEL_MODELS)
         raise ConfigError(f"got label_model={label_model!r}; {hint}")
     shares = LABEL_MODELS[label_model]
     if groups is not None and "interaction" not in shares:
