@@ -234,7 +234,7 @@ def test_spans_of_all_ranks_tile_the_rest_of_the_epoch(num_samples, batch_size, 
 
 def test_an_unknown_source_lists_the_known_ones():
     with pytest.raises(
-        ConfigError, match="'creteo'; choose from criteo, csv, edges, fb15k237, gowalla"
+        ConfigError, match="'creteo'; choose from arrow, criteo, csv, edges, fb15k237, gowalla"
     ):
         open_source("creteo")
 

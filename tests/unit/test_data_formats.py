@@ -115,7 +115,9 @@ LIBSVM = {
     "three parts": ("1 1:1\n1 2:3:4\n", "line 2, column features: got '2:3:4', wanted index:value"),
     "two parts of libffm": ("1 1:1:1\n1 2:3\n", "line 2, column features: got '2:3', wanted field:index"),
     "an index in words": ("1 1:1\n1 x:1\n", "line 2, column features: got 'x:1', wanted an integer"),
-    "a query": ("1 qid:1 1:1\n", "line 1, column features: got 'qid:1', wanted an integer"),
+    "a query in a later line": ("1 1:1\n1 qid:1 1:1\n", "line 2, column features: got 'qid:1', wanted an integer"),
+    "no query in a later line": ("1 qid:1 1:1\n1 1:1\n", "line 2, column qid: got '1 1:1', wanted qid:NUMBER after"),
+    "a query in words": ("1 qid:x 1:1\n", "line 1, column qid: got '1 qid:x 1:1', wanted qid:NUMBER after the label"),
     "a value in words": ("1 1:1\n1 2:x\n", "line 2, column features: got '2:x', wanted a number"),
     "an infinite value": ("1 1:2\n1 2:inf\n", "line 2, column values: got inf, wanted a finite weight"),
     "an empty line": ("1 1:1\n\n1 1:1\n", "line 2, column label: got an empty line"),
@@ -387,15 +389,12 @@ for command in json.loads(sys.argv[2]):
 """
 NEW_READER = """
 from colonnade.data.tabular.csv import open_csv_file
-from colonnade.data.tabular.opening import open_table_files
-from colonnade.data.tabular.source import ReaderOptions, with_reader_options
+from colonnade.data.tabular.opening import build_opener
 
 def open_columnar_file(path):
     return open_csv_file(path, delimiter=";")
 
-@with_reader_options
-def open_columnar(path, **options):
-    return open_table_files(path, "columnar", ReaderOptions(**options))
+open_columnar = build_opener("columnar", open_columnar_file, "Open files with semicolons.")
 """
 
 

@@ -32,7 +32,7 @@ from colonnade.batch import Batch, Ids
 from colonnade.config.run import RunConfig
 from colonnade.data.contract import Schema
 from colonnade.data.sets import criteo
-from colonnade.data.tabular.arrow import MISSING_NUMBER
+from colonnade.data.tabular.arrow_types import MISSING_NUMBER
 from colonnade.data.tabular.columns import resolve_dtypes
 from colonnade.data.tabular.declaration import FileSchema, load_file_schema
 from colonnade.data.tabular.encode import InvalidValue, encode_block, encode_ids

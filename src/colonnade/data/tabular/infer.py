@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from colonnade.data.tabular.arrow import (
+from colonnade.data.tabular.arrow_types import (
     id_dtype_of,
     is_integer,
     is_list,
@@ -71,6 +71,17 @@ class InferredSchema:
 
     file_schema: FileSchema
     left_out: dict[str, str]
+
+    def __str__(self) -> str:
+        weights = [
+            f"{field.weights} has the weights of {field.column}"
+            for field in self.file_schema.fields
+            if isinstance(field, Bag) and field.weights
+        ]
+        reasons = [f"{name} ({reason})" for name, reason in self.left_out.items()]
+        left_out = [f"left out: {', '.join(reasons[:5])}"] if reasons else []
+        fields = f"schema inferred from the first rows: {len(self.file_schema.fields)} fields"
+        return "; ".join([fields, *weights, *left_out])
 
 
 def infer_fields(
@@ -276,7 +287,7 @@ def _build_fields_from_header(
             Bag(
                 field_name,
                 column=column_name,
-                dtype="integer",
+                dtype=id_dtype_of(arrow_column.type) or "integer",
                 weights=header_type.removeprefix(WEIGHTS),
             )
         ]

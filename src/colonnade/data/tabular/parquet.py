@@ -6,62 +6,25 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from colonnade.data.contract import Splits
-from colonnade.data.tabular.arrow import combine_chunks, id_dtype_of
-from colonnade.data.tabular.columns import (
-    check_column_types,
-    check_required_columns,
-    check_unique_column_names,
-)
+from colonnade.data.tabular.arrow_types import combine_chunks
+from colonnade.data.tabular.columns import check_unique_column_names
 from colonnade.data.tabular.declaration import FileSchema
-from colonnade.data.tabular.fields import Dtype
-from colonnade.data.tabular.opening import open_table_files
-from colonnade.data.tabular.source import ReaderOptions, with_reader_options
+from colonnade.data.tabular.files import TableFile
+from colonnade.data.tabular.opening import build_opener
 from colonnade.errors import ConfigError, DataError
 
 SCHEMA_KEY = b"colonnade.schema"
 """Key in a footer's metadata of a file schema as YAML."""
 
 
-@with_reader_options
-def open_parquet(
-    path: str | Path | Sequence[str | Path],
-    **options: Any,
-) -> Splits:
-    """Open Parquet files under a declared schema, or one inferred from the first file.
-
-    path                 a file, a folder (every file below it), a pattern, or a list of these; natural order of names
-    schema               a FileSchema, its fields, plain values, or the path of a YAML file; None: the one in the
-                         footer, which `colonnade convert criteo` writes, else inferred
-    label                the label's column, if the schema is inferred; default: one named label, click, target or y
-    validation, test     separate files
-    validation_fraction, test_fraction
-                         else, this share: the last samples in the order of the files (test after validation) or,
-    split_by             a column: samples with equal values are in one part, by the value's hash. Read once at opening
-    order_by             a column of times or numbers: the fractions are the last samples by it, whatever the order of
-                         the files; samples with equal values are in one part, the later one. Read once at opening
-    validation_after, test_after
-                         with order_by: a time or number, instead of a fraction; samples at or after it are held out
-    days                 True: Splits.days has a source for every file or folder directly below `path`, or that matches
-    shuffle_window       samples; 0: in the order of the files. Else a new order each epoch from `seed`: row groups are
-                         shuffled and combined into windows of about this many samples, which are permuted
-    threads              number of row groups read at a time
-
-    At most two windows are in memory, each at least a row group. Raises DataError naming file, row (from 0) and
-    column: here for faults in footers and in columns read at opening, for other values when they are read.
-    """
-    return open_table_files(path, "parquet", ReaderOptions(**options))
-
-
 @dataclass(frozen=True, slots=True, eq=False)
-class ParquetTableFile:
+class ParquetTableFile(TableFile):
     """Parquet file with its footer."""
 
     path: Path
@@ -85,8 +48,9 @@ class ParquetTableFile:
     def header_types(self) -> dict[str, str]:
         return {}
 
-    def dtype_of(self, column: str) -> Dtype | None:
-        return id_dtype_of(self.types[column]) if column in self.types else None
+    @property
+    def column_types(self) -> dict[str, pa.DataType]:
+        return self.types
 
     def embedded_schema(self) -> FileSchema | None:
         """Return the schema in the footer, if any (`colonnade convert` writes it)."""
@@ -108,11 +72,6 @@ class ParquetTableFile:
         table = pa.Table.from_batches(batches)
         return {name: combine_chunks(table.column(name)) for name in table.column_names}
 
-    def bind_schema(self, file_schema: FileSchema, split_column: str | None) -> ParquetTableFile:
-        check_required_columns(self.path, self.names, file_schema, split_column)
-        check_column_types(self.path, self.types, file_schema)
-        return self
-
     @contextmanager
     def _open_for_block(self, block_index: int) -> Iterator[pq.ParquetFile]:
         """Open the file to read a block. Errors while reading become DataErrors that name the block."""
@@ -132,9 +91,6 @@ class ParquetTableFile:
                 f"({self.describe_row(block_index, 0)} on): cannot be read "
                 f"({str(error).splitlines()[0]}). Write or fetch the file again"
             ) from None
-
-    def describe_row(self, block: int, row: int) -> str:
-        return f"row {int(self.lengths[:block].sum()) + row}"
 
 
 def open_parquet_file(path: Path) -> ParquetTableFile:
@@ -157,3 +113,34 @@ def open_parquet_file(path: Path) -> ParquetTableFile:
     check_unique_column_names(path, names)
     types = dict(zip(names, schema.types, strict=True))
     return ParquetTableFile(path, num_bytes, metadata, types, groups, lengths[groups])
+
+
+open_parquet = build_opener(
+    "parquet",
+    open_parquet_file,
+    """Open Parquet files under a declared schema, or one inferred from the first file.
+
+    path                 a file, a folder (every file below it), a pattern, or a list of these; natural order of names
+    schema               a FileSchema, its fields, plain values, or the path of a YAML file; None: the one in the
+                         footer, which `colonnade convert criteo` writes, else inferred
+    label                the label's column, if the schema is inferred; default: one named label, click, target or y
+    validation, test     separate files, or Arrow tables
+    validation_fraction, test_fraction
+                         else, this share: the last samples in the order of the files (test after validation) or,
+    split_by             a column: samples with equal values are in one part, by the value's hash. Read once at opening
+    order_by             a column of times or numbers: the fractions are the last samples by it, whatever the order of
+                         the files; samples with equal values are in one part, the later one. Read once at opening
+    validation_after, test_after
+                         with order_by: a time or number, instead of a fraction; samples at or after it are held out
+    days                 True: Splits.days has a source for every file or folder directly below `path`, or that matches
+    shuffle_window       samples; 0: in the order of the files. Else a new order each epoch from `seed`: row groups are
+                         shuffled and combined into windows of about this many samples, which are permuted
+    threads              number of row groups read at a time
+    join                 by key column: a table with one row per key, whose other columns become those of the samples:
+                         files of any format, or an Arrow table, read into memory once. A sample with a key that it
+                         does not have gets missing values
+
+    At most two windows are in memory, each at least a row group. Raises DataError naming file, row (from 0) and
+    column: here for faults in footers and in columns read at opening, for other values when they are read.
+    """,
+)
