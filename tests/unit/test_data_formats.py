@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from colonnade.data import SOURCES, infer_schema, open_source
 from colonnade.data.tabular import times
-from colonnade.data.tabular.fields import Bag, Category, Key, Label, Number, Sequence
+from colonnade.data.tabular.fields import Bag, Category, Group, Key, Label, Number, Sequence
 from colonnade.data.tabular.formats import FORMATS, TableFormat, ValueRules
 from colonnade.data.tabular.hashing import hash_text
 from colonnade.data.tabular.source import ReaderOptions
@@ -108,6 +108,21 @@ def test_libffm_is_a_bag_of_each_field(tmp_path):
     path.write_text("0 0:12:3\n0 4:1:1\n")
     fields = infer_schema(path).fields
     assert fields[1] == Bag("field_0", dtype="integer", weights="values_0")
+
+
+def test_a_query_of_libsvm_is_the_group(tmp_path, monkeypatch):
+    monkeypatch.setattr("colonnade.data.tabular.libsvm.BLOCK_BYTES", 30)
+    path = tmp_path / "a.libsvm"
+    path.write_text("1 qid:7 1:0.5 3:1\n0\tqid:7\n0  qid:900 2:1 # qid:3\n1 qid:12 1:1")
+    group = Group("qid", dtype="integer")
+    bag = Bag("features", dtype="integer", weights="values")
+    assert infer_schema(path).fields == (Label("label"), group, bag)
+    batch = read_all(path)
+    assert batch.group.tolist() == [7, 7, 900, 12]
+    assert [[i for i, _ in bag] for bag in bags(batch.ids["features"])] == [[1, 3], [], [2], [1]]
+    path.write_text("1 qid:7 0:10:1\n0 qid:8 2:30:1\n")
+    assert read_all(path).group.tolist() == [7, 8]
+    assert bags(read_all(path).ids["field_2"]) == [[], [30]]
 
 
 LIBSVM = {
@@ -245,6 +260,33 @@ def test_a_tfrecord_is_a_table(tmp_path, monkeypatch):
     assert [len(bag) for bag in bags(batch.ids["tags"])] == [min(i % 3, 2) for i in range(40)]
 
     assert bags(batch.ids["tags"])[2] == [hash_text(b"a"), hash_text(b"b")]
+
+
+def test_a_list_of_numbers_beside_a_list_of_ids_has_its_weights(tmp_path):
+    rows = [
+        {"label": [i % 2], "ids": list(range(i % 4)), "values": [0.5 * k for k in range(i % 4)],
+         "other": [1.0] * (i % 3), "tags": ["a", "b", "c"][: i % 4 and 2], "scores": [2.0] * (i % 4 and 2)}
+        for i in range(20)
+    ]  # fmt: skip
+    path = write_records(tmp_path / "a.tfrecord", rows)
+    splits = open_source("tfrecord", path)
+    fields = {field.name: field for field in splits.train.file_schema.fields}
+    assert fields["ids"] == Bag("ids", dtype="integer", weights="values")
+    assert fields["tags"] == Bag("tags", dtype="text", weights="scores")
+    assert "values has the weights of ids; scores has the weights of tags" in splits.notes[0]
+    assert "left out: other (no field reads list<" in splits.notes[0]
+    (batch,) = splits.train.batches(20)
+    assert bags(batch.ids["ids"])[3] == [(0, 0.0), (1, 0.5), (2, 1.0)]
+    rows[7]["values"] = rows[7]["values"][1:]
+    write_records(path, rows)
+    assert infer_schema(path).fields[1] == Bag("ids", dtype="integer")
+    for row in rows:
+        row |= {"values": [0.5] * len(row["ids"]), "others": list(row["ids"])}
+    write_records(path, rows)  # of which ids?
+    assert {field.weights for field in infer_schema(path).fields if isinstance(field, Bag)} == {
+        "",
+        "scores",
+    }
 
 
 class Latin1(str):

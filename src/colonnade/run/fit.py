@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from colonnade.config.run import (
     TrainConfig,
     override_settings,
 )
-from colonnade.data.batches import read_rank_batches
+from colonnade.data.batches import open_loader, read_rank_batches
 from colonnade.data.contract import Source, Splits
 from colonnade.embedding import find_collection
 from colonnade.errors import ConfigError, DataError
@@ -67,7 +67,7 @@ class FitResult:
 
 def fit(
     model: nn.Module,
-    data: Splits | Source,
+    data: Splits | Source | Iterable[Any],
     *,
     run: str | Path | None = None,
     objective: Objective | None = None,
@@ -87,7 +87,9 @@ def fit(
 
     model            any nn.Module with one EmbeddingCollection inside; `model(batch)` gives logits (B, labels), or
                      what its objective takes
-    data             a Source (colonnade.data), or Splits with validation and test parts
+    data             a Source (colonnade.data), or Splits with validation and test parts; or a DataLoader, or another
+                     iterable that can be read again, of batches: `Batch`, or tensors by name, with the columns of the
+                     first one. On several ranks it needs a DistributedSampler
     run              folder for checkpoints, metrics and rows that do not fit in memory; a folder with checkpoints is
                      resumed, to the same bits. None: everything stays in this process
     objective        loss and metrics (`Objective`); default: the model's `objective`, else binary cross entropy, AUC,
@@ -119,8 +121,8 @@ def fit(
     set_num_threads(full_config.train.threads, mesh)
     if objective is not None and loss is not None:
         raise ConfigError("got both objective and loss, wanted one of them")
-    splits = data if isinstance(data, Splits) else Splits(train=data)
-    _check_parts_are_sources(splits)
+    splits = data if isinstance(data, Splits) else Splits(train=data)  # type: ignore[arg-type]
+    splits = _open_parts(splits, mesh.num_ranks)
     opened_run = prepare_run(
         RunSetup(
             model=model,
@@ -233,16 +235,26 @@ def _select_factory(
     return schedule
 
 
-def _check_parts_are_sources(data: Splits) -> None:
-    """Raise ConfigError for a part that is no Source, with the function that makes one of it."""
+def _open_parts(data: Splits, num_ranks: int) -> Splits:
+    """Open the parts that are no Source: iterables of batches. Raises ConfigError for those that are neither."""
+    sources: dict[str, Any] = {}
     for part in ("train", "validation", "test"):
         source = getattr(data, part)
-        if source is not None and not (hasattr(source, "batches") and hasattr(source, "schema")):
-            raise ConfigError(
-                f"fit: got a {type(source).__name__} as the {part} data, wanted a Source. Open a DataLoader, a list or "
-                "anything else that yields Batch with colonnade.data.open_batches(data, schema); open tensors and "
-                "arrays with colonnade.data.open_tensors, files with open_csv or open_parquet"
+        is_source = hasattr(source, "batches") and hasattr(source, "schema")
+        if source is not None and not is_source:
+            is_table = isinstance(source, str | Path | Mapping) or hasattr(
+                source, "__arrow_c_stream__"
             )
+            if is_table or not isinstance(source, Iterable):
+                raise ConfigError(
+                    f"fit: got a {type(source).__name__} as the {part} data, wanted a Source, or a DataLoader, a list "
+                    "or another iterable of batches. Open tensors and arrays with colonnade.data.open_tensors, files with "
+                    "open_csv or open_parquet, tables with open_arrow"
+                )
+            schema = sources["train"].schema if sources else None
+            source = open_loader(source, num_ranks, schema, name=f"fit, {part} data")
+        sources[part] = source
+    return replace(data, **sources)
 
 
 def _expand_setting_names(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -108,7 +108,13 @@ def open_arrow_file(path: Any) -> ArrowTableFile:
     if isinstance(path, pa.dataset.Dataset):
         return _open_data_set(path)
     if not isinstance(path, str | Path):
-        return _cut_table(IN_MEMORY, convert_to_table(path))
+        table = convert_to_table(path)
+        if not len(table):
+            raise DataError(
+                f"{IN_MEMORY}: got no row, wanted at least one. A reader has none left where it was read before: make "
+                "a table of it once (read_all)"
+            )
+        return _cut_table(IN_MEMORY, table)
     try:
         with pa.memory_map(str(path)) as file:
             return _cut_table(Path(path), convert_to_table(pa.ipc.open_file(file).read_all()))
@@ -138,11 +144,19 @@ def _open_data_set(data_set: pa.dataset.Dataset) -> ArrowTableFile:
                 else [fragment]
             )
         ]
-        lengths = np.array([fragment.count_rows() for fragment in fragments], np.int64)
+        lengths = np.array([_count_rows(fragment) for fragment in fragments], np.int64)
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{path}: cannot be read ({str(error).splitlines()[0]})") from None
     blocks = [fragment for fragment, length in zip(fragments, lengths, strict=True) if length]
     return ArrowTableFile(path, replace_views(data_set.schema), blocks, lengths[lengths > 0])
+
+
+def _count_rows(fragment: pa.dataset.Fragment) -> int:
+    if isinstance(
+        fragment, pa.dataset.ParquetFileFragment
+    ):  # whose count_rows is that of all row groups
+        return sum(group.num_rows for group in fragment.row_groups)
+    return fragment.count_rows()
 
 
 open_arrow = build_opener(

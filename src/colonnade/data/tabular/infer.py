@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from colonnade.data.contract import LABELS
 from colonnade.data.tabular.arrow_types import (
     id_dtype_of,
     is_integer,
@@ -41,7 +42,6 @@ from colonnade.errors import ConfigError
 
 INFER_ROWS = 1 << 15
 """Number of rows of the first file from which a schema is inferred."""
-LABELS = ("label", "click", "clicked", "target", "y")
 ID_WORDS = ("id", "key", "code", "hash", "uuid")
 TIME_WORDS = ("timestamp", "time", "at", "ts", "date", "datetime", "epoch")
 """Last words of the names of columns in which integers may be times."""

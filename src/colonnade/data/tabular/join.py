@@ -19,7 +19,7 @@ from colonnade.data.tabular.arrow_types import combine_chunks, is_number_type, i
 from colonnade.data.tabular.declaration import FileSchema
 from colonnade.data.tabular.encode import InvalidValue
 from colonnade.data.tabular.fields import NULL_VALUES, suggest_name
-from colonnade.data.tabular.files import TableFile, find_files, read_tables
+from colonnade.data.tabular.files import TableFile, build_data_error, find_files, read_tables
 from colonnade.data.tabular.formats import FORMATS, find_format, list_endings
 from colonnade.data.tabular.hashing import hash_texts
 from colonnade.data.tabular.narrow import narrow_column
@@ -54,6 +54,27 @@ class KeyedTable:
         rows = self.find_rows(keys)
         indices = pa.array(rows, mask=rows < 0)
         return {name: self.columns[name].take(indices) for name in column_names}
+
+    def write_file(self, path: Path) -> None:
+        """Write the table as an Arrow file."""
+        table = pa.table({self.key: self.keys, **self.columns})
+        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+            writer.write_table(table)
+
+    def join_records(
+        self, records: Sequence[Mapping[str, Any]], column_names: Sequence[str]
+    ) -> list[Mapping[str, Any]]:
+        """Return records with the columns that they lack, if they have the key. The values are those of `gather`."""
+        keys = [record.get(self.key) for record in records]
+        texts = [None if key is None else str(key) for key in keys]
+        joined = self.gather(pa.array(texts, pa.string()), column_names)
+        columns = {name: values.to_pylist() for name, values in joined.items()}
+        return [
+            {**{name: columns[name][row] for name in columns}, **record}
+            if self.key in record
+            else record
+            for row, record in enumerate(records)
+        ]
 
 
 def format_keys(column: str, keys: pa.Array) -> pa.Array:
@@ -178,7 +199,10 @@ class JoinedFile(TableFile):
     def describe_matches(self) -> str:
         """Describe what is joined, and how many of the first samples have no row in the table."""
         first = next(read_tables(self.file, [self.table.key]), pa.table({self.table.key: []}))
-        rows = self.table.find_rows(combine_chunks(first.column(0)))
+        try:
+            rows = self.table.find_rows(combine_chunks(first.column(0)))
+        except InvalidValue as fault:
+            raise build_data_error(self.file, 0, fault) from None
         return (
             f"joined by {self.table.key}: {', '.join(self.table.columns)} of {self.table.source} "
             f"({len(self.table.rows):,} rows); {int((rows < 0).sum()):,} of the first {len(rows):,} samples have no row"
