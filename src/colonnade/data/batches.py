@@ -112,8 +112,6 @@ def open_loader(data: Any, num_ranks: int, schema: Schema | None, *, name: str) 
             "colonnade.data.open_batches(data, schema)"
         )
     source = open_batches(data, schema or Schema((), ()), name=name)
-    if schema is not None:
-        return source
     generator = getattr(data, "generator", None)
     state = None if generator is None else generator.get_state()
     with torch.random.fork_rng(devices=[]):  # training draws the same orders as without this look
@@ -122,7 +120,8 @@ def open_loader(data: Any, num_ranks: int, schema: Schema | None, *, name: str) 
         generator.set_state(state)
     if first is None:
         raise DataError(f"{name}: got no batch, wanted one at least")
-    return replace(source, schema=infer_batch_schema(first, f"{name}, first batch"))
+    inferred = infer_batch_schema(first, f"{name}, first batch")
+    return replace(source, schema=schema or inferred)
 
 
 def _find_sampler(data: Any) -> Any:
@@ -140,16 +139,17 @@ def infer_batch_schema(batch: Any, where: str) -> Schema:
             f"{where}: got a {type(batch).__name__}, wanted a mapping of names to tensors, or a colonnade.Batch (a "
             "DataLoader hands batches on as they are with batch_size=None)"
         )
-    num_labels = 1 if batch.label is None else batch.label.shape[-1]
-    return Schema(
-        tuple(f"dense{i}" for i in range(batch.dense.shape[-1])),
-        tuple(_describe_ids(name, ids) for name, ids in batch.ids.items()),
-        ("label",) if num_labels == 1 else tuple(f"label{i}" for i in range(num_labels)),
+    columns = [
+        Column(name, None, "one" if ids.offsets is None else "bag")
+        for name, ids in batch.ids.items()
+    ]
+    labels = (
+        [""] if batch.label is None or batch.label.shape[1] == 1 else range(batch.label.shape[1])
     )
-
-
-def _describe_ids(name: str, ids: Ids) -> Column:
-    return Column(name, None, "one" if ids.offsets is None else "bag")
+    dense = range(batch.dense.shape[-1])
+    return Schema(
+        tuple(f"dense{i}" for i in dense), tuple(columns), tuple(f"label{i}" for i in labels)
+    )
 
 
 def _convert_mapping(values: Mapping[str, Any], where: str) -> tuple[Batch, Schema]:
@@ -163,6 +163,8 @@ def _convert_mapping(values: Mapping[str, Any], where: str) -> tuple[Batch, Sche
             ids |= {} if name in special else {name: value}
             continue
         tensor = as_tensor(where, name, value)
+        if tensor.dim() not in (1, 2):
+            raise DataError(f"{where}, {name}: got {tuple(tensor.shape)}, wanted (B,) or (B, n)")
         if tensor.is_floating_point():
             names = [name] if tensor.dim() == 1 else [f"{name}{i}" for i in range(tensor.shape[-1])]
             dense |= zip(names, tensor.reshape(-1, len(names)).unbind(1), strict=True)
@@ -194,16 +196,19 @@ def _convert_batch(batch: Any, schema: Schema, where: str) -> Any:
     if not isinstance(batch, Mapping):
         return batch
     converted, own = _convert_mapping(batch, where)
-    for kind in ("dense", "categorical", "labels"):
-        got, wanted = (
-            [getattr(column, "name", column) for column in getattr(part, kind)]
-            for part in (own, schema)
+    got, wanted = (
+        (sorted(column.name for column in part.categorical), part.dense, part.labels)
+        for part in (own, schema)
+    )
+    if got != wanted:
+        described = (
+            f"ids {', '.join(ids) or 'none'}; numbers {', '.join(dense) or 'none'}; labels {', '.join(labels)}"
+            for ids, dense, labels in (got, wanted)
         )
-        if sorted(got) != sorted(wanted):
-            raise DataError(
-                f"{where}: got the {kind} columns {', '.join(got) or 'none'}, wanted {', '.join(wanted) or 'none'} as "
-                "the schema (that of the first batch if none is given) has them"
-            )
+        raise DataError(
+            f"{where}: got {next(described)}; wanted {next(described)}, as the schema has them (that of the first "
+            "batch if none is given)"
+        )
     return converted
 
 

@@ -248,8 +248,8 @@ def _open_parts(data: Splits, num_ranks: int) -> Splits:
             if is_table or not isinstance(source, Iterable):
                 raise ConfigError(
                     f"fit: got a {type(source).__name__} as the {part} data, wanted a Source, or a DataLoader, a list "
-                    "or another iterable of batches. Open tensors and arrays with colonnade.data.open_tensors, files with "
-                    "open_csv or open_parquet, tables with open_arrow"
+                    "or another iterable of batches. Open tensors and arrays with colonnade.data.open_tensors, files "
+                    "with open_csv or open_parquet, tables with open_arrow"
                 )
             schema = sources["train"].schema if sources else None
             source = open_loader(source, num_ranks, schema, name=f"fit, {part} data")

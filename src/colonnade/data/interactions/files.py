@@ -33,6 +33,7 @@ from colonnade.data.interactions.columns import (
 )
 from colonnade.data.interactions.splits import TEST, TRAIN, VALIDATION
 from colonnade.data.lines import build_field_error, format_excerpt, read_all_lines
+from colonnade.data.tabular.arrow_files import open_arrow_object
 from colonnade.data.tabular.arrow_types import combine_chunks, is_number_type
 from colonnade.data.tabular.declaration import FileSchema
 from colonnade.data.tabular.encode import convert_to_numbers
@@ -110,10 +111,11 @@ def find_parts(path: Any, validation: Any = None, test: Any = None) -> dict[int,
 
 def open_table(source: Any, options: FileOptions) -> _Table:
     """Open files or an Arrow object. Raises DataError, ConfigError."""
-    if not isinstance(source, str | Path):
-        return _open_table_file(FORMATS["arrow"].open_file(source))
-    files = find_files(source, (*list_endings(), ".txt", ".dat"))
-    tables = [_open_file(file, options) for file in files]
+    if isinstance(source, str | Path):
+        files = find_files(source, (*list_endings(), ".txt", ".dat"))
+        tables = [_open_file(file, options) for file in files]
+    else:
+        tables = [_open_table_file(file) for file in open_arrow_object(source)]
     first = tables[0]
     if len(tables) == 1:
         return first

@@ -72,7 +72,8 @@ def replace_views(schema: pa.Schema) -> pa.Schema:
             return plain[arrow_type.value_type]
         return plain.get(arrow_type, arrow_type)
 
-    return pa.schema([field.with_type(replace_type(field.type)) for field in schema])
+    fields = [field.with_type(replace_type(field.type)) for field in schema]
+    return pa.schema(fields, schema.metadata)
 
 
 def replace_null_type(array: pa.Array) -> pa.Array:

@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from colonnade.data.tabular.arrow_files import open_arrow_object
 from colonnade.data.tabular.arrow_types import combine_chunks, is_number_type, is_text_type
 from colonnade.data.tabular.declaration import FileSchema
 from colonnade.data.tabular.encode import InvalidValue
@@ -133,10 +134,11 @@ def index_table(
 
 def read_keyed_table(source: Any, key: str) -> KeyedTable:
     """Read a table to join by `key`: files of any format, or an Arrow table. Raises DataError, ConfigError."""
+    files: list[TableFile]
     if isinstance(source, str | Path):
         files = [_open_file(path) for path in find_files(source, list_endings())]
     else:
-        files = [FORMATS["arrow"].open_file(source)]
+        files = list(open_arrow_object(source))
     for file in files:
         if key not in file.names:
             raise DataError(

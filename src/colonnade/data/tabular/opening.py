@@ -16,6 +16,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from colonnade.data.contract import Splits
+from colonnade.data.tabular.arrow_files import open_arrow_object
 from colonnade.data.tabular.arrow_types import id_dtype_of, is_number_type, is_time
 from colonnade.data.tabular.columns import (
     check_column_types,
@@ -117,13 +118,14 @@ def open_days(
 
     syntax: further arguments of the format's `open_file`. Raises DataError, ConfigError.
     """
+    days: list[list[Any]]
     if isinstance(source, str | Path | Sequence):
         days = [
             [format.open_file(file, **syntax) for file in day]
             for day in find_days(source, format.endings)
         ]
     else:
-        days = [[FORMATS["arrow"].open_file(source)]]
+        days = [[file] for file in open_arrow_object(source)]
     return [[join_tables(file, tables) for file in day] for day in days]
 
 

@@ -2,117 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
-from numpy.typing import NDArray
+import pyarrow.dataset
+from pyarrow.fs import LocalFileSystem
 
-from colonnade.data.tabular.arrow_types import combine_chunks
-from colonnade.data.tabular.columns import check_unique_column_names
-from colonnade.data.tabular.declaration import FileSchema
-from colonnade.data.tabular.files import TableFile
+from colonnade.data.tabular.arrow_files import ArrowTableFile, open_fragment
 from colonnade.data.tabular.opening import build_opener
-from colonnade.errors import ConfigError, DataError
-
-SCHEMA_KEY = b"colonnade.schema"
-"""Key in a footer's metadata of a file schema as YAML."""
+from colonnade.errors import DataError
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ParquetTableFile(TableFile):
-    """Parquet file with its footer."""
-
-    path: Path
-    num_bytes: int
-    metadata: pq.FileMetaData
-    types: dict[str, pa.DataType]  # by column
-    groups: NDArray[np.int64]  # (blocks,) indices of the row groups that have rows
-    lengths: NDArray[np.int64]  # (blocks,)
-
-    def read_block(self, block_index: int, column_names: Sequence[str]) -> Mapping[str, pa.Array]:
-        with self._open_for_block(block_index) as file:
-            group = int(self.groups[block_index])
-            table = file.read_row_group(group, columns=list(column_names), use_threads=False)
-        return {name: combine_chunks(table.column(name)) for name in column_names}
-
-    @property
-    def names(self) -> list[str]:
-        return list(self.types)
-
-    @property
-    def header_types(self) -> dict[str, str]:
-        return {}
-
-    @property
-    def column_types(self) -> dict[str, pa.DataType]:
-        return self.types
-
-    def embedded_schema(self) -> FileSchema | None:
-        """Return the schema in the footer, if any (`colonnade convert` writes it)."""
-        text = (self.metadata.metadata or {}).get(SCHEMA_KEY)
-        try:
-            return None if text is None else FileSchema.from_yaml(text.decode())
-        except (ConfigError, UnicodeDecodeError) as error:
-            raise DataError(
-                f"{self.path}: its footer declares a schema that cannot be read ({error}). Give one with schema"
-            ) from None
-
-    def read_head(self, num_rows: int) -> Mapping[str, pa.Array]:
-        batches: list[pa.RecordBatch] = []
-        with self._open_for_block(0) as file:
-            for batch in file.iter_batches(num_rows, self.groups.tolist(), use_threads=False):
-                batches.append(batch.slice(0, num_rows - sum(map(len, batches))))
-                if sum(map(len, batches)) == num_rows:
-                    break
-        table = pa.Table.from_batches(batches)
-        return {name: combine_chunks(table.column(name)) for name in table.column_names}
-
-    @contextmanager
-    def _open_for_block(self, block_index: int) -> Iterator[pq.ParquetFile]:
-        """Open the file to read a block. Errors while reading become DataErrors that name the block."""
-        try:
-            with pq.ParquetFile(self.path, metadata=self.metadata) as file:
-                if self.path.stat().st_size != self.num_bytes:
-                    raise DataError(
-                        f"{self.path}: its size was {self.num_bytes} bytes when it was opened and has changed "
-                        "since. Leave the file alone while it is read, and open it again"
-                    )
-                yield file
-        except (pa.ArrowException, OSError, ValueError) as error:
-            if isinstance(error, DataError):
-                raise
-            raise DataError(
-                f"{self.path}, row group {int(self.groups[block_index])} "
-                f"({self.describe_row(block_index, 0)} on): cannot be read "
-                f"({str(error).splitlines()[0]}). Write or fetch the file again"
-            ) from None
-
-
-def open_parquet_file(path: Path) -> ParquetTableFile:
+def open_parquet_file(path: Path) -> ArrowTableFile:
     """Read a file's footer. Raises DataError for a file that is not Parquet or is incomplete."""
     try:
-        with pq.ParquetFile(path) as file:
-            metadata = file.metadata
-            schema = file.schema_arrow
         num_bytes = path.stat().st_size
+        files = LocalFileSystem()
+        fragment = pa.dataset.ParquetFileFormat().make_fragment(str(path), files)
+        schema = fragment.physical_schema
     except (pa.ArrowException, OSError, ValueError) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise DataError(
             f"{path}: cannot be read as Parquet ({reason}). Is it a Parquet file, and whole?"
         ) from None
-    lengths = np.array(
-        [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)], np.int64
-    )
-    groups = np.flatnonzero(lengths)
-    names = list(schema.names)
-    check_unique_column_names(path, names)
-    types = dict(zip(names, schema.types, strict=True))
-    return ParquetTableFile(path, num_bytes, metadata, types, groups, lengths[groups])
+    return open_fragment(fragment, schema, num_bytes)
 
 
 open_parquet = build_opener(
