@@ -178,6 +178,10 @@ def test_a_join_of_another_kind_is_refused():
         open_arrow(
             pa.table({"label": [0, 1], "user": [1, 2]}), join={"user": table.drop(["label"])}
         )
+    with pytest.raises(
+        DataError, match=r"column user: got bytes that are no UTF-8 text, wanted texts"
+    ):
+        open_arrow(table, join={"user": pa.table({"user": [b"\xff"], "age": [2]})})
     with pytest.raises(ConfigError, match=r"got join='users.csv', wanted tables by key column"):
         open_arrow(table, join="users.csv")
 

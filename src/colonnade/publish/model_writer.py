@@ -35,7 +35,6 @@ from colonnade.checkpoint.header import list_checkpoints, resolve_step
 from colonnade.checkpoint.states import load_state
 from colonnade.checkpoint.stores import open_recorded_stores
 from colonnade.config.run import load_config
-from colonnade.data.tabular.join import read_keyed_table
 from colonnade.errors import CheckpointError, ConfigError, NonFiniteError, StorageError
 from colonnade.files.checksums import compute_checksums
 from colonnade.files.disk import Disk, check_free_space, storage_error
@@ -122,6 +121,9 @@ def _write_export(run_folder: Path, step: int, folder: Path) -> dict[str, Any]:
         model["config"] = load_config(config_path).model_dump()
         join = model["config"]["data"]["options"].get("join") or {}
         for number, (key, source) in enumerate(join.items()):
+            # Imported here, because a predictor of other models needs no reader of files.
+            from colonnade.data.tabular.join import read_keyed_table
+
             join[key] = f"join-{number}.arrow"
             read_keyed_table(source, key).write_file(folder / join[key])
     for table_index, (name, table_header) in enumerate(header["model"]["tables"].items()):

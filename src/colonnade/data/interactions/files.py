@@ -88,9 +88,6 @@ class _Table:
     header_types: Mapping[str, str]
     read: Any  # names -> pa.Table
 
-    def read_column(self, name: str) -> pa.ChunkedArray:
-        return self.read([name]).column(name)
-
 
 def find_parts(path: Any, validation: Any = None, test: Any = None) -> dict[int, Any]:
     """Return the source of each part: `validation` and `test` if they are given; else the files train, valid and test

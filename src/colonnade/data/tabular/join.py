@@ -89,7 +89,10 @@ def format_keys(column: str, keys: pa.Array) -> pa.Array:
         raise InvalidValue(0, column, str(keys.type), wanted, "Join by another column")
     if not is_text_type(keys.type):
         keys = narrow_column(keys)
-    texts = keys.cast(pa.string())
+    try:
+        texts = keys.cast(pa.string())
+    except pa.ArrowInvalid:
+        raise InvalidValue(0, column, "bytes that are no UTF-8 text", "texts or integers") from None
     if not pa.types.is_integer(keys.type):
         texts = pc.replace_substring_regex(texts, r"^\s*(-?[0-9]+)(\.0*)?\s*$", r"\1")
         missing = pc.is_in(texts, pa.array(NULL_VALUES))
@@ -136,7 +139,8 @@ def read_keyed_table(source: Any, key: str) -> KeyedTable:
     """Read a table to join by `key`: files of any format, or an Arrow table. Raises DataError, ConfigError."""
     files: list[TableFile]
     if isinstance(source, str | Path):
-        files = [_open_file(path) for path in find_files(source, list_endings())]
+        paths = find_files(source, list_endings())
+        files = [(find_format(p.suffix) or FORMATS["csv"]).open_file(p) for p in paths]
     else:
         files = list(open_arrow_object(source))
     for file in files:
@@ -149,10 +153,6 @@ def read_keyed_table(source: Any, key: str) -> KeyedTable:
     table = pa.concat_tables(blocks or [pa.table({key: []})], promote_options="permissive")
     name = str(first.path if len(files) == 1 else source)
     return index_table(name, key, table, first.header_types, first.column_types)
-
-
-def _open_file(path: Path) -> TableFile:
-    return (find_format(path.suffix) or FORMATS["csv"]).open_file(path)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
