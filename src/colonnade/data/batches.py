@@ -139,17 +139,12 @@ def infer_batch_schema(batch: Any, where: str) -> Schema:
             f"{where}: got a {type(batch).__name__}, wanted a mapping of names to tensors, or a colonnade.Batch (a "
             "DataLoader hands batches on as they are with batch_size=None)"
         )
-    columns = [
-        Column(name, None, "one" if ids.offsets is None else "bag")
-        for name, ids in batch.ids.items()
-    ]
-    labels = (
-        [""] if batch.label is None or batch.label.shape[1] == 1 else range(batch.label.shape[1])
+    num_labels = 1 if batch.label is None else batch.label.shape[-1]
+    labels = ["label"] if num_labels == 1 else [f"label{i}" for i in range(num_labels)]
+    source = open_tensors(
+        batch.ids, dense=batch.dense, label=batch.label, label_names=labels, name=where
     )
-    dense = range(batch.dense.shape[-1])
-    return Schema(
-        tuple(f"dense{i}" for i in dense), tuple(columns), tuple(f"label{i}" for i in labels)
-    )
+    return source.schema
 
 
 def _convert_mapping(values: Mapping[str, Any], where: str) -> tuple[Batch, Schema]:

@@ -17,8 +17,7 @@ def open_parquet_file(path: Path) -> ArrowTableFile:
     """Read a file's footer. Raises DataError for a file that is not Parquet or is incomplete."""
     try:
         num_bytes = path.stat().st_size
-        files = LocalFileSystem()
-        fragment = pa.dataset.ParquetFileFormat().make_fragment(str(path), files)
+        fragment = pa.dataset.ParquetFileFormat().make_fragment(str(path), LocalFileSystem())
         schema = fragment.physical_schema
     except (pa.ArrowException, OSError, ValueError) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
