@@ -136,6 +136,12 @@ def test_a_reader_is_read_once():
         open_arrow(make_table(0))
 
 
+def test_a_data_set_without_files_is_refused():
+    empty = ds.FileSystemDataset([], pa.schema([("label", pa.int8())]), ds.ParquetFileFormat())
+    with pytest.raises(DataError, match="got a data set without a file"):
+        open_arrow(empty)
+
+
 def test_other_objects_are_refused_in_words():
     with pytest.raises(ConfigError, match=r"got path=7, wanted a file.*__arrow_c_stream__"):
         open_arrow(7)
@@ -209,6 +215,22 @@ def test_frames_of_other_libraries(package):
     assert_alike(read(open_arrow, frame, schema=DECLARATION), wanted)
     inferred = read(open_arrow, make_frame(package), label="click")
     assert inferred[0] == read(open_arrow, make_table(), label="click")[0]
+
+
+def test_categoricals_of_polars():
+    """Their dictionaries, also in lists, are views of texts."""
+    polars = pytest.importorskip("polars")
+    columns = {"label": [0, 1, 1], "city": ["a", "b", None], "tags": [["a"], ["b", "a"], []]}
+    frame = polars.DataFrame(columns).with_columns(
+        polars.col("city").cast(polars.Categorical),
+        polars.col("tags").cast(polars.List(polars.Enum(["a", "b"]))),
+    )
+    assert_alike(read(open_arrow, frame), read(open_arrow, pa.table(columns)))
+    users = polars.DataFrame({"city": ["a", "b"], "size": [1.5, 2.5]}).cast(
+        {"city": polars.Categorical}
+    )
+    joined = open_arrow(frame, join={"city": users}).train
+    assert next(joined.batches(3)).dense[:, 1].tolist() == [0.0, 0.0, 1.0]
 
 
 def test_a_pandas_frame():

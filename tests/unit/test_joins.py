@@ -15,6 +15,7 @@ from test_data_contract import same
 
 import colonnade
 from colonnade.cli.app import run_command
+from colonnade.config.run import RunConfig, list_fixed_settings, override_settings
 from colonnade.data import infer_schema, open_arrow, open_csv, open_interactions, open_parquet
 from colonnade.data.tabular.join import format_keys
 from colonnade.errors import ConfigError, DataError
@@ -199,6 +200,21 @@ def test_interactions_join_users_by_the_same_rules(tmp_path):
     users = write_csv(tmp_path / "users.csv", ["user", "age"], [(1, 2), (1, 3)])
     with pytest.raises(DataError, match=r"users.csv: got '1' twice in the column user"):
         open_interactions(clicks, users=users)
+
+
+def test_a_table_may_move_while_a_run_is_away():
+    """As the path of the data may, it is no setting that a run has for life."""
+    names = {
+        "data.name": "csv",
+        "data.options.join.user_id": "users.csv",
+        "data.options.label": "y",
+    }
+    config = override_settings(RunConfig(), names)
+    assert config.data.options["join"] == {"user_id": "users.csv"}
+    fixed = list_fixed_settings(config)
+    assert "data.options.label" in fixed and not [name for name in fixed if "join" in name]
+    moved = override_settings(config, {"data.options.join.item_id": "items.csv"})
+    assert moved.data.options["join"] == {"user_id": "users.csv", "item_id": "items.csv"}
 
 
 def test_a_joined_run_serves_and_exports(tmp_path, monkeypatch, capsys):

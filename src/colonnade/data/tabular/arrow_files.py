@@ -135,10 +135,13 @@ def open_arrow_object(source: Any) -> list[ArrowTableFile]:
     """Open a table of another library, or each file of a pyarrow data set. Raises ConfigError for another object,
     DataError for a table without rows, and for a file that cannot be read."""
     if isinstance(source, pa.dataset.Dataset):
-        return [open_fragment(part, source.schema) for part in source.get_fragments()]
+        files = [open_fragment(part, source.schema) for part in source.get_fragments()]
+        if not files:
+            raise DataError("got a data set without a file, wanted at least one. Check its path")
+        return files
     if not hasattr(source, "__arrow_c_stream__"):
         raise ConfigError(
-            f"got path={source!r}, wanted a file, a folder, a pattern, or a list of these; or a table with "
+            f"got path={repr(source)[:60]}, wanted a file, a folder, a pattern, or a list of these; or a table with "
             "__arrow_c_stream__ (pyarrow, Polars, DuckDB, pandas 2.2 or later), or a pyarrow.dataset.Dataset"
         )
     table = pa.table(source)

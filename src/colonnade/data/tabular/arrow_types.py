@@ -62,14 +62,16 @@ def id_dtype_of(arrow_type: pa.DataType) -> Dtype | None:
 
 
 def replace_views(schema: pa.Schema) -> pa.Schema:
-    """Return a schema with texts in place of views of texts, which few functions of Arrow read, also in lists."""
+    """Return a schema with texts in place of views of texts, which few functions of Arrow read, also in lists and
+    dictionaries."""
     plain = {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary()}
 
     def replace_type(arrow_type: pa.DataType) -> pa.DataType:
-        if is_list(arrow_type) and arrow_type.value_type in plain:
-            return pa.large_list(plain[arrow_type.value_type])
-        if pa.types.is_dictionary(arrow_type) and arrow_type.value_type in plain:
-            return plain[arrow_type.value_type]
+        if pa.types.is_dictionary(arrow_type):
+            values = replace_type(arrow_type.value_type)
+            return pa.dictionary(arrow_type.index_type, values, arrow_type.ordered)
+        if is_list(arrow_type) and replace_type(arrow_type.value_type) != arrow_type.value_type:
+            return pa.large_list(replace_type(arrow_type.value_type))
         return plain.get(arrow_type, arrow_type)
 
     fields = [field.with_type(replace_type(field.type)) for field in schema]

@@ -71,6 +71,7 @@ class InferredSchema:
 
     file_schema: FileSchema
     left_out: dict[str, str]
+    origin: str = "inferred from the first rows"
 
     def __str__(self) -> str:
         weights = [
@@ -80,7 +81,7 @@ class InferredSchema:
         ]
         reasons = [f"{name} ({reason})" for name, reason in self.left_out.items()]
         left_out = [f"left out: {', '.join(reasons[:5])}"] if reasons else []
-        fields = f"schema inferred from the first rows: {len(self.file_schema.fields)} fields"
+        fields = f"schema {self.origin}: {len(self.file_schema.fields)} fields"
         return "; ".join([fields, *weights, *left_out])
 
 

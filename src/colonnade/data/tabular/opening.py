@@ -137,7 +137,7 @@ def infer_schema_from_files(files: Sequence[TableFile], label: str | None) -> In
     check_unique_column_names(first.path, first.names)
     embedded = first.embedded_schema() if label is None else None
     if embedded is not None:
-        return InferredSchema(embedded, {})
+        return InferredSchema(embedded, {}, f"in {first.path}")
     return infer_fields(first.path, first.read_head(INFER_ROWS), label, first.header_types)
 
 
