@@ -203,7 +203,7 @@ def test_interactions_join_users_by_the_same_rules(tmp_path):
 
 
 def test_a_table_may_move_while_a_run_is_away():
-    """As the path of the data may, it is no setting that a run has for life."""
+    """The path of a table is no setting that a run has for life, like the path of the data."""
     names = {
         "data.name": "csv",
         "data.options.join.user_id": "users.csv",
