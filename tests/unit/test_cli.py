@@ -32,7 +32,7 @@ SMALL = [
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["train", "--data", "synthetic", "--data", "netflix"], "choose from criteo, csv"),
+        (["train", "--data", "synthetic", "--data", "netflix"], "choose from arrow, criteo, csv"),
         (["train", "--data", "synthetic", "--set", "train.epoch=3"], "did you mean train.epochs"),
         (["train", "--data", "synthetic", "--set", "epochs"], "name=value"),
         (["train", "--data", "synthetic", "--set", "=3"], "name=value"),
@@ -622,7 +622,7 @@ def test_inspect_takes_the_options_of_reading(colonnade, tmp_path):
     status, out, _ = colonnade("inspect", str(tmp_path / "days"), "--data", "csv")
     assert status == 0 and "city: {type: category" in out
     status, _, err = colonnade("inspect", str(path), "--data", "criteo")
-    assert status == 2 and "wanted a kind of file: csv" in err
+    assert status == 2 and "wanted a kind of file: arrow, csv" in err
 
 
 def test_inspect_shows_no_control_characters(colonnade, tmp_path):

@@ -22,7 +22,7 @@ from colonnade.data.tabular.convert import (
     open_csv_conversion,
     write_parquet_file,
 )
-from colonnade.data.tabular.parquet import SCHEMA_KEY
+from colonnade.data.tabular.declaration import SCHEMA_KEY
 from colonnade.errors import DataError, StorageError
 
 

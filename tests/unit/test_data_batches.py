@@ -132,7 +132,8 @@ def with_ids(name, ids):
 
 offsets = torch.arange(7) * 2
 BAD = {
-    "no batch": ({"user": 3}, "got a dict, wanted a colonnade.Batch.*batch_size=None"),
+    "no batch": ([3], "got a list, wanted a colonnade.Batch.*batch_size=None"),
+    "no tensor of samples": ({"user": 3}, r"user: got \(\), wanted \(B,\) or \(B, n\)"),
     "too many": (make_batch(0, 7), "got 7 samples, wanted 0 .. 6: train.batch_size"),
     "dense dtype": (
         changed(dense=torch.zeros(6, 2, dtype=torch.float64)),

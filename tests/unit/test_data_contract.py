@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from criteo_files import write_criteo
@@ -15,6 +17,7 @@ from table_files import DECLARATION, write_folder
 from colonnade.batch import Batch, Ids
 from colonnade.data import Position, num_steps, open_source, open_tensors
 from colonnade.data.contract import iterate_rank_blocks, rank_block
+from colonnade.data.tabular.fields import Number
 from colonnade.errors import ConfigError, DataError
 
 
@@ -37,6 +40,14 @@ def open_tables(folder, kind, **options):
     return open_source(kind, write_folder(folder, kind, 87), schema=DECLARATION, **options)
 
 
+def open_memory(folder):
+    """A table in memory, shuffled, joined with a table of its keys."""
+    table = pq.read_table(write_folder(folder, "parquet", 87))
+    join = {"row": pa.table({"row": range(80), "size": [i / 2 for i in range(80)]})}
+    schema = [*DECLARATION.fields, Number("size", missing=0.0)]
+    return open_source("arrow", table, schema=schema, join=join, shuffle_window=25)
+
+
 SOURCES = {
     "synthetic": lambda p: open_source("synthetic", num_train=61, max_cardinality=50).train,
     "synthetic, everything": lambda p: (
@@ -57,6 +68,7 @@ SOURCES = {
     ),
     "parquet, test": lambda p: open_tables(p, "parquet", test_fraction=0.7).test,
     "parquet, a day": lambda p: open_tables(p, "parquet", days=True).days[-1],
+    "table in memory": lambda p: open_memory(p).train,
     "csv": lambda p: open_tables(p, "csv").train,
     "csv, shuffled": lambda p: open_tables(p, "csv", shuffle_window=30, test_fraction=0.1).train,
 }
@@ -234,7 +246,7 @@ def test_spans_of_all_ranks_tile_the_rest_of_the_epoch(num_samples, batch_size, 
 
 def test_an_unknown_source_lists_the_known_ones():
     with pytest.raises(
-        ConfigError, match="'creteo'; choose from criteo, csv, edges, fb15k237, gowalla"
+        ConfigError, match="'creteo'; choose from arrow, criteo, csv, edges, fb15k237, gowalla"
     ):
         open_source("creteo")
 

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from colonnade.data import SOURCES, infer_schema, open_source
 from colonnade.data.tabular import times
-from colonnade.data.tabular.fields import Bag, Category, Key, Label, Number, Sequence
+from colonnade.data.tabular.fields import Bag, Category, Group, Key, Label, Number, Sequence
 from colonnade.data.tabular.formats import FORMATS, TableFormat, ValueRules
 from colonnade.data.tabular.hashing import hash_text
 from colonnade.data.tabular.source import ReaderOptions
@@ -110,12 +110,29 @@ def test_libffm_is_a_bag_of_each_field(tmp_path):
     assert fields[1] == Bag("field_0", dtype="integer", weights="values_0")
 
 
+def test_a_query_of_libsvm_is_the_group(tmp_path, monkeypatch):
+    monkeypatch.setattr("colonnade.data.tabular.libsvm.BLOCK_BYTES", 30)
+    path = tmp_path / "a.libsvm"
+    path.write_text("1 qid:7 1:0.5 3:1\n0\tqid:7\n0  qid:900 2:1 # qid:3\n1 qid:12 1:1")
+    group = Group("qid", dtype="integer")
+    bag = Bag("features", dtype="integer", weights="values")
+    assert infer_schema(path).fields == (Label("label"), group, bag)
+    batch = read_all(path)
+    assert batch.group.tolist() == [7, 7, 900, 12]
+    assert [[i for i, _ in bag] for bag in bags(batch.ids["features"])] == [[1, 3], [], [2], [1]]
+    path.write_text("1 qid:7 0:10:1\n0 qid:8 2:30:1\n")
+    assert read_all(path).group.tolist() == [7, 8]
+    assert bags(read_all(path).ids["field_2"]) == [[], [30]]
+
+
 LIBSVM = {
     "no value": ("1 1:1\n1 2\n", "line 2, column features: got '2', wanted index:value"),
     "three parts": ("1 1:1\n1 2:3:4\n", "line 2, column features: got '2:3:4', wanted index:value"),
     "two parts of libffm": ("1 1:1:1\n1 2:3\n", "line 2, column features: got '2:3', wanted field:index"),
     "an index in words": ("1 1:1\n1 x:1\n", "line 2, column features: got 'x:1', wanted an integer"),
-    "a query": ("1 qid:1 1:1\n", "line 1, column features: got 'qid:1', wanted an integer"),
+    "a query in a later line": ("1 1:1\n1 qid:1 1:1\n", "line 2, column features: got 'qid:1', wanted an integer"),
+    "no query in a later line": ("1 qid:1 1:1\n1 1:1\n", "line 2, column qid: got '1 1:1', wanted qid:NUMBER after"),
+    "a query in words": ("1 qid:x 1:1\n", "line 1, column qid: got '1 qid:x 1:1', wanted qid:NUMBER after the label"),
     "a value in words": ("1 1:1\n1 2:x\n", "line 2, column features: got '2:x', wanted a number"),
     "an infinite value": ("1 1:2\n1 2:inf\n", "line 2, column values: got inf, wanted a finite weight"),
     "an empty line": ("1 1:1\n\n1 1:1\n", "line 2, column label: got an empty line"),
@@ -243,6 +260,33 @@ def test_a_tfrecord_is_a_table(tmp_path, monkeypatch):
     assert [len(bag) for bag in bags(batch.ids["tags"])] == [min(i % 3, 2) for i in range(40)]
 
     assert bags(batch.ids["tags"])[2] == [hash_text(b"a"), hash_text(b"b")]
+
+
+def test_a_list_of_numbers_beside_a_list_of_ids_has_its_weights(tmp_path):
+    rows = [
+        {"label": [i % 2], "ids": list(range(i % 4)), "values": [0.5 * k for k in range(i % 4)],
+         "other": [1.0] * (i % 3), "tags": ["a", "b", "c"][: i % 4 and 2], "scores": [2.0] * (i % 4 and 2)}
+        for i in range(20)
+    ]  # fmt: skip
+    path = write_records(tmp_path / "a.tfrecord", rows)
+    splits = open_source("tfrecord", path)
+    fields = {field.name: field for field in splits.train.file_schema.fields}
+    assert fields["ids"] == Bag("ids", dtype="integer", weights="values")
+    assert fields["tags"] == Bag("tags", dtype="text", weights="scores")
+    assert "values has the weights of ids; scores has the weights of tags" in splits.notes[0]
+    assert "left out: other (no field reads list<" in splits.notes[0]
+    (batch,) = splits.train.batches(20)
+    assert bags(batch.ids["ids"])[3] == [(0, 0.0), (1, 0.5), (2, 1.0)]
+    rows[7]["values"] = rows[7]["values"][1:]
+    write_records(path, rows)
+    assert infer_schema(path).fields[1] == Bag("ids", dtype="integer")
+    for row in rows:
+        row |= {"values": [0.5] * len(row["ids"]), "others": list(row["ids"])}
+    write_records(path, rows)  # of which ids?
+    assert {field.weights for field in infer_schema(path).fields if isinstance(field, Bag)} == {
+        "",
+        "scores",
+    }
 
 
 class Latin1(str):
@@ -387,15 +431,12 @@ for command in json.loads(sys.argv[2]):
 """
 NEW_READER = """
 from colonnade.data.tabular.csv import open_csv_file
-from colonnade.data.tabular.opening import open_table_files
-from colonnade.data.tabular.source import ReaderOptions, with_reader_options
+from colonnade.data.tabular.opening import build_opener
 
 def open_columnar_file(path):
     return open_csv_file(path, delimiter=";")
 
-@with_reader_options
-def open_columnar(path, **options):
-    return open_table_files(path, "columnar", ReaderOptions(**options))
+open_columnar = build_opener("columnar", open_columnar_file, "Open files with semicolons.")
 """
 
 

@@ -769,7 +769,7 @@ def test_files_without_labels_are_read_as_inputs(tmp_path, kind):
 
 def test_a_kind_that_its_name_does_not_say(tmp_path):
     (tmp_path / "data.bin").write_text("x")
-    with pytest.raises(ConfigError, match=r"--data csv or --data parquet"):
+    with pytest.raises(ConfigError, match=r"--data csv or --data arrow or --data parquet"):
         detect_file_format(tmp_path / "data.bin")
     with pytest.raises(DataError, match="without a file that ends in"):
         detect_file_format(tmp_path)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,7 @@ from typing import Any
 import pyarrow as pa
 
 from colonnade.data.lines import check_regular_file
-from colonnade.data.tabular.csv import CsvFile
-from colonnade.data.tabular.encode import InvalidValue
-from colonnade.data.tabular.files import build_data_error
+from colonnade.data.tabular.files import read_tables
 from colonnade.data.tabular.formats import TableFormat, find_format, list_endings
 from colonnade.errors import ConfigError, DataError
 
@@ -45,15 +42,9 @@ def read_record_batches(path: Path, size: int) -> Iterator[list[dict[str, Any]]]
 def _read_table(
     file_path: Path, table_format: TableFormat, rows_per_batch: int
 ) -> Iterator[list[dict[str, Any]]]:
-    file: Any = table_format.open_file(check_regular_file(file_path))
-    if isinstance(file, CsvFile):
-        file = replace(file, types=dict.fromkeys(file.names, pa.string()))
+    file = table_format.open_file(check_regular_file(file_path))
     rows: list[dict[str, Any]] = []
-    for block in range(len(file.lengths)):
-        try:
-            table = pa.table(dict(file.read_block(block, file.names)))
-        except InvalidValue as fault:
-            raise build_data_error(file, block, fault) from None
+    for table in read_tables(file, file.names):
         for part in table.to_batches(max_chunksize=rows_per_batch):
             rows += _list_rows(part, file_path)
             while len(rows) >= rows_per_batch:

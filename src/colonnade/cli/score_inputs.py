@@ -69,7 +69,7 @@ def open_table_file(name: str, path: str | Path | None, options: Mapping[str, An
             "trained with (leave --data out)"
         )
     # Options of reading files, not of splitting them into parts.
-    read_options = {"threads", *signature(FORMATS[name].open_file).parameters}
+    read_options = {"threads", "join", *signature(FORMATS[name].open_file).parameters}
     values = {option: value for option, value in options.items() if option in read_options}
     schema = load_file_schema(options["schema"]).inputs()
     return open_source(name, path, **{**values, "schema": schema}).train

@@ -35,6 +35,7 @@ MEANINGS = {
     "item": "Column of items; default: by its name.",
     "item_names": "Names of items in the order of their numbers, as JSON; a run records them.",
     "items": "File with a row for each item: features by which models know it.",
+    "join": "Tables with more columns of the samples, one row for each value of a key column: join.user_id=users.csv.",
     "label": "Label column if no schema names it; default: label, click, clicked, target or y.",
     "label_model": "How labels depend on ids.",
     "max_cardinality": "Larger fields are cut to this number of ids.",

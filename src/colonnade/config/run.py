@@ -59,7 +59,7 @@ class DataConfig(Section):
     the same results."""
 
 
-CHANGEABLE_OPTIONS = ("threads", "validation", "test")
+CHANGEABLE_OPTIONS = ("threads", "validation", "test", "join")
 """Names in `data.options` that may change when a run resumes: they say where data is, as `data.path` does."""
 
 
@@ -360,7 +360,7 @@ def list_fixed_settings(config: RunConfig) -> dict[str, Any]:
     texts = {
         name: json.dumps(value, sort_keys=True, default=str)
         for name, value in iterate_fixed_settings(config)
-        if name.removeprefix("data.options.") not in CHANGEABLE_OPTIONS
+        if name.removeprefix("data.options.").split(".")[0] not in CHANGEABLE_OPTIONS
         and (name != "model.towers" or config.model.has_tower_modules)
     }
     return {
@@ -437,6 +437,8 @@ def override_settings(config: RunConfig, settings: Mapping[str, Any]) -> RunConf
         for depth, section in enumerate(sections):
             if table_section := SECTIONS_BY_TABLE.get(".".join(sections[:depth])):
                 node.setdefault(section, table_section().model_dump())
+            if sections[:depth] == ["data", "options"]:
+                node.setdefault(section, {})
             if sections[: depth + 1] == ["plan", "cache"] and node[section] is None:
                 node[section] = CacheConfig().model_dump()
             if not isinstance(node.get(section), dict):
@@ -444,7 +446,8 @@ def override_settings(config: RunConfig, settings: Mapping[str, Any]) -> RunConf
                     explain_unknown_setting(".".join(sections[: depth + 1]), node, name)
                 )
             node = node[section]
-        if key not in node and sections not in OPEN_SECTIONS:
+        is_open = sections in OPEN_SECTIONS or sections[:2] == ["data", "options"]
+        if key not in node and not is_open:
             raise ConfigError(explain_unknown_setting(name, node, name))
         node[key] = value
     return build_config(values)

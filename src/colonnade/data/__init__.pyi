@@ -38,6 +38,7 @@ from colonnade.data.sets.power_law import open_power_law as open_power_law
 from colonnade.data.sets.synthetic import open_synthetic as open_synthetic
 from colonnade.data.sets.triples import open_triples as open_triples
 from colonnade.data.sources import SOURCES as SOURCES, open_source as open_source
+from colonnade.data.tabular.arrow import open_arrow as open_arrow
 from colonnade.data.tabular.csv import open_csv as open_csv
 from colonnade.data.tabular.declaration import (
     FileSchema as FileSchema,

@@ -4,9 +4,15 @@
                                     a map-style data set with batches as items, or a function of the epoch
                                     that returns one of these
 
+    open_loader(data, ...)          what `colonnade.fit` makes of these: the schema is that of the first batch
+
+An item is a `Batch`, or a mapping of names to tensors: integers (B,) are ids, integers (B, L) bags of L ids, floats
+(B,) or (B, n) dense columns; `Ids` are as they are; `label`, `click`, `clicked`, `target` or `y` is the label (B,) or
+(B, tasks); `sample_weight` and `group` are those of `Batch`.
+
 Each rank trains on the batches of its own copy of the data set, in the order in which it yields them. The data set
 decides which rank reads which samples, and a run is as repeatable as its data set. If samples change with the epoch,
-pass a function of the epoch.
+pass a function of the epoch. The sampler of a DataLoader is told the epoch (`set_epoch`), if it has one.
 
 Resuming in the middle of an epoch:
 
@@ -20,7 +26,7 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Protocol, TypeGuard, runtime_checkable
@@ -32,6 +38,7 @@ from torch.utils.data import IterableDataset
 from colonnade.batch import Batch, Ids
 from colonnade.comm.mesh import Mesh
 from colonnade.data.contract import (
+    LABELS,
     START,
     Column,
     LastBatch,
@@ -42,6 +49,7 @@ from colonnade.data.contract import (
     iterate_rank_blocks,
     num_steps,
 )
+from colonnade.data.tensors import as_tensor, open_tensors
 from colonnade.errors import ConfigError, DataError
 
 ENDED = "ended"
@@ -91,6 +99,114 @@ def open_batches(data: UserData, schema: Schema, *, name: str = "data set") -> B
     return BatchSource(data, schema, name)
 
 
+def open_loader(data: Any, num_ranks: int, schema: Schema | None, *, name: str) -> BatchSource:
+    """Return a source over a user's data set, with the schema of its first batch if none is given.
+
+    Raises ConfigError for data that can be read once only, and on several ranks without a sampler that knows them;
+    DataError for an empty data set, and a first batch that is none. `name` is for messages.
+    """
+    if num_ranks > 1 and not hasattr(_find_sampler(data), "num_replicas"):
+        raise ConfigError(
+            f"{name}: got a {type(data).__name__} on {num_ranks} ranks, wanted each rank to read its own samples: "
+            "DataLoader(..., sampler=DistributedSampler(data_set)); if it does so already, say so with "
+            "colonnade.data.open_batches(data, schema)"
+        )
+    source = open_batches(data, schema or Schema((), ()), name=name)
+    generator = getattr(data, "generator", None)
+    state = None if generator is None else generator.get_state()
+    with torch.random.fork_rng(devices=[]):  # training draws the same orders as without this look
+        first = next(iter(source._open_epoch_batches(0)), None)
+    if generator is not None:
+        generator.set_state(state)
+    if first is None:
+        raise DataError(f"{name}: got no batch, wanted one at least")
+    inferred = infer_batch_schema(first, f"{name}, first batch")
+    return replace(source, schema=schema or inferred)
+
+
+def _find_sampler(data: Any) -> Any:
+    """Return what orders the samples of a DataLoader; None of other data."""
+    batch_sampler = getattr(data, "batch_sampler", None)
+    return getattr(batch_sampler, "sampler", getattr(data, "sampler", None))
+
+
+def infer_batch_schema(batch: Any, where: str) -> Schema:
+    """Return the schema of a batch or a mapping of tensors: open columns, each of one id or a bag. Raises DataError."""
+    if isinstance(batch, Mapping):
+        return _convert_mapping(batch, where)[1]
+    if not isinstance(batch, Batch):
+        raise DataError(
+            f"{where}: got a {type(batch).__name__}, wanted a mapping of names to tensors, or a colonnade.Batch (a "
+            "DataLoader hands batches on as they are with batch_size=None)"
+        )
+    num_labels = 1 if batch.label is None else batch.label.shape[-1]
+    labels = ["label"] if num_labels == 1 else [f"label{i}" for i in range(num_labels)]
+    source = open_tensors(
+        batch.ids, dense=batch.dense, label=batch.label, label_names=labels, name=where
+    )
+    return source.schema
+
+
+def _convert_mapping(values: Mapping[str, Any], where: str) -> tuple[Batch, Schema]:
+    """Convert tensors by name (see the top of this file) to a batch and its schema. Raises DataError."""
+    label_name = next((name for name in LABELS if name in values), "label")
+    special = {name: values.get(name) for name in (label_name, "sample_weight", "group")}
+    dense: dict[str, Tensor] = {}
+    ids: dict[str, Any] = {}
+    for name, value in values.items():
+        if name in special or isinstance(value, Ids):
+            ids |= {} if name in special else {name: value}
+            continue
+        tensor = as_tensor(where, name, value)
+        if tensor.dim() not in (1, 2):
+            raise DataError(f"{where}, {name}: got {tuple(tensor.shape)}, wanted (B,) or (B, n)")
+        if tensor.is_floating_point():
+            names = [name] if tensor.dim() == 1 else [f"{name}{i}" for i in range(tensor.shape[-1])]
+            dense |= zip(names, tensor.reshape(-1, len(names)).unbind(1), strict=True)
+        elif tensor.dim() == 2:
+            offsets = torch.arange(len(tensor) + 1) * tensor.shape[1]
+            ids[name] = Ids(tensor.flatten(), offsets)
+        else:
+            ids[name] = tensor
+    if len(set(map(len, dense.values()))) > 1:
+        raise DataError(f"{where}: got dense columns of several lengths, wanted one of (B,) each")
+    label = special.pop(label_name)
+    tasks = [label_name]
+    if label is not None and (label := as_tensor(where, label_name, label)).dim() == 2:
+        tasks = [f"{label_name}{i}" for i in range(label.shape[1])]
+    source = open_tensors(
+        ids,
+        dense=torch.stack(list(dense.values()), 1) if dense else None,
+        dense_names=list(dense),
+        label=label,
+        label_names=tasks,
+        name=where,
+        **special,
+    )
+    return source.columns.gather_rows(torch.arange(source.num_samples)), source.schema
+
+
+def _convert_batch(batch: Any, schema: Schema, where: str) -> Any:
+    """Convert a mapping of tensors to a batch. Raises DataError if it has other columns than the schema."""
+    if not isinstance(batch, Mapping):
+        return batch
+    converted, own = _convert_mapping(batch, where)
+    got, wanted = (
+        (sorted(column.name for column in part.categorical), part.dense, part.labels)
+        for part in (own, schema)
+    )
+    if got != wanted:
+        described = (
+            f"ids {', '.join(ids) or 'none'}; numbers {', '.join(dense) or 'none'}; labels {', '.join(labels)}"
+            for ids, dense, labels in (got, wanted)
+        )
+        raise DataError(
+            f"{where}: got {next(described)}; wanted {next(described)}, as the schema has them (that of the first "
+            "batch if none is given)"
+        )
+    return converted
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class BatchSource:
     """Batches of a user's data set on this rank. Their number is known only at the end of an epoch.
@@ -134,12 +250,15 @@ class BatchSource:
         batches = _iterate_from_step(data_set, start.step, start.state, self.name)
         for step, batch in enumerate(batches, start.step):
             where = f"{self.name}, epoch {start.epoch}, batch {step}"
+            batch = _convert_batch(batch, self.schema, where)
             check_batch(batch, self.schema, where=where, max_samples=max_samples)
             state = None if stateful is None else _copy_storable_state(stateful.state_dict(), where)
             yield replace(batch, state=state)
 
     def _open_epoch_batches(self, epoch: int) -> EpochBatches:
         if isinstance(self.data, (Indexed, Iterable)):
+            if (set_epoch := getattr(_find_sampler(self.data), "set_epoch", None)) is not None:
+                set_epoch(epoch)
             return self.data
         data_set = self.data(epoch)
         if not isinstance(data_set, (Indexed, Iterable)):

@@ -34,6 +34,8 @@ class Position:
 
 
 START = Position()
+LABELS = ("label", "click", "clicked", "target", "y")
+"""Names of the label where nothing else names it."""
 Block = tuple[int, int]
 """Samples [begin, end), counted in the order of an epoch."""
 

@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from colonnade.data.counter import random_permutation
-from colonnade.data.tabular.arrow import is_text_type, replace_null_type
+from colonnade.data.tabular.arrow_types import is_text_type, replace_null_type
 from colonnade.data.tabular.declaration import FileSchema
 from colonnade.data.tabular.encode import read_required_values
 from colonnade.data.tabular.fields import Category, Key

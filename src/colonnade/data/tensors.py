@@ -125,13 +125,13 @@ def open_tensors(
     Raises DataError (IdRangeError for ids) naming column and row, counted from 0.
     """
     values = {
-        key: Ids(_as_tensor(name, f"ids[{key!r}]", v))
+        key: Ids(as_tensor(name, f"ids[{key!r}]", v))
         if not isinstance(v, Ids)
-        else replace(v, values=_as_tensor(name, f"ids[{key!r}].values", v.values))
+        else replace(v, values=as_tensor(name, f"ids[{key!r}].values", v.values))
         for key, v in ids.items()
     }
     dense, label, sample_weight, group = (
-        None if column is None else _as_tensor(name, argument, column)
+        None if column is None else as_tensor(name, argument, column)
         for argument, column in (
             ("dense", dense),
             ("label", label),
@@ -170,7 +170,7 @@ def open_tensors(
     return TensorSource(schema, columns, shuffle_key=shuffle_seed)
 
 
-def _as_tensor(data_set_name: str, argument_name: str, column_values: Any) -> Tensor:
+def as_tensor(data_set_name: str, argument_name: str, column_values: Any) -> Tensor:
     """Return a column as a tensor, without a copy where numpy has it as a writable array. Raises DataError."""
     if isinstance(column_values, Tensor):
         return column_values

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from colonnade.batch import Batch, share_samples
 from colonnade.checkpoint.fingerprint import dense_weights, load_dense
-from colonnade.config.run import OWN, RunConfig, build_config
+from colonnade.config.run import OWN, RunConfig, build_config, override_settings
 from colonnade.data.contract import Schema
 from colonnade.embedding import EmbeddingCollection, find_collection
 from colonnade.errors import CheckpointError, ConfigError, CorruptionError, StorageError
@@ -167,6 +167,8 @@ class Predictor:
         export = read_export(folder)
         check_file_lengths(folder, export)
         config = build_config(export.config) if export.config else None
+        if config is not None:
+            config = _locate_join_files(config, folder)
         if model is None:
             model = _build_network(export, config, folder)
         keep_freed_memory()
@@ -455,6 +457,13 @@ def _build_network(export: Export, config: RunConfig | None, folder: Path) -> nn
     _check_tables(find_collection(shapes), export, folder)
     _check_dense_weights(shapes, read_dense(folder, export), folder)
     return build_model(export.schema, config)
+
+
+def _locate_join_files(config: RunConfig, folder: Path) -> RunConfig:
+    """Return a configuration with the paths of the joined tables, which an export has in its folder."""
+    join = config.data.options.get("join") or {}
+    paths = {key: str(folder / name) for key, name in join.items()}
+    return override_settings(config, {"data.options.join": paths} if paths else {})
 
 
 def _read_export(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -88,7 +88,7 @@ class Export(StrictRecord):
     crc32c: str
 
     def __post_init__(self) -> None:
-        names = [DENSE, *(table.file for table in self.tables)]
+        names = [DENSE, *(table.file for table in self.tables), *list_join_files(self.config)]
         if sorted(names) != sorted(self.files):
             raise ValueError(f"got files {sorted(self.files)}, wanted {sorted(names)}")
 
@@ -96,6 +96,12 @@ class Export(StrictRecord):
     def row_files(self) -> list[tuple[str, FileChecksums]]:
         """Name and checksums of each table's file."""
         return [(table.file, self.files[table.file]) for table in self.tables]
+
+
+def list_join_files(config: Mapping[str, Any] | None) -> list[str]:
+    """Return the names of the files of tables that samples are joined with, by the configuration in an export."""
+    options = ((config or {}).get("data") or {}).get("options") or {}
+    return list((options.get("join") or {}).values())
 
 
 def serialize_model_json(fields: dict[str, Any]) -> bytes:

@@ -4,6 +4,7 @@ safetensors.
 DESTINATION/model.json                    config, schema of the data, tables, features; checksums of all files
 DESTINATION/dense.safetensors             the dense network's state_dict
 DESTINATION/rows-<table number>.safetensors   ids (N,) int64 ascending; weights (N, width) of the table's dtype
+DESTINATION/join-<number>.arrow           a table of data.options.join, whose place the config then gives as this name
 
 Untrained rows are not exported: their value follows from the seed (`Table`). Legend: N trained rows.
 
@@ -38,7 +39,13 @@ from colonnade.errors import CheckpointError, ConfigError, NonFiniteError, Stora
 from colonnade.files.checksums import compute_checksums
 from colonnade.files.disk import Disk, check_free_space, storage_error
 from colonnade.formats import VERSIONS
-from colonnade.publish.model_files import DENSE, FORMAT, MODEL, serialize_model_json
+from colonnade.publish.model_files import (
+    DENSE,
+    FORMAT,
+    MODEL,
+    list_join_files,
+    serialize_model_json,
+)
 from colonnade.store.contract import RowBatch
 from colonnade.store.log.backing import LogBacking
 from colonnade.store.row_file import DTYPES
@@ -102,7 +109,7 @@ def _write_export(run_folder: Path, step: int, folder: Path) -> dict[str, Any]:
         "colonnade": __version__,
         "run": header["run"],
         "step": step,
-        "config": load_config(config_path).model_dump() if config_path.exists() else None,
+        "config": None,
         "schema": header.get("schema"),
         "features": [
             {"name": name, "table": table, "pooling": pooling}
@@ -110,6 +117,15 @@ def _write_export(run_folder: Path, step: int, folder: Path) -> dict[str, Any]:
         ],
         "tables": [],
     }
+    if config_path.exists():
+        model["config"] = load_config(config_path).model_dump()
+        join = model["config"]["data"]["options"].get("join") or {}
+        for number, (key, source) in enumerate(join.items()):
+            # Imported here, because a predictor of other models needs no reader of files.
+            from colonnade.data.tabular.join import read_keyed_table
+
+            join[key] = f"join-{number}.arrow"
+            read_keyed_table(source, key).write_file(folder / join[key])
     for table_index, (name, table_header) in enumerate(header["model"]["tables"].items()):
         stores = open_recorded_stores(run_folder, header, table_index)
         table = _build_table_entry(table_index, name, table_header)
@@ -127,7 +143,11 @@ def _write_export(run_folder: Path, step: int, folder: Path) -> dict[str, Any]:
     metadata = {"format": "pt", "checkpoint": f"{header['run']}@{step}"}
     content = save({k: v.contiguous().clone() for k, v in dense.items()}, metadata=metadata)
     (folder / DENSE).write_bytes(content)
-    names = [DENSE, *(table["file"] for table in model["tables"])]
+    names = [
+        DENSE,
+        *(table["file"] for table in model["tables"]),
+        *list_join_files(model["config"]),
+    ]
     model["files"] = {name: asdict(compute_checksums(folder / name)) for name in names}
     text = serialize_model_json(model)
     (folder / MODEL).write_bytes(text)

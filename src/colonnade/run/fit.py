@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from types import MappingProxyType
@@ -30,7 +30,7 @@ from colonnade.config.run import (
     TrainConfig,
     override_settings,
 )
-from colonnade.data.batches import read_rank_batches
+from colonnade.data.batches import open_loader, read_rank_batches
 from colonnade.data.contract import Source, Splits
 from colonnade.embedding import find_collection
 from colonnade.errors import ConfigError, DataError
@@ -69,7 +69,7 @@ class FitResult:
 
 def fit(
     model: nn.Module,
-    data: Splits | Source,
+    data: Splits | Source | Iterable[Any],
     *,
     run: str | Path | None = None,
     objective: Objective | None = None,
@@ -91,7 +91,9 @@ def fit(
 
     model            any nn.Module with one EmbeddingCollection inside; `model(batch)` gives logits (B, labels), or
                      what its objective takes
-    data             a Source (colonnade.data), or Splits with validation and test parts
+    data             a Source (colonnade.data), or Splits with validation and test parts; or a DataLoader, or another
+                     iterable that can be read again, of batches: `Batch`, or tensors by name, with the columns of the
+                     first one. On several ranks it needs a DistributedSampler
     run              folder for checkpoints, metrics and rows that do not fit in memory; a folder with checkpoints is
                      resumed, to the same bits. None: everything stays in this process
     objective        loss and metrics (`Objective`); default: the model's `objective`, else binary cross entropy, AUC,
@@ -122,9 +124,10 @@ def fit(
     mesh = mesh or open_mesh(timeout=timedelta(seconds=full_config.train.timeout))
     check_config_on_all_ranks(full_config, mesh)
     set_num_threads(full_config.train.threads, mesh)
+    splits = data if isinstance(data, Splits) else Splits(train=data)  # type: ignore[arg-type]
     setup = RunSetup(
         model=model,
-        data=_open_splits(data),
+        data=_open_parts(splits, mesh.num_ranks),
         config=full_config,
         mesh=mesh,
         folder=None if run is None else Path(run),
@@ -267,18 +270,26 @@ def _select_factory(
     return argument
 
 
-def _open_splits(data: Splits | Source) -> Splits:
-    """Return the parts of the data. Raises ConfigError for one that is no Source, with the function that makes one."""
-    splits = data if isinstance(data, Splits) else Splits(train=data)
+def _open_parts(data: Splits, num_ranks: int) -> Splits:
+    """Open the parts that are no Source: iterables of batches. Raises ConfigError for those that are neither."""
+    sources: dict[str, Any] = {}
     for part in ("train", "validation", "test"):
-        source = getattr(splits, part)
-        if source is not None and not (hasattr(source, "batches") and hasattr(source, "schema")):
-            raise ConfigError(
-                f"fit: got a {type(source).__name__} as the {part} data, wanted a Source. Open a DataLoader, a list or "
-                "anything else that yields Batch with colonnade.data.open_batches(data, schema); open tensors and "
-                "arrays with colonnade.data.open_tensors, files with open_csv or open_parquet"
+        source = getattr(data, part)
+        is_source = hasattr(source, "batches") and hasattr(source, "schema")
+        if source is not None and not is_source:
+            is_table = isinstance(source, str | Path | Mapping) or hasattr(
+                source, "__arrow_c_stream__"
             )
-    return splits
+            if is_table or not isinstance(source, Iterable):
+                raise ConfigError(
+                    f"fit: got a {type(source).__name__} as the {part} data, wanted a Source, or a DataLoader, a list "
+                    "or another iterable of batches. Open tensors and arrays with colonnade.data.open_tensors, files "
+                    "with open_csv or open_parquet, tables with open_arrow"
+                )
+            schema = sources["train"].schema if sources else None
+            source = open_loader(source, num_ranks, schema, name=f"fit, {part} data")
+        sources[part] = source
+    return replace(data, **sources)
 
 
 def _expand_setting_names(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from colonnade.batch import Batch, Ids
 from colonnade.config.run import RunConfig
 from colonnade.data.contract import Schema
 from colonnade.data.sets import criteo
-from colonnade.data.tabular.arrow import MISSING_NUMBER
+from colonnade.data.tabular.arrow_types import MISSING_NUMBER
 from colonnade.data.tabular.columns import resolve_dtypes
 from colonnade.data.tabular.declaration import FileSchema, load_file_schema
 from colonnade.data.tabular.encode import InvalidValue, encode_block, encode_ids
@@ -51,6 +51,7 @@ from colonnade.data.tabular.fields import (
 )
 from colonnade.data.tabular.fields import Sequence as SequenceField
 from colonnade.data.tabular.formats import FORMATS, NUMBER, ValueRules
+from colonnade.data.tabular.join import KeyedTable, read_keyed_table
 from colonnade.errors import ConfigError, DataError
 
 Record = Mapping[str, Any]
@@ -346,11 +347,13 @@ class RecordEncoder:
         ignored: Collection[str] = (),
         names: Mapping[str, str] | None = None,
         selected: Collection[str] | None = None,
+        tables: Sequence[KeyedTable] = (),
     ) -> None:
         """Create an encoder. `names`: names in the batch by field, where they differ. `selected`: fields to encode;
-        default: all."""
+        default: all. `tables`: joined to records that have their keys and lack their columns."""
         self._file_schema = file_schema
         self._rules = rules
+        self._tables = tables
         self._raw_columns = {column.name: column for column in columns}
         self._names = dict(names or {})
         self._selected = frozenset(
@@ -392,6 +395,7 @@ class RecordEncoder:
             ignored=self.ignored | frozenset(ignored),
             names=self._names,
             selected=names,
+            tables=self._tables,
         )
 
     def find_columns(self, name: str) -> tuple[str, ...]:
@@ -405,6 +409,8 @@ class RecordEncoder:
         A null is a missing value, as in a file, and an absent list is empty. Raises DataError naming record and column,
         for an absent column of single values and for one that the training file does not have, too.
         """
+        self._check_records(records, "record", frozenset())
+        records = self._join_tables(records, frozenset())
         self._check_records(records, "record", self._needed)
         dense, ids = self._encode_subset(self._everything, records, "record")
         parts = [(self._everything, dense)]
@@ -418,6 +424,9 @@ class RecordEncoder:
         does, and for a column that both user and candidates have, or neither.
         """
         self._check_records([user], "user", frozenset())
+        self._check_records(candidates, "candidate", frozenset())
+        (user,) = self._join_tables([user], frozenset(chain.from_iterable(candidates)))
+        candidates = self._join_tables(candidates, user.keys())
         self._check_records(candidates, "candidate", self._needed.difference(user))
         columns = frozenset(chain.from_iterable(candidates))
         for row, candidate in enumerate(candidates):
@@ -439,6 +448,15 @@ class RecordEncoder:
         ids = {**shared_ids, **own_ids}
         names = (self._names.get(f.name, f.name) for f in self._file_schema.categorical)
         return Batch(len(candidates), dense, {name: ids[name] for name in names if name in ids})
+
+    def _join_tables(
+        self, records: Sequence[Record], other_columns: Collection[str]
+    ) -> Sequence[Record]:
+        """Add the columns of the joined tables that neither a record nor `other_columns` have."""
+        for table in self._tables:
+            columns = table.columns.keys() & self._column_names - {*other_columns}
+            records = table.join_records(records, sorted(columns))
+        return records
 
     def _split_fields(
         self, candidate_columns: frozenset[str]
@@ -607,9 +625,14 @@ def _build_file_encoder(name: str, options: Mapping[str, Any]) -> RecordEncoder:
     rules = replace(FORMATS[name].value_rules, null_texts=null_texts)
     others = {*declared.columns, *(options.get("names") or ())}
     others |= {options[name] for name in ("split_by", "order_by") if options.get(name)}
+    join = options.get("join") or {}
     columns = plan_columns(file_schema, is_hex=False, is_required=False)
     return RecordEncoder(
-        file_schema, columns, rules, ignored=others - {column.name for column in columns}
+        file_schema,
+        columns,
+        rules,
+        ignored={*others, *join} - {column.name for column in columns},
+        tables=[read_keyed_table(source, key) for key, source in join.items()],
     )
 
 

@@ -18,10 +18,11 @@ from torch import Tensor
 
 from colonnade.batch import Ids
 from colonnade.data.contract import Column
-from colonnade.data.tabular.arrow import combine_chunks
+from colonnade.data.tabular.arrow_types import combine_chunks
 from colonnade.data.tabular.declaration import FileSchema
 from colonnade.data.tabular.encode import encode_block
 from colonnade.data.tabular.fields import Bag, Category, DeclaredField
+from colonnade.data.tabular.join import KeyedTable
 from colonnade.data.tabular.narrow import narrow_column
 from colonnade.errors import DataError
 
@@ -117,21 +118,18 @@ def add_features(
     entities: Entities,
     name: str,
     fields: tuple[DeclaredField, ...],
-    table: Mapping[str, pa.Array],
-    position_K: NDArray[np.int64],
+    table: KeyedTable | None,
 ) -> tuple[Entities, tuple[DeclaredField, ...]]:
     """Return the entities with their ids and features, and the fields of these.
 
-    table: columns of the file of entities. position_K: the row of each key in it; -1: none, and its features are
-    missing values.
+    table: of entities; the features of a key that it does not have are missing values.
     """
     category, ids = build_ids(entities.keys, name)
     features = {name: ids}
     columns: tuple[Column, ...] = (Column(name),)
-    if fields:
-        rows = pa.array(position_K, mask=position_K < 0)
+    if fields and table is not None:
         schema = FileSchema(fields)
-        aligned = {column: table[column].take(rows) for column in schema.columns}
+        aligned = table.gather(pa.array(entities.keys), schema.columns)
         chunk = encode_block(schema, aligned, len(entities.keys))
         features |= chunk.to_batch([f.name for f in schema.categorical]).ids
         columns += schema.schema.categorical

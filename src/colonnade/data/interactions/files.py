@@ -33,13 +33,15 @@ from colonnade.data.interactions.columns import (
 )
 from colonnade.data.interactions.splits import TEST, TRAIN, VALIDATION
 from colonnade.data.lines import build_field_error, format_excerpt, read_all_lines
-from colonnade.data.tabular.arrow import combine_chunks, is_number_type
+from colonnade.data.tabular.arrow_files import open_arrow_object
+from colonnade.data.tabular.arrow_types import combine_chunks, is_number_type
 from colonnade.data.tabular.declaration import FileSchema
-from colonnade.data.tabular.encode import InvalidValue, convert_to_numbers
+from colonnade.data.tabular.encode import convert_to_numbers
 from colonnade.data.tabular.fields import Bucket, Categorical, DeclaredField, Number
-from colonnade.data.tabular.files import build_data_error, find_files
+from colonnade.data.tabular.files import TableFile, find_files, read_tables
 from colonnade.data.tabular.formats import FORMATS, NUMBER, find_format, list_endings
 from colonnade.data.tabular.infer import TIME_WORDS, infer_column_fields
+from colonnade.data.tabular.join import KeyedTable, index_table
 from colonnade.data.tabular.narrow import narrow_column
 from colonnade.data.tabular.times import convert_to_microseconds, find_time_unit, format_time
 from colonnade.errors import ConfigError, DataError
@@ -53,7 +55,6 @@ NAMES: dict[str, tuple[str, ...]] = {
     "event": ("event", "eventtype", "type", "action", "behavior", "behaviour", "interaction"),
 }  # fmt: skip
 """Usual names of columns, in lower case, without an ending `id` and without `_`."""
-ARROW_ENDINGS = (".arrow", ".feather", ".ipc")
 DELIMITERS = "\t,;|"
 PART_NAMES = {TRAIN: ("train",), VALIDATION: ("valid", "validation", "val", "dev"), TEST: ("test",)}
 """Names of the files of parts in a folder, before their endings."""
@@ -87,9 +88,6 @@ class _Table:
     header_types: Mapping[str, str]
     read: Any  # names -> pa.Table
 
-    def read_column(self, name: str) -> pa.ChunkedArray:
-        return self.read([name]).column(name)
-
 
 def find_parts(path: Any, validation: Any = None, test: Any = None) -> dict[int, Any]:
     """Return the source of each part: `validation` and `test` if they are given; else the files train, valid and test
@@ -110,16 +108,11 @@ def find_parts(path: Any, validation: Any = None, test: Any = None) -> dict[int,
 
 def open_table(source: Any, options: FileOptions) -> _Table:
     """Open files or an Arrow object. Raises DataError, ConfigError."""
-    if not isinstance(source, str | Path):
-        if not hasattr(source, "__arrow_c_stream__"):
-            raise ConfigError(
-                f"got a {type(source).__name__} as interactions, wanted a path or a table with __arrow_c_stream__ "
-                "(pyarrow, Polars, DuckDB, pandas 2.2 or later)"
-            )
-        table = pa.table(source)
-        return _Table("the table", table.column_names, {}, table.select)
-    files = find_files(source, (*list_endings(), *ARROW_ENDINGS, ".txt", ".dat"))
-    tables = [_open_file(file, options) for file in files]
+    if isinstance(source, str | Path):
+        files = find_files(source, (*list_endings(), ".txt", ".dat"))
+        tables = [_open_file(file, options) for file in files]
+    else:
+        tables = [_open_table_file(file) for file in open_arrow_object(source)]
     first = tables[0]
     if len(tables) == 1:
         return first
@@ -137,14 +130,6 @@ def open_table(source: Any, options: FileOptions) -> _Table:
 
 def _open_file(path: Path, options: FileOptions) -> _Table:
     ending = path.suffix.lower()
-    if ending in ARROW_ENDINGS:
-        try:
-            table = pa.ipc.open_file(path).read_all()
-        except (pa.ArrowException, OSError) as error:
-            raise DataError(
-                f"{path}: cannot be read as an Arrow file ({error}). Write it again"
-            ) from None
-        return _Table(str(path), table.column_names, {}, table.select)
     if ending in PLAIN and options.names is None and _has_item_lists(path):
         table = read_item_lists(path)
         return _Table(str(path), table.column_names, {}, table.select)
@@ -154,26 +139,21 @@ def _open_file(path: Path, options: FileOptions) -> _Table:
         syntax = {"delimiter": options.delimiter, "names": options.names}
         if options.delimiter is None and ending in PLAIN:
             syntax["delimiter"] = _guess_delimiter(path)
-    file: Any = format.open_file(path, **syntax)
+    file = format.open_file(path, **syntax)
     if format.name == "csv" and options.names is None and not _has_header(file.names, options):
         head = [narrow_column(pa.array([name])) for name in file.names]
         file = format.open_file(path, **{**syntax, "names": _name_columns(head, path)})
+    return _open_table_file(file)
 
-    if format.name == "csv":
-        file = replace(file, types=dict.fromkeys(file.names, pa.string()))
 
+def _open_table_file(file: TableFile) -> _Table:
     def read(names: Sequence[str]) -> pa.Table:
-        blocks = []
-        for block in range(len(file.lengths)):
-            try:
-                blocks.append(pa.table(dict(file.read_block(block, names))))
-            except InvalidValue as fault:
-                raise build_data_error(file, block, fault) from None
+        blocks = list(read_tables(file, names))
         if not blocks:
-            raise DataError(f"{path}: got no row, wanted at least one. Was it fully written?")
+            raise DataError(f"{file.path}: got no row, wanted at least one. Was it fully written?")
         return pa.concat_tables(blocks, promote_options="permissive")
 
-    return _Table(str(path), file.names, file.header_types, read)
+    return _Table(str(file.path), file.names, file.header_types, read)
 
 
 def _has_header(names: Sequence[str], options: FileOptions) -> bool:
@@ -355,16 +335,6 @@ def _find_bucket_bounds(field: Number, array: pa.Array) -> tuple[float, ...]:
     return tuple(float(bound) for bound in bounds if bound > numbers.min())
 
 
-@dataclass(frozen=True, slots=True)
-class EntityFile:
-    """File of users or of items: its keys, its other columns, and their fields."""
-
-    source: str
-    keys: pa.ChunkedArray
-    columns: Mapping[str, pa.Array]
-    header_types: Mapping[str, str]
-
-
 def read_interactions(
     parts: Mapping[int, Any],
     options: FileOptions = FileOptions(),
@@ -427,19 +397,16 @@ def read_interactions(
     keys, positions = {}, {}
     for role, file in files.items():
         columns_of_role = [table.column(columns[role]) for _, table, columns in tables]
-        others = [] if file is None else [file.keys]
+        others = [] if file is None else [pa.chunked_array([file.keys])]
         keys[role], by_table = index_keys([*columns_of_role, *others], role)
-        positions[role] = (
-            np.concatenate(by_table[: len(tables)]),
-            by_table[-1] if others else None,
-        )
+        positions[role] = np.concatenate(by_table[: len(tables)])
     data = Interactions(
-        Entities(keys[USER]), Entities(keys[ITEM]), positions[USER][0], positions[ITEM][0], times,
+        Entities(keys[USER]), Entities(keys[ITEM]), positions[USER], positions[ITEM], times,
         part_n if len(parts) > 1 else None,
     )  # fmt: skip
     size = data.size
     data = keep_core(drop_repeats(data), core)
-    return *_add_entities(data, files, positions, schema), _describe(size, data, roles)
+    return *_add_entities(data, files, schema), _describe(size, data, roles)
 
 
 def drop_repeats(interactions: Interactions) -> Interactions:
@@ -474,7 +441,7 @@ def keep_core(interactions: Interactions, core: int) -> Interactions:
             )
 
 
-def _read_entity_file(source: Any, role: str, options: FileOptions) -> EntityFile | None:
+def _read_entity_file(source: Any, role: str, options: FileOptions) -> KeyedTable | None:
     """Read a file of users or of items. Its key has the name of the role's column; else it is a first column `id`."""
     if source is None:
         return None
@@ -485,45 +452,33 @@ def _read_entity_file(source: Any, role: str, options: FileOptions) -> EntityFil
     if _plain_name(table.names[0]) == "":
         options = replace(options, **{role: table.names[0]})
     key = find_roles(table, options, [role])[role]
-    columns = table.read(table.names)
-    others = {name: combine_chunks(columns.column(name)) for name in table.names if name != key}
-    return EntityFile(table.source, columns.column(key), others, table.header_types)
+    return index_table(table.source, key, table.read(table.names), table.header_types, {})
 
 
 def _add_entities(
     interactions: Interactions,
-    files: Mapping[str, EntityFile | None],
-    positions: Mapping[str, tuple[Any, Any]],
+    files: Mapping[str, KeyedTable | None],
     schema: FileSchema | None,
 ) -> tuple[Interactions, FileSchema]:
     """Leave out users and items that neither interact nor have a row, and add what models read of the others."""
     entities, fields, numbers = {}, {}, {}
     taken = [USER, ITEM, HISTORY]
     for role, used in ((USER, interactions.user_n), (ITEM, interactions.item_n)):
-        file, rows = files[role], positions[role][1]
+        file = files[role]
         whole = interactions.users if role == USER else interactions.items
         is_kept = np.zeros(len(whole.keys), np.bool_)
         is_kept[used] = True
-        row_of_key = np.full(len(whole.keys), -1, np.int64)
+        keys = pa.array(whole.keys)
         own: tuple[DeclaredField, ...] = ()
         if file is not None:
-            is_kept[rows] = True
-            row_of_key[rows] = np.arange(len(rows))
-            if len(np.unique(rows)) < len(rows):
-                twice = whole.keys[np.flatnonzero(np.bincount(rows) > 1)[0]]
-                raise DataError(
-                    f"{file.source}: got {twice!r} twice, wanted one row for each {role}. Remove one"
-                )
+            is_kept |= file.find_rows(keys) >= 0
             own = infer_features(file.source, file.columns, file.header_types, role, taken)
             if schema is not None:
                 own = tuple(
                     f for f in _split_fields(schema.fields)[role] if isinstance(f, Categorical)
                 )
         taken += [field.name for field in own]
-        columns = {} if file is None else file.columns
-        entities[role], fields[role] = add_features(
-            whole.select(is_kept), role, own, columns, row_of_key[is_kept]
-        )
+        entities[role], fields[role] = add_features(whole.select(is_kept), role, own, file)
         numbers[role] = (np.cumsum(is_kept) - 1)[used]
     result = replace(
         interactions,

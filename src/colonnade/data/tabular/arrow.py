@@ -1,73 +1,38 @@
-"""Type checks of Arrow columns: texts, integers, numbers, times and lists, plain or dictionary-encoded."""
+"""Arrow files (Feather, IPC), and `open_arrow`, which also reads tables of other libraries."""
 
 from __future__ import annotations
 
-from typing import Literal
+from pathlib import Path
 
 import pyarrow as pa
 
-Dtype = Literal["text", "integer"]
-MISSING_NUMBER = r"^(?i:|null|\\n|na|none|nan)$"
-"""Texts that are missing values where numbers or times are read, after trimming."""
+from colonnade.data.tabular.arrow_files import ArrowTableFile, cut_table
+from colonnade.data.tabular.opening import build_opener
+from colonnade.errors import DataError
 
 
-def is_text_type(arrow_type: pa.DataType) -> bool:
-    """Return whether a column, or the values of a dictionary-encoded one, are strings or bytes."""
-    if pa.types.is_dictionary(arrow_type):
-        arrow_type = arrow_type.value_type
-    checks = (
-        pa.types.is_string,
-        pa.types.is_large_string,
-        pa.types.is_string_view,
-        pa.types.is_binary,
-        pa.types.is_large_binary,
-        pa.types.is_binary_view,
-    )
-    return any(check(arrow_type) for check in checks)
+def open_arrow_file(path: Path) -> ArrowTableFile:
+    """Map a file in memory. Raises DataError for a file that is not Arrow's, or is incomplete."""
+    try:
+        with pa.memory_map(str(path)) as file:
+            return cut_table(path, pa.ipc.open_file(file).read_all())
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(
+            f"{path}: cannot be read as an Arrow file ({str(error).splitlines()[0]}). Write it again"
+        ) from None
 
 
-def is_integer(arrow_type: pa.DataType) -> bool:
-    if pa.types.is_dictionary(arrow_type):
-        arrow_type = arrow_type.value_type
-    return pa.types.is_integer(arrow_type) or pa.types.is_boolean(arrow_type)
+open_arrow = build_opener(
+    "arrow",
+    open_arrow_file,
+    """Open a table in memory, a pyarrow data set, or Arrow files, as `open_parquet` opens Parquet files.
 
+    path  an object with `__arrow_c_stream__`: a pyarrow Table or RecordBatchReader, a Polars or pandas (2.2 or later)
+          frame, a DuckDB relation; a pyarrow.dataset.Dataset; or Arrow files (.arrow, .feather) as in `open_parquet`
 
-def is_number_type(arrow_type: pa.DataType) -> bool:
-    if pa.types.is_dictionary(arrow_type):
-        arrow_type = arrow_type.value_type
-    return (
-        is_integer(arrow_type)
-        or pa.types.is_floating(arrow_type)
-        or pa.types.is_decimal(arrow_type)
-    )
-
-
-def is_time(arrow_type: pa.DataType) -> bool:
-    return pa.types.is_timestamp(arrow_type) or pa.types.is_date(arrow_type)
-
-
-def is_list(arrow_type: pa.DataType) -> bool:
-    return (
-        pa.types.is_list(arrow_type)
-        or pa.types.is_large_list(arrow_type)
-        or pa.types.is_fixed_size_list(arrow_type)
-    )
-
-
-def id_dtype_of(arrow_type: pa.DataType) -> Dtype | None:
-    """Return the dtype of the ids that a column of this type (or its lists) holds; None: it holds no ids."""
-    if is_list(arrow_type):
-        arrow_type = arrow_type.value_type
-    return "text" if is_text_type(arrow_type) else "integer" if is_integer(arrow_type) else None
-
-
-def replace_null_type(array: pa.Array) -> pa.Array:
-    """Cast a column of Arrow's null type to missing texts; return other columns unchanged."""
-    return array.cast(pa.string()) if pa.types.is_null(array.type) else array
-
-
-def combine_chunks(column: pa.ChunkedArray) -> pa.Array:
-    """Return the values of a chunked column as one array."""
-    if column.num_chunks == 1:
-        return column.chunk(0)
-    return column.combine_chunks() if column.num_chunks else pa.array([], column.type)
+    The samples have the order of the rows, in blocks of 131,072, however the table is chunked. A reader that can be
+    read once is collected into memory, and has no row for a second `open_arrow`. A data set is streamed: a block is a
+    row group of a Parquet file, or a whole file of another format; the names of its folders are columns if it has a
+    partitioning. Raises DataError naming row and column, ConfigError for an object of another kind.
+    """,
+)

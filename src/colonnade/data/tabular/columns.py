@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from colonnade.data.tabular.arrow import (
+from colonnade.data.tabular.arrow_types import (
     id_dtype_of,
     is_integer,
     is_list,
@@ -85,9 +85,11 @@ def resolve_dtypes(
 def check_column_types(
     path: Path, column_types: Mapping[str, pa.DataType], file_schema: FileSchema
 ) -> None:
-    """Raise DataError for a column with a type that its field cannot read. Every `dtype` of the schema is set."""
+    """Raise DataError for a column with a type that its field cannot read. Every `dtype` of the schema is set.
+
+    column_types: of the columns that have one; texts are checked when they are read."""
     for field in file_schema.fields:
-        for column in field.columns:
+        for column in column_types.keys() & set(field.columns):
             is_weights = isinstance(field, Bag) and column == field.weights
             check = _weights_type_problem if is_weights else _find_type_problem
             wanted, fix = check(field, column_types[column])

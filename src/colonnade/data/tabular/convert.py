@@ -18,9 +18,9 @@ from colonnade.data.lines import LineFile, locate_data_file, open_line_file
 from colonnade.data.sets.criteo import CATEGORIES, DENSE, FILE, FOLDER, parse_columns
 from colonnade.data.tabular.columns import check_unique_column_names
 from colonnade.data.tabular.csv import CsvFile, open_csv_file
+from colonnade.data.tabular.declaration import SCHEMA_KEY
 from colonnade.data.tabular.infer import INFER_ROWS, UNNAMED, infer_fields
 from colonnade.data.tabular.narrow import BLANKS, find_narrowest_type
-from colonnade.data.tabular.parquet import SCHEMA_KEY
 from colonnade.errors import DataError, StorageError
 
 ROWS_PER_GROUP = 1 << 17

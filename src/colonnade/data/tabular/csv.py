@@ -7,17 +7,15 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.csv
 from numpy.typing import NDArray
 
-from colonnade.data.contract import Splits
 from colonnade.data.lines import build_field_error, format_excerpt
-from colonnade.data.tabular.arrow import combine_chunks
-from colonnade.data.tabular.columns import check_required_columns
+from colonnade.data.tabular.arrow_types import combine_chunks
 from colonnade.data.tabular.declaration import FileSchema
 from colonnade.data.tabular.fields import (
     Bag,
@@ -32,11 +30,10 @@ from colonnade.data.tabular.fields import (
     reads_times,
 )
 from colonnade.data.tabular.fields import Sequence as SequenceField
-from colonnade.data.tabular.files import read_first_rows
+from colonnade.data.tabular.files import TableFile
 from colonnade.data.tabular.infer import TYPES, UNNAMED
 from colonnade.data.tabular.narrow import can_parse_texts
-from colonnade.data.tabular.opening import open_table_files
-from colonnade.data.tabular.source import ReaderOptions, with_reader_options
+from colonnade.data.tabular.opening import build_opener
 from colonnade.data.tabular.text_rows import BLOCK_BYTES, TextRows, find_row_ends, index_rows
 from colonnade.errors import ConfigError, DataError
 
@@ -77,8 +74,8 @@ def build_csv_dialect(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class CsvFile:
-    """CSV file with an index of its blocks. `types`: type as which each column that is read is parsed."""
+class CsvFile(TableFile):
+    """CSV file with an index of its blocks. `types`: type as which a column is parsed, text by default."""
 
     rows: TextRows
     names: list[str]
@@ -100,27 +97,12 @@ class CsvFile:
     def lengths(self) -> NDArray[np.int64]:
         return self.rows.lengths
 
-    def dtype_of(self, column: str) -> Dtype | None:
-        return None
-
-    def embedded_schema(self) -> FileSchema | None:
-        return None
-
-    def read_head(self, num_rows: int) -> Mapping[str, pa.Array]:
-        """Return the first rows, all columns, as texts."""
-        return read_first_rows(
-            replace(self, types=dict.fromkeys(self.names, pa.string())), num_rows
-        )
-
-    def bind_schema(self, file_schema: FileSchema, split_column: str | None) -> CsvFile:
-        check_required_columns(self.path, self.names, file_schema, split_column)
-        types = choose_parse_types(file_schema)
-        if split_column is not None:
-            types.setdefault(split_column, pa.string())
-        return replace(self, types=types)
+    def bind_schema(self, file_schema: FileSchema) -> CsvFile:
+        return replace(self, types=choose_parse_types(file_schema))
 
     def read_block(self, block_index: int, column_names: Sequence[str]) -> Mapping[str, pa.Array]:
-        types = {n: pa.string() if n in self.text_columns else self.types[n] for n in column_names}
+        types = {name: self.types.get(name, pa.string()) for name in column_names}
+        types |= dict.fromkeys(self.text_columns.intersection(types), pa.string())
         text = self.rows.read_block(block_index)
         try:
             table = self.parse_block(text, block_index, column_names, types)
@@ -378,16 +360,9 @@ def _is_utf8(field: bytes) -> bool:
     return True
 
 
-@with_reader_options
-def open_csv(
-    path: str | Path | Sequence[str | Path],
-    *,
-    delimiter: str | None = None,
-    quote: str | None = '"',
-    names: Sequence[str] | None = None,
-    null_values: Sequence[str] = (),
-    **options: Any,
-) -> Splits:
+open_csv = build_opener(
+    "csv",
+    open_csv_file,
     """Open delimited text under a declared schema, or one inferred from the first block of the first file.
 
     `open_parquet` describes the other options. A block has the rows that end within 4 MiB of text.
@@ -399,13 +374,5 @@ def open_csv(
 
     A column is text or integers, by its field's dtype; default text. Every file is read once at opening, to
     index it. Raises DataError naming file, line (from 1, the header included) and column.
-    """
-    return open_table_files(
-        path,
-        "csv",
-        ReaderOptions(**options),
-        delimiter=delimiter,
-        quote=quote,
-        names=names,
-        null_values=null_values,
-    )
+    """,
+)

@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from colonnade.data.counter import mix_words, stream_key
-from colonnade.data.tabular.arrow import (
+from colonnade.data.tabular.arrow_types import (
     MISSING_NUMBER,
     is_integer,
     is_list,

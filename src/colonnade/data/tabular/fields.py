@@ -28,7 +28,7 @@ from pydantic import AllowInfNan, BeforeValidator, Strict
 from pydantic import Field as Limits
 
 from colonnade.config.validation import validate_dataclass_fields
-from colonnade.data.tabular.arrow import Dtype
+from colonnade.data.tabular.arrow_types import Dtype
 from colonnade.data.tabular.times import Unit, parse_time
 from colonnade.errors import ConfigError
 

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import glob
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
 from colonnade.data.lines import check_regular_file
-from colonnade.data.tabular.arrow import combine_chunks, replace_null_type
+from colonnade.data.tabular.arrow_types import combine_chunks, replace_null_type
 from colonnade.data.tabular.chunk import Chunk
 from colonnade.data.tabular.declaration import FileSchema
 from colonnade.data.tabular.encode import (
@@ -29,56 +29,61 @@ from colonnade.data.tabular.encode import (
     parse_times,
     transform_numbers,
 )
-from colonnade.data.tabular.fields import Dtype, Number, Time
+from colonnade.data.tabular.fields import Number, Time
 from colonnade.errors import ConfigError, DataError
 
 T = TypeVar("T")
 
 
-class TableFile(Protocol):
-    """Indexed file of any format: plain values that can be sent to other processes."""
+class TableFile:
+    """Indexed file, the base of one class per format: plain values that can be sent to other processes."""
+
+    __slots__ = ()
+
+    if TYPE_CHECKING:  # fields in some formats, which a property of the base would give a default
+
+        @property
+        def path(self) -> Path: ...
+
+        @property
+        def names(self) -> Sequence[str]:
+            """Names of the columns."""
+            ...
+
+        @property
+        def header_types(self) -> Mapping[str, str]:
+            """Types of columns that the header gives (infer.TYPES), by name."""
+            ...
+
+        @property
+        def lengths(self) -> NDArray[np.int64]:
+            """Number of samples of each block, 1 or more (blocks,)."""
+            ...
 
     @property
-    def path(self) -> Path: ...
-
-    @property
-    def names(self) -> Sequence[str]:
-        """Names of the columns."""
-        ...
-
-    @property
-    def header_types(self) -> Mapping[str, str]:
-        """Types of columns that the header gives (infer.TYPES), by name."""
-        ...
-
-    @property
-    def lengths(self) -> NDArray[np.int64]:
-        """Number of samples of each block, 1 or more (blocks,)."""
-        ...
-
-    def dtype_of(self, column: str) -> Dtype | None:
-        """Return the dtype of a column's ids in this format; None if it may be either."""
-        ...
+    def column_types(self) -> Mapping[str, pa.DataType]:
+        """Arrow types of the columns that have one; none in text, which is read as the schema says."""
+        return {}
 
     def embedded_schema(self) -> FileSchema | None:
         """Return the schema stored in the file, if any."""
-        ...
+        return None
 
     def read_head(self, num_rows: int) -> Mapping[str, pa.Array]:
-        """Return the first rows, all columns. Raises DataError."""
-        ...
+        """Return the first rows of a file with rows, all columns. Raises DataError."""
+        return read_first_rows(self, num_rows)
 
-    def bind_schema(self, file_schema: FileSchema, split_column: str | None) -> TableFile:
-        """Return the file as read under a schema with all dtypes set. Raises DataError for unsuitable columns."""
-        ...
+    def bind_schema(self, file_schema: FileSchema) -> TableFile:
+        """Return the file as read under a schema with all dtypes set; its columns are checked afterwards."""
+        return self
 
     def read_block(self, block_index: int, column_names: Sequence[str]) -> Mapping[str, pa.Array]:
         """Return arrays of lengths[block_index] values. Called from any thread. Raises DataError, InvalidValue."""
-        ...
+        raise NotImplementedError
 
     def describe_row(self, block: int, row: int) -> str:
         """Return the position of a row for messages: "line 7" of text, "record 5" or "row 5" else."""
-        ...
+        return f"row {int(self.lengths[:block].sum()) + row}"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -161,16 +166,21 @@ class TableFiles:
 def read_first_rows(file: TableFile, num_rows: int) -> Mapping[str, pa.Array]:
     """Read the first rows of a non-empty file, all columns. Raises DataError."""
     tables: list[pa.Table] = []
-    for block in range(len(file.lengths)):
-        try:
-            table = pa.table(dict(file.read_block(block, file.names)))
-        except InvalidValue as fault:
-            raise build_data_error(file, block, fault) from None
+    for table in read_tables(file, file.names):
         tables.append(table.slice(0, num_rows - sum(map(len, tables))))
         if sum(map(len, tables)) == num_rows:
             break
     rows = pa.concat_tables(tables, promote_options="permissive")
     return {name: combine_chunks(rows.column(name)) for name in file.names}
+
+
+def read_tables(file: TableFile, column_names: Sequence[str]) -> Iterator[pa.Table]:
+    """Yield the blocks of a file in order, as tables of these columns. Raises DataError naming file, row and column."""
+    for block in range(len(file.lengths)):
+        try:
+            yield pa.table(dict(file.read_block(block, column_names)))
+        except InvalidValue as fault:
+            raise build_data_error(file, block, fault) from None
 
 
 def build_data_error(file: TableFile, block: int, fault: InvalidValue) -> DataError:

@@ -2,8 +2,9 @@
 
 A format NAME is read by the module `data/tabular/NAME.py`, which has two functions:
 
-    open_NAME(path, ..., **options)    opens files as splits; `options` are those of `source.ReaderOptions`
     open_NAME_file(path, ...)          indexes one file; further arguments say how its bytes are read
+    open_NAME(path, ..., **options)    opens files as splits, with the same arguments and those of
+                                       `source.ReaderOptions`; `opening.build_opener` builds it
 
 The module is imported at the first use of one of them, so that a list of the formats costs nothing.
 """
@@ -81,6 +82,7 @@ FORMATS = {
     format.name: format
     for format in (
         TableFormat("csv", (".csv", ".tsv", ".tab", ".inter"), ValueRules(number_pattern=NUMBER)),
+        TableFormat("arrow", (".arrow", ".feather", ".ipc"), ValueRules(has_booleans=True)),
         TableFormat("parquet", (".parquet", ".pq", ".parq"), ValueRules(has_booleans=True)),
         TableFormat(
             "libsvm",

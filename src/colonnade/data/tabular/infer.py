@@ -11,7 +11,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from colonnade.data.tabular.arrow import (
+from colonnade.data.contract import LABELS
+from colonnade.data.tabular.arrow_types import (
     id_dtype_of,
     is_integer,
     is_list,
@@ -41,7 +42,6 @@ from colonnade.errors import ConfigError
 
 INFER_ROWS = 1 << 15
 """Number of rows of the first file from which a schema is inferred."""
-LABELS = ("label", "click", "clicked", "target", "y")
 ID_WORDS = ("id", "key", "code", "hash", "uuid")
 TIME_WORDS = ("timestamp", "time", "at", "ts", "date", "datetime", "epoch")
 """Last words of the names of columns in which integers may be times."""
@@ -74,6 +74,18 @@ class InferredSchema:
 
     file_schema: FileSchema
     left_out: dict[str, str]
+    origin: str = "inferred from the first rows"
+
+    def __str__(self) -> str:
+        weights = [
+            f"{field.weights} has the weights of {field.column}"
+            for field in self.file_schema.fields
+            if isinstance(field, Bag) and field.weights
+        ]
+        reasons = [f"{name} ({reason})" for name, reason in self.left_out.items()]
+        left_out = [f"left out: {', '.join(reasons[:5])}"] if reasons else []
+        fields = f"schema {self.origin}: {len(self.file_schema.fields)} fields"
+        return "; ".join([fields, *weights, *left_out])
 
 
 def infer_fields(
@@ -280,7 +292,7 @@ def _build_fields_from_header(
             Bag(
                 field_name,
                 column=column_name,
-                dtype="integer",
+                dtype=id_dtype_of(arrow_column.type) or "integer",
                 weights=header_type.removeprefix(WEIGHTS),
             )
         ]

@@ -4,6 +4,8 @@ format   columns
 libsvm   label; features: the indices of a line; values: one for each index
 libffm   label; for each field n: field_n, the indices; values_n
 
+With a query after each label (`2 qid:7 1:0.5`), there is also the column qid, the group of a sample.
+
 Text after a # is a comment. If the schema does not read the values, all must be 1.
 """
 
@@ -11,48 +13,34 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from colonnade.data.contract import Splits
-from colonnade.data.tabular.columns import check_required_columns
 from colonnade.data.tabular.declaration import FileSchema
-from colonnade.data.tabular.encode import FIX, InvalidValue
-from colonnade.data.tabular.fields import Dtype
-from colonnade.data.tabular.files import build_data_error, read_first_rows
+from colonnade.data.tabular.encode import FIX, InvalidValue, refuse_values
+from colonnade.data.tabular.files import TableFile, build_data_error
 from colonnade.data.tabular.infer import VALUES, WEIGHTS
-from colonnade.data.tabular.opening import open_table_files
-from colonnade.data.tabular.source import ReaderOptions, with_reader_options
+from colonnade.data.tabular.opening import build_opener
 from colonnade.data.tabular.text_rows import BLOCK_BYTES, TextRows, index_rows
 
-FIELD = re.compile(r"(field|values)_[0-9]+")
-
-
-@with_reader_options
-def open_libsvm(
-    path: str | Path | Sequence[str | Path],
-    **options: Any,
-) -> Splits:
-    """Open samples as `open_csv` does, with the columns above. Labels -1 and 1 become 0 and 1 where inferred.
-
-    Raises DataError naming file, line and column.
-    """
-    return open_table_files(path, "libsvm", ReaderOptions(**options))
+FIELD = re.compile(r"(field|values)_([0-9]+)")
+QUERY = r"^(\s*\S+\s+)qid:([0-9]{1,18})(\s|$)"
+"""Pattern of the start of a line with a query."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LibsvmFile:
+class LibsvmFile(TableFile):
     """File of libsvm or libffm text with an index of its blocks."""
 
     rows: TextRows
     fields: tuple[int, ...] | None  # libffm's fields in the first block; None: libsvm
     is_weighted: bool  # whether a value of the first block is not 1
+    has_query: bool  # whether each line has a query after its label: qid:NUMBER
 
     @property
     def path(self) -> Path:
@@ -71,31 +59,32 @@ class LibsvmFile:
 
     @property
     def names(self) -> list[str]:
-        return ["label", *(name for pair in self._column_pairs for name in pair)]
+        heads = ["label", "qid"] if self.has_query else ["label"]
+        return [*heads, *(name for pair in self._column_pairs for name in pair)]
 
     @property
     def header_types(self) -> dict[str, str]:
         types = {
             ids: f"{WEIGHTS}{values}" for ids, values in self._column_pairs if self.is_weighted
         }
-        return types | {values: VALUES for _, values in self._column_pairs}
+        types |= {values: VALUES for _, values in self._column_pairs}
+        return types | ({"qid": "group"} if self.has_query else {})
 
-    def dtype_of(self, column: str) -> Dtype | None:
-        return None if column == "label" else "integer"
+    @property
+    def column_types(self) -> dict[str, pa.DataType]:
+        types = {"qid": pa.int64()} if self.has_query else {}
+        for ids, values in self._column_pairs:
+            types |= {ids: pa.list_(pa.int64()), values: pa.list_(pa.float64())}
+        return types
 
-    def embedded_schema(self) -> FileSchema | None:
-        return None
-
-    def read_head(self, num_rows: int) -> Mapping[str, pa.Array]:
-        return read_first_rows(self, num_rows)
-
-    def bind_schema(self, file_schema: FileSchema, split_column: str | None) -> LibsvmFile:
+    def bind_schema(self, file_schema: FileSchema) -> LibsvmFile:
         # The first lines of this file may lack a field.
-        names = set(self.names)
-        if self.fields is not None:
-            names |= {name for name in file_schema.columns if FIELD.fullmatch(name)}
-        check_required_columns(self.path, sorted(names), file_schema, split_column)
-        return self
+        fields = {int(m.group(2)) for name in file_schema.columns if (m := FIELD.fullmatch(name))}
+        return (
+            self
+            if self.fields is None
+            else replace(self, fields=tuple(sorted(fields.union(self.fields))))
+        )
 
     def describe_row(self, block: int, row: int) -> str:
         return f"line {int(self.rows.lines[block]) + row + 1}"
@@ -105,16 +94,24 @@ class LibsvmFile:
         """Number of parts of a pair: index:value, or field:index:value."""
         return 2 if self.fields is None else 3
 
+    def split_block(self, block_index: int) -> SplitLines:
+        """Read a block and split its lines. Raises InvalidValue."""
+        return split_libsvm_lines(
+            self.rows.read_block(block_index), self.num_parts, has_query=self.has_query
+        )
+
     def read_block(self, block_index: int, column_names: Sequence[str]) -> Mapping[str, pa.Array]:
-        lines = split_libsvm_lines(self.rows.read_block(block_index), self.num_parts)
+        lines = self.split_block(block_index)
         indices = lines.parse_pair_part(self.num_parts - 2, pa.int64(), "an integer as the index")
         values = lines.parse_pair_part(self.num_parts - 1, pa.float64(), "a number as the value")
         fields = None
         if self.fields is not None:
             fields = lines.parse_pair_part(0, pa.int64(), "an integer as the field").to_numpy()
         arrays: dict[str, pa.Array] = {"label": lines.labels}
+        if lines.queries is not None:
+            arrays["qid"] = lines.queries
         for name in column_names:
-            if name == "label":
+            if name in arrays:
                 continue
             kind, _, field = name.partition("_")
             mask = None if fields is None else fields == int(field)
@@ -138,6 +135,7 @@ class SplitLines:
     """Lines of a text (S), split into labels and pairs (E)."""
 
     labels: pa.Array  # (S,) texts
+    queries: pa.Array | None  # (S,) int64
     counts: NDArray[np.int64]  # (S,) pairs of a line
     pairs: pa.Array  # (E,) texts such as 7:0.5
     parts: pa.Array  # (E,) lists of a pair's 2 or 3 parts
@@ -184,11 +182,23 @@ class SplitLines:
         return np.repeat(np.arange(len(self.counts)), self.counts)
 
 
-def split_libsvm_lines(block_text: bytes, parts_per_pair: int) -> SplitLines:
-    """Split lines into labels and pairs. Raises InvalidValue for the first pair without `parts_per_pair` parts."""
+def split_libsvm_lines(block_text: bytes, parts_per_pair: int, *, has_query: bool) -> SplitLines:
+    """Split lines into labels, queries and pairs. Raises InvalidValue for the first line without a query, if lines have
+    one, and the first pair without `parts_per_pair` parts."""
     lines = pa.array(block_text.decode(errors="replace").removesuffix("\n").split("\n"))
     if b"#" in block_text:
         lines = pc.replace_substring_regex(lines, "#.*", "")
+    queries = None
+    if has_query:
+        is_query = pc.match_substring_regex(lines, QUERY)
+        refuse_values(
+            ~is_query.to_numpy(zero_copy_only=False),
+            "qid",
+            lambda row: repr(lines[row].as_py())[:60],
+            "qid:NUMBER after the label, as in the first line",
+        )
+        queries = pc.replace_substring_regex(lines, f"{QUERY}.*", r"\2").cast(pa.int64())
+        lines = pc.replace_substring_regex(lines, QUERY, r"\1")
     lists = pc.utf8_split_whitespace(pc.utf8_trim_whitespace(lines))
     lengths = pc.list_value_length(lists).to_numpy().astype(np.int64)
     tokens = lists.flatten()
@@ -200,7 +210,7 @@ def split_libsvm_lines(block_text: bytes, parts_per_pair: int) -> SplitLines:
     if empty.any():
         row = int(empty.argmax())
         raise InvalidValue(row, "label", "an empty line", "a label and pairs", "Remove the line")
-    split = SplitLines(pc.list_element(lists, 0), lengths - 1, pairs, parts)
+    split = SplitLines(pc.list_element(lists, 0), queries, lengths - 1, pairs, parts)
     is_invalid = pc.list_value_length(parts).to_numpy() != parts_per_pair
     if is_invalid.any():
         wanted = "index:value" if parts_per_pair == 2 else "field:index:value, as in the first line"
@@ -212,13 +222,24 @@ def open_libsvm_file(path: Path) -> LibsvmFile:
     """Index the file; find the format and the fields in its first block. Raises DataError."""
     rows = index_rows(path, None, has_header=False, block_bytes=BLOCK_BYTES)
     first = rows.read_block(0).split(b"\n", 1)[0].split(b"#")[0].split()
-    is_libffm = len(first) > 1 and first[1].count(b":") == 2
-    file = LibsvmFile(rows, () if is_libffm else None, False)
+    has_query = len(first) > 1 and first[1].startswith(b"qid:")
+    is_libffm = any(pair.count(b":") == 2 for pair in first[1 + has_query :][:1])
+    file = LibsvmFile(rows, () if is_libffm else None, False, has_query)
     try:
-        lines = split_libsvm_lines(rows.read_block(0), file.num_parts)
+        lines = file.split_block(0)
         fields = np.unique(lines.parse_pair_part(0, pa.int64(), "an integer").to_numpy()).tolist()
         values = lines.parse_pair_part(file.num_parts - 1, pa.float64(), "a number as the value")
     except InvalidValue as fault:
         raise build_data_error(file, 0, fault) from None
     is_weighted = bool((values.to_numpy() != 1).any())
-    return LibsvmFile(rows, tuple(fields) if is_libffm else None, is_weighted)
+    return replace(file, fields=tuple(fields) if is_libffm else None, is_weighted=is_weighted)
+
+
+open_libsvm = build_opener(
+    "libsvm",
+    open_libsvm_file,
+    """Open samples as `open_csv` does, with the columns above. Labels -1 and 1 become 0 and 1 where inferred.
+
+    Raises DataError naming file, line and column.
+    """,
+)

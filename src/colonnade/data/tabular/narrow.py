@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from colonnade.data.tabular.arrow import MISSING_NUMBER, is_text_type, is_time
+from colonnade.data.tabular.arrow_types import MISSING_NUMBER, is_text_type, is_time
 from colonnade.data.tabular.fields import NULL_VALUES
 from colonnade.data.tabular.times import ISO, convert_to_microseconds
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
 from functools import partial
+from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,14 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from colonnade.data.contract import Splits
-from colonnade.data.tabular.arrow import is_number_type, is_time
-from colonnade.data.tabular.columns import check_unique_column_names, resolve_dtypes
+from colonnade.data.tabular.arrow_files import open_arrow_object
+from colonnade.data.tabular.arrow_types import id_dtype_of, is_number_type, is_time
+from colonnade.data.tabular.columns import (
+    check_column_types,
+    check_required_columns,
+    check_unique_column_names,
+    resolve_dtypes,
+)
 from colonnade.data.tabular.declaration import FileSchema, load_file_schema
 from colonnade.data.tabular.encode import SplitField
 from colonnade.data.tabular.fields import NEWEST, Dtype, Key, Number, Time, reads_times
@@ -25,14 +32,19 @@ from colonnade.data.tabular.files import (
     TableFiles,
     combine_table_files,
     find_days,
-    find_files,
 )
-from colonnade.data.tabular.formats import FORMATS
+from colonnade.data.tabular.formats import FORMATS, TableFormat
 from colonnade.data.tabular.infer import (
     INFER_ROWS,
     InferredSchema,
     find_integer_time_unit,
     infer_fields,
+)
+from colonnade.data.tabular.join import (
+    KeyedTable,
+    describe_joins,
+    join_tables,
+    read_keyed_table,
 )
 from colonnade.data.tabular.narrow import narrow_column
 from colonnade.data.tabular.source import ReaderOptions, Selection
@@ -43,30 +55,78 @@ OLDER_SHARE = 0.1
 """Share of held-out samples older than half of the training samples from which on a file is not in order of time."""
 
 
-def open_table_files(
-    path: str | Path | Sequence[str | Path], name: str, options: ReaderOptions, **syntax: Any
-) -> Splits:
-    """Open files of the format `name` as splits. Raises ConfigError, DataError.
+def build_opener(
+    name: str, open_file: Callable[..., TableFile], description: str
+) -> Callable[..., Splits]:
+    """Build the function `open_NAME`, which opens files of the format `name` as splits.
+
+    Its arguments are a path, the fields of `ReaderOptions` and the further arguments of `open_file`. `description`: its
+    docstring.
+    """
+    path, *syntax = signature(open_file).parameters.values()
+    options = [
+        Parameter(field.name, Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type)
+        for field in fields(ReaderOptions)
+    ]
+    parameters = Signature([path, *options, *syntax])
+
+    def open_tables(*args: Any, **options: Any) -> Splits:
+        arguments = parameters.bind(*args, **options).arguments
+        own = {p.name: arguments.pop(p.name) for p in syntax if p.name in arguments}
+        return open_table_files(arguments.pop("path"), name, ReaderOptions(**arguments), **own)
+
+    open_tables.__name__ = open_tables.__qualname__ = f"open_{name}"
+    open_tables.__module__ = open_file.__module__
+    open_tables.__doc__ = description
+    open_tables.__signature__ = parameters  # type: ignore[attr-defined]
+    return open_tables
+
+
+def open_table_files(path: Any, name: str, options: ReaderOptions, **syntax: Any) -> Splits:
+    """Open files of the format `name`, or Arrow tables, as splits. Raises ConfigError, DataError.
 
     syntax: further arguments of the format's `open_file`."""
     format = FORMATS[name]
-    days = find_days(path, format.endings)
-    files = [format.open_file(file, **syntax) for day in days for file in day]
+    tables = [read_keyed_table(source, key) for key, source in (options.join or {}).items()]
+    days = open_days(path, format, tables, syntax)
+    files = [file for day in days for file in day]
+    notes = list(describe_joins(next((file for file in files if len(file.lengths)), files[0])))
     if options.schema is None:
-        file_schema = infer_schema_from_files(files, options.label).file_schema
+        inferred = infer_schema_from_files(files, options.label)
+        file_schema = inferred.file_schema
+        notes.append(str(inferred))
     else:
         file_schema = load_file_schema(options.schema)
     bound, parts = resolve_schema(files, file_schema, options)
 
-    def open_held_out_part(part: str | Path | None) -> TableFiles | None:
+    def open_held_out_part(part: Any) -> TableFiles | None:
         if part is None:
             return None
-        part_files = [format.open_file(file, **syntax) for file in find_files(part, format.endings)]
+        part_files = [file for day in open_days(part, format, tables, syntax) for file in day]
         return bind_files_to_schema(part_files, bound.file_schema)
 
     validation = open_held_out_part(options.validation)
     test = open_held_out_part(options.test)
-    return options.split_files(bound, parts, days, validation, test)
+    splits = options.split_files(bound, parts, [len(day) for day in days], validation, test)
+    return replace(splits, notes=tuple(notes))
+
+
+def open_days(
+    source: Any, format: TableFormat, tables: Sequence[KeyedTable], syntax: Mapping[str, Any]
+) -> list[list[TableFile]]:
+    """Open the files of a data set, or an Arrow table or data set, by day, with the columns of `tables` joined.
+
+    syntax: further arguments of the format's `open_file`. Raises DataError, ConfigError.
+    """
+    days: list[list[Any]]
+    if isinstance(source, str | Path | Sequence):
+        days = [
+            [format.open_file(file, **syntax) for file in day]
+            for day in find_days(source, format.endings)
+        ]
+    else:
+        days = [[file] for file in open_arrow_object(source)]
+    return [[join_tables(file, tables) for file in day] for day in days]
 
 
 def infer_schema_from_files(files: Sequence[TableFile], label: str | None) -> InferredSchema:
@@ -77,7 +137,7 @@ def infer_schema_from_files(files: Sequence[TableFile], label: str | None) -> In
     check_unique_column_names(first.path, first.names)
     embedded = first.embedded_schema() if label is None else None
     if embedded is not None:
-        return InferredSchema(embedded, {})
+        return InferredSchema(embedded, {}, f"in {first.path}")
     return infer_fields(first.path, first.read_head(INFER_ROWS), label, first.header_types)
 
 
@@ -107,9 +167,13 @@ def bind_files_to_schema(
     dtypes: dict[str, Dtype | None] = {}
     for file in files:
         for column in file_schema.columns:
-            dtypes[column] = dtypes.get(column) or file.dtype_of(column)
+            arrow_type = file.column_types.get(column, pa.null())
+            dtypes[column] = dtypes.get(column) or id_dtype_of(arrow_type)
     file_schema = resolve_dtypes(file_schema, dtypes)
-    bound = [file.bind_schema(file_schema, split_column) for file in files]
+    bound = [file.bind_schema(file_schema) for file in files]
+    for file in bound:
+        check_required_columns(file.path, file.names, file_schema, split_column)
+        check_column_types(file.path, file.column_types, file_schema)
     if not any(len(file.lengths) for file in files):
         raise DataError(f"{files[0].path}: got no row, wanted at least one. Was it fully written?")
     return combine_table_files(file_schema, bound)

@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, fields
-from inspect import Parameter, signature
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,7 +34,6 @@ if TYPE_CHECKING:
     from colonnade.batch import Batch
 
 
-Opener = TypeVar("Opener", bound=Callable[..., Splits])
 READ_SAMPLES = 1 << 16
 """Minimal number of samples in a window if nothing is shuffled."""
 
@@ -228,8 +225,8 @@ class ReaderOptions:
 
     schema: Any = None
     label: str | None = None
-    validation: str | Path | None = None
-    test: str | Path | None = None
+    validation: Any = None
+    test: Any = None
     validation_fraction: Fraction = 0.0
     test_fraction: Fraction = 0.0
     split_by: Annotated[str | None, Expected("the name of a column")] = None
@@ -240,6 +237,9 @@ class ReaderOptions:
     shuffle_window: Annotated[int, Limits(ge=0)] = 0
     seed: Annotated[int, Limits(ge=0)] = 0
     threads: Annotated[int, Limits(ge=1)] = 1
+    join: Annotated[
+        Mapping[str, Any] | None, Expected("tables by key column, e.g. {user_id: users.csv}")
+    ] = None
 
     def __post_init__(self) -> None:
         validate_dataclass_fields(self, message_subject="")
@@ -337,11 +337,11 @@ class ReaderOptions:
         self,
         files: TableFiles,
         parts: Sequence[Selection],
-        days: Sequence[Sequence[Path]],
+        days: Sequence[int],
         validation: TableFiles | None,
         test: TableFiles | None,
     ) -> Splits:
-        """Split files into sources. `parts`: as select_parts returns them. `days`: the files grouped by day.
+        """Split files into sources. `parts`: as select_parts returns them. `days`: the number of files of each day.
         `validation`, `test`: separate files, preferred over the fractions."""
         held_out = [
             None if part is None else self._select_range(part) for part in (validation, test)
@@ -350,7 +350,7 @@ class ReaderOptions:
         by_day: tuple[TableSource, ...] = ()
         if self.days:
             ends = np.concatenate([[0], np.cumsum(files.lengths)])[files.bounds]
-            ends = ends[np.cumsum([0, *map(len, days)])]
+            ends = ends[np.cumsum([0, *days])]
             by_day = tuple(
                 self._select_range(files, int(begin), int(end), shuffled=True)
                 for begin, end in itertools.pairwise(ends)
@@ -360,7 +360,7 @@ class ReaderOptions:
         )
         if train.num_samples == 0:
             raise ConfigError(
-                f"{days[0][0]}: the fractions leave no sample to train on, of {int(files.lengths.sum())}; "
+                f"{files.files[0].path}: the fractions leave no sample to train on, of {int(files.lengths.sum())}; "
                 "hold out less"
             )
         return Splits(
@@ -380,18 +380,6 @@ class ReaderOptions:
     def _build_source(self, files: TableFiles, part: Selection, shuffled: bool) -> TableSource:
         window = self.shuffle_window if shuffled else 0
         return TableSource(files, part.pieces, part.key_range, window, self.seed, self.threads)
-
-
-def with_reader_options(opener: Opener) -> Opener:
-    """Decorate a function whose `**options` are those of ReaderOptions: list them in its signature."""
-    own = signature(opener)
-    path, *others = own.parameters.values()
-    shared = [
-        Parameter(field.name, Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type)
-        for field in fields(ReaderOptions)
-    ]
-    opener.__signature__ = own.replace(parameters=[path, *shared, *others[:-1]])  # type: ignore[attr-defined]
-    return opener
 
 
 def _list_block_pieces(

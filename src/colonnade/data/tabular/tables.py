@@ -15,7 +15,8 @@ from colonnade.data.tabular.declaration import FileSchema
 from colonnade.data.tabular.files import find_files
 from colonnade.data.tabular.formats import FORMATS, find_format, list_endings
 from colonnade.data.tabular.infer import INFER_ROWS
-from colonnade.data.tabular.opening import infer_schema_from_files, resolve_schema
+from colonnade.data.tabular.join import read_keyed_table
+from colonnade.data.tabular.opening import infer_schema_from_files, open_days, resolve_schema
 from colonnade.data.tabular.source import ReaderOptions, TableSource
 from colonnade.errors import ConfigError
 
@@ -51,8 +52,9 @@ def read_first_rows_and_schema(
     """Read the first rows and infer a schema. `options`: of the format. Raises ConfigError, DataError."""
     kind = kind or detect_file_format(path)
     format = FORMATS[kind]
-    paths = find_files(path, format.endings)
-    files = [format.open_file(file, **options) for file in paths]
+    tables = [read_keyed_table(source, key) for key, source in options.pop("join", {}).items()]
+    days = open_days(path, format, tables, options)
+    files = [file for day in days for file in day]
     first = next((file for file in files if len(file.lengths)), files[0])
     file_schema = None
     left_out = {}
@@ -66,7 +68,7 @@ def read_first_rows_and_schema(
     return TableHead(
         kind,
         sum(int(file.lengths.sum()) for file in files),
-        sum(file.stat().st_size for file in paths),
+        sum(file.path.stat().st_size for file in files),
         first.read_head(INFER_ROWS) if len(first.lengths) else {},
         file_schema,
         left_out,
@@ -91,7 +93,15 @@ def build_portable_options(options: Mapping[str, Any], splits: Splits) -> dict[s
     if isinstance(splits.train, TableSource):
         recorded.pop("label", None)
         recorded["schema"] = splits.train.file_schema.to_dict()
+    if recorded.get("join"):
+        recorded["join"] = {key: _make_portable(source) for key, source in recorded["join"].items()}
     for name in ("validation", "test", "users", "items"):
-        if isinstance(recorded.get(name), str | Path):
-            recorded[name] = os.path.realpath(Path(recorded[name]).expanduser())
+        if name in recorded:
+            recorded[name] = _make_portable(recorded[name])
     return recorded
+
+
+def _make_portable(source: Any) -> Any:
+    """Return the absolute path of files; anything else as it is."""
+    is_path = isinstance(source, str | Path)
+    return os.path.realpath(Path(source).expanduser()) if is_path else source

@@ -1,5 +1,7 @@
 """TFRecord files of tf.train.Example as columns: one per feature, a list if a record has several values.
 
+A list of numbers with as many values as a list of ids in all these records has the weights of the ids.
+
 A record has its length (u64), a checksum of the length, its bytes and their checksum, all little-endian; the checksums
 are masked CRC-32C. The columns and their types are those of the records in the first block.
 """
@@ -19,16 +21,14 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, te
 from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
-from colonnade.data.contract import Splits
 from colonnade.data.lines import GZIP_MAGIC
-from colonnade.data.tabular.columns import check_column_types, check_required_columns
 from colonnade.data.tabular.declaration import FileSchema
 from colonnade.data.tabular.encode import InvalidValue
-from colonnade.data.tabular.fields import Bag, Dtype
+from colonnade.data.tabular.fields import Bag
 from colonnade.data.tabular.fields import Sequence as SequenceField
-from colonnade.data.tabular.files import build_data_error, read_first_rows
-from colonnade.data.tabular.opening import open_table_files
-from colonnade.data.tabular.source import ReaderOptions, with_reader_options
+from colonnade.data.tabular.files import TableFile, build_data_error
+from colonnade.data.tabular.infer import VALUES, WEIGHTS
+from colonnade.data.tabular.opening import build_opener
 from colonnade.data.tabular.text_rows import BLOCK_BYTES
 from colonnade.errors import DataError
 
@@ -85,20 +85,8 @@ MAX_RECORD_BYTES = 1 << 30
 TYPES = {"bytes": pa.binary(), "floats": pa.float32(), "integers": pa.int64()}
 
 
-@with_reader_options
-def open_tfrecord(
-    path: str | Path | Sequence[str | Path],
-    **options: Any,
-) -> Splits:
-    """Open samples as `open_parquet` does; a block has the records that end within 4 MiB.
-
-    Every file is scanned once at opening, to index it. Raises DataError naming file, record (from 0) and column.
-    """
-    return open_table_files(path, "tfrecord", ReaderOptions(**options))
-
-
 @dataclass(frozen=True, slots=True, eq=False)
-class TFRecordFile:
+class TFRecordFile(TableFile):
     """TFRecord file with an index of its blocks."""
 
     path: Path
@@ -108,6 +96,9 @@ class TFRecordFile:
     lengths: NDArray[np.int64]  # (blocks,) records
     forms: dict[str, str]  # by feature: "bytes", "floats" or "integers"
     lists: frozenset[str]  # features with several values in a record
+    weights: dict[
+        str, str
+    ]  # by list of ids: the list of numbers of equal length in all first records
 
     @property
     def names(self) -> list[str]:
@@ -115,33 +106,23 @@ class TFRecordFile:
 
     @property
     def header_types(self) -> dict[str, str]:
-        return {}
+        types = {ids: f"{WEIGHTS}{values}" for ids, values in self.weights.items()}
+        return types | dict.fromkeys(self.weights.values(), VALUES)
 
-    def dtype_of(self, column: str) -> Dtype | None:
-        dtypes: dict[str, Dtype] = {"bytes": "text", "integers": "integer"}
-        return dtypes.get(self.forms.get(column, ""))
+    @property
+    def column_types(self) -> dict[str, pa.DataType]:
+        return {name: self._arrow_type(name) for name in self.names}
 
-    def embedded_schema(self) -> FileSchema | None:
-        return None
-
-    def read_head(self, num_rows: int) -> Mapping[str, pa.Array]:
-        return read_first_rows(self, num_rows)
-
-    def bind_schema(self, file_schema: FileSchema, split_column: str | None) -> TFRecordFile:
-        check_required_columns(self.path, self.names, file_schema, split_column)
+    def bind_schema(self, file_schema: FileSchema) -> TFRecordFile:
         # In the first records a list of numbers may always have one value.
         lists = {
             column
             for field in file_schema.fields
             if isinstance(field, Bag | SequenceField)
             for column in field.columns
-            if self.forms[column] != "bytes"
+            if self.forms.get(column) != "bytes"
         }
-        bound = replace(self, lists=self.lists | lists)
-        check_column_types(
-            self.path, {name: bound._arrow_type(name) for name in self.names}, file_schema
-        )
-        return bound
+        return replace(self, lists=self.lists | lists)
 
     def _arrow_type(self, name: str) -> pa.DataType:
         kind = TYPES[self.forms[name]]
@@ -278,16 +259,50 @@ def open_tfrecord_file(path: Path) -> TFRecordFile:
                     ends.append(count)
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from None
-    indexed_file = TFRecordFile(path, np.array(offsets), np.diff(ends), {}, frozenset())
+    indexed_file = TFRecordFile(path, np.array(offsets), np.diff(ends), {}, frozenset(), {})
     forms: dict[str, str] = {}
     lists: set[str] = set()
+    counts: dict[str, dict[int, int]] = {}
     try:
         for row, record in enumerate(indexed_file.read_records(0)) if count else ():
             for name, (form, values) in parse_example_record(record, row).items():
                 if values:
                     forms.setdefault(name, form)
+                    counts.setdefault(name, {})[row] = len(values)
                 if len(values) > 1:
                     lists.add(name)
     except InvalidValue as fault:
         raise build_data_error(indexed_file, 0, fault) from None
-    return replace(indexed_file, forms=dict(sorted(forms.items())), lists=frozenset(lists))
+    return replace(
+        indexed_file,
+        forms=dict(sorted(forms.items())),
+        lists=frozenset(lists),
+        weights=_pair_weights(forms, {name: counts[name] for name in sorted(lists)}),
+    )
+
+
+def _pair_weights(
+    forms: Mapping[str, str], counts: Mapping[str, Mapping[int, int]]
+) -> dict[str, str]:
+    """Pair each list of numbers with the one list of ids that has as many values in all first records.
+
+    counts: by list, the number of values of each record that has some. Lists that have several such partners, or share
+    one, are no pair.
+    """
+    ids = [name for name in counts if forms[name] != "floats"]
+    pairs: dict[str, list[str]] = {}
+    for values in counts.keys() - set(ids):
+        partners = [name for name in ids if counts[name] == counts[values]]
+        if len(partners) == 1:
+            pairs.setdefault(partners[0], []).append(values)
+    return {name: values[0] for name, values in pairs.items() if len(values) == 1}
+
+
+open_tfrecord = build_opener(
+    "tfrecord",
+    open_tfrecord_file,
+    """Open samples as `open_parquet` does; a block has the records that end within 4 MiB.
+
+    Every file is scanned once at opening, to index it. Raises DataError naming file, record (from 0) and column.
+    """,
+)

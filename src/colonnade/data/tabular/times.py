@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from colonnade.data.tabular.arrow import MISSING_NUMBER, is_integer, is_text_type, is_time
+from colonnade.data.tabular.arrow_types import MISSING_NUMBER, is_integer, is_text_type, is_time
 
 Unit = Literal["s", "ms", "us", "ns", "yyyymmdd"]
 ISO = (
