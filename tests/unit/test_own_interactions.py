@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import math
 import random
+import re
 from itertools import pairwise
 from pathlib import Path
 
@@ -45,9 +46,9 @@ def write_csv(path: Path, header: list[str], rows: list, delimiter: str = ",") -
 
 
 def read_twin(rows: list[tuple]) -> list[tuple]:
-    """Read (user, item, time): in the order of times, each pair once."""
+    """Read (user, item, time): user by user, in the order of times, each pair once."""
     known, result = set(), []
-    for user, item, time in sorted(rows, key=lambda row: row[2]):
+    for user, item, time in sorted(rows, key=lambda row: (row[0], row[2])):
         if (user, item) not in known:
             known.add((user, item))
             result.append((user, item, time))
@@ -131,7 +132,8 @@ def test_splits_are_those_of_a_slow_twin(rows, share):
                     wanted[-2] = VALIDATION
                 assert got == wanted
         elif kind == "time":
-            assert parts == sorted(parts)  # TRAIN < VALIDATION < TEST, and times ascend
+            by_age = [part for _, part in sorted(zip(data.time_n.tolist(), parts, strict=True))]
+            assert by_age == sorted(parts)  # TRAIN < VALIDATION < TEST
             by_time: dict[int, set] = {}
             for part, time in zip(parts, data.time_n.tolist(), strict=True):
                 by_time.setdefault(time, set()).add(part)
@@ -301,7 +303,9 @@ def test_a_run_recommends_by_the_names_of_the_files(tmp_path, model, capsys):
     output = " ".join(capsys.readouterr().out.split())
     assert "user=user, item=item, time=timestamp" in output and "by popularity" in output
     assert app.run_command(["evaluate", str(run)]) == 0
-    assert "popularity ndcg@10" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "all items are ranked, except those that the user has in the training part" in output
+    assert re.search(r"ndcg@10: 0\.\d{4}   by popularity 0\.\d{4}\n", output)
     with Recommender.open(run) as recommender:
         known, new = {"user": "u3"}, {"user": "nobody", "history": [2, 4]}
         if model == "two_tower":
