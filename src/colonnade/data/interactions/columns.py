@@ -97,9 +97,15 @@ def index_keys(arrays: list[pa.ChunkedArray], name: str) -> tuple[NDArray, list[
             )
     is_integer = all(pa.types.is_int64(array.type) or not len(array) for array in narrowed)
     kind = pa.int64() if is_integer else pa.string()
-    columns = [array.cast(kind) for array in narrowed]
+    return number_values([array.cast(kind) for array in narrowed])
+
+
+def number_values(columns: list[pa.ChunkedArray]) -> tuple[NDArray, list[NDArray[np.int32]]]:
+    """Number the distinct values of columns of one type, int64 or string, in ascending order. Returns what `index_keys`
+    does."""
+    kind = columns[0].type
     chunks = [chunk for column in columns for chunk in column.chunks]
-    keys, positions = _index_integers(chunks) if is_integer else _index_values(chunks, kind)
+    keys, positions = _index_integers(chunks) if kind == pa.int64() else _index_values(chunks, kind)
     ends = np.cumsum([0, *map(len, columns)])
     return keys, [positions[a:b] for a, b in pairwise(ends)]
 

@@ -32,7 +32,6 @@ from colonnade.data.interactions.columns import (
     build_record_schema,
     index_keys,
 )
-from colonnade.data.interactions.splits import TEST, TRAIN, VALIDATION
 from colonnade.data.lines import build_field_error, format_excerpt, read_all_lines
 from colonnade.data.tabular.arrow import combine_chunks, is_number_type
 from colonnade.data.tabular.declaration import FileSchema
@@ -56,8 +55,6 @@ NAMES: dict[str, tuple[str, ...]] = {
 """Usual names of columns, in lower case, without an ending `id` and without `_`."""
 ARROW_ENDINGS = (".arrow", ".feather", ".ipc")
 DELIMITERS = "\t,;|"
-PART_NAMES = {TRAIN: ("train",), VALIDATION: ("valid", "validation", "val", "dev"), TEST: ("test",)}
-"""Names of the files of parts in a folder, before their endings."""
 NUM_BUCKETS = 16
 """Maximal number of buckets of a number that describes users or items, between its quantiles."""
 SORTED_TOGETHER = 1 << 18
@@ -90,23 +87,6 @@ class _Table:
     read: Any  # names -> pa.Table
     is_text: bool = False
     """True if reading one column takes as long as reading all."""
-
-
-def find_parts(path: Any, validation: Any = None, test: Any = None) -> dict[int, Any]:
-    """Return the source of each part: `validation` and `test` if they are given; else the files train, valid and test
-    of a folder that has them."""
-    parts = {TRAIN: path}
-    if isinstance(path, str | Path) and (folder := Path(path).expanduser()).is_dir():
-        stems = {f.name.split(".")[0].lower(): f for f in sorted(folder.iterdir()) if f.is_file()}
-        in_folder = {
-            part: stems[name]
-            for part, names in PART_NAMES.items()
-            for name in names
-            if name in stems
-        }
-        parts = in_folder if TRAIN in in_folder else parts
-    separate = {VALIDATION: validation, TEST: test}
-    return parts | {part: file for part, file in separate.items() if file is not None}
 
 
 def open_table(source: Any, options: FileOptions) -> _Table:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -11,7 +11,7 @@ import numpy as np
 
 from colonnade.data.contract import Splits
 from colonnade.data.interactions.columns import Interactions
-from colonnade.data.interactions.files import FileOptions, find_parts, read_interactions
+from colonnade.data.interactions.files import FileOptions, read_interactions
 from colonnade.data.interactions.negatives import replace_negatives
 from colonnade.data.interactions.samples import (
     SampleKind,
@@ -28,6 +28,7 @@ from colonnade.data.interactions.splits import (
     build_split,
     sees_future,
 )
+from colonnade.data.names import PARTS, find_part_files
 from colonnade.data.tabular.declaration import load_file_schema
 from colonnade.data.tabular.times import parse_time
 from colonnade.errors import ConfigError
@@ -101,7 +102,7 @@ def open_interactions(
 
     Raises DataError naming file and row, ConfigError.
     """
-    parts = find_parts(path, validation, test)
+    parts = _number_parts(find_part_files(path, validation, test))
     data, record_schema, note = read_interactions(
         parts,
         FileOptions(user, item, time, rating, event, delimiter, names),
@@ -116,8 +117,8 @@ def open_interactions(
     is_ordered = _has_order(data, order)
     kind = split or _choose_split(len(parts), is_ordered)
     cutoffs = _parse_cutoff(test_after), _parse_cutoff(validation_after)
-    shares = test_fraction, validation_fraction
-    divided = assign_parts(data, SplitOptions(kind, *shares, *cutoffs, split_seed))
+    split_options = SplitOptions(kind, test_fraction, validation_fraction, *cutoffs, split_seed)
+    divided = assign_parts(data, split_options)
     splits = open_interaction_splits(
         build_split(data, divided, is_ordered=is_ordered),
         samples=samples,
@@ -129,6 +130,11 @@ def open_interactions(
     splits = _replace_negatives(splits, ranked_negatives)
     notes = (note, *_describe_split(data, divided, kind, splits.test))
     return replace(splits, notes=notes, options={"schema": record_schema.to_dict()})
+
+
+def _number_parts(files: Mapping[str, Any]) -> dict[int, Any]:
+    """Return the files by the number of their part (`splits.TRAIN` ...)."""
+    return {list(PARTS).index(part): file for part, file in files.items()}
 
 
 def _replace_negatives(splits: Splits, negatives: int | str | Path | None) -> Splits:
