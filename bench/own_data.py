@@ -1,5 +1,5 @@
 """Quality by default settings on files of one's own: click models beside scikit-learn's logistic regression, retrieval
-beside the models of `implicit`, thin graphs beside a sweep.
+beside the models of `implicit`, thin graphs beside a sweep, and the speed and memory of reading many interactions.
 
 Minutes: 300 (quick 60).
 
@@ -28,6 +28,12 @@ Suite graphs: see workers/own_graphs.py.
 
     thin_graph_of_best    hits@10 of TransE by default settings over that of the best of six settings
 
+Suite reading:
+
+    rows_per_second      interactions of a Parquet file, from opening it to the last batch of an epoch, per processor
+                         second of one thread
+    peak_memory_gib      largest resident memory of the process that reads them
+
 Data come from $COLONNADE_DATA, else from ../shared/data beside the checkout; a data set that is absent is left out.
 `--suites`, `--models`, `--cases` and `--splits` take a part.
 """
@@ -36,6 +42,8 @@ from __future__ import annotations
 
 import math
 import os
+import subprocess
+import sys
 import tempfile
 import zlib
 from argparse import Namespace
@@ -81,6 +89,20 @@ DATA = Path(os.environ.get("COLONNADE_DATA", ROOT.parent / "shared" / "data"))
 MODELS = tuple(name for name, spec in MODEL_SPECS.items() if issubclass(spec.model, Scorer))
 NUM_TEST = 20_000
 """Maximal number of test samples."""
+NUM_INTERACTIONS = 50_000_000
+"""Number of interactions that are read, 50 of a user; a quick run reads a tenth."""
+READ_INTERACTIONS = """
+import resource, sys, time
+import pyarrow as pa, torch
+pa.set_cpu_count(1), torch.set_num_threads(1)
+from colonnade.data import open_interactions
+start = time.process_time()
+for _ in open_interactions(sys.argv[1]).train.batches(4096):
+    pass
+seconds = time.process_time() - start
+print(seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
+"""
+"""Program that reads an epoch, and prints its processor seconds and its largest memory in GiB."""
 LARGE = 20.0
 """Maximum of numbers from which on logistic regression reads their log1p."""
 
@@ -315,6 +337,33 @@ def compare(
             say(f"{case.name}, split {split}, {model}: AUC {auc:.4f}, log loss {loss:.4f} {beside}")
 
 
+def measure_interactions(num_rows: int) -> list[Measured]:
+    """Read a file of drawn interactions in a process of its own: users and times uniform, popular items first."""
+    generator = np.random.default_rng(0)
+    num_users, num_items = num_rows // 50, min(num_rows // 50, 1_000_000)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "interactions.parquet"
+        names = ("user", "item", "timestamp")
+        with pq.ParquetWriter(path, pa.schema([(name, pa.int64()) for name in names])) as writer:
+            for _ in range(0, num_rows, 1_000_000):
+                size = min(num_rows, 1_000_000)
+                columns = (
+                    generator.integers(0, num_users, size),
+                    (num_items * generator.random(size) ** 2).astype(np.int64),
+                    1_600_000_000 + generator.integers(0, 10**8, size),
+                )
+                writer.write_table(pa.table(dict(zip(names, columns, strict=True))))
+        command = [sys.executable, "-c", READ_INTERACTIONS, str(path)]
+        answer = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+    seconds, memory = map(float, answer)
+    say(f"{num_rows:,} interactions: {num_rows / seconds:,.0f} rows/s, {memory:.2f} GiB at most")
+    case = f"{num_rows:,} interactions"
+    return [
+        Measured(case, "interactions", "rows_per_second", [num_rows / seconds]),
+        Measured(case, "interactions", "peak_memory_gib", [memory]),
+    ]
+
+
 def upper_end(values: Sequence[float]) -> float:
     return sum(x for x in compute_confidence_interval(list(values)) if not math.isnan(x))
 
@@ -393,11 +442,18 @@ def leave_out_absent(case: str) -> Iterator[None]:
         say(f"{case} is left out: {error}")
 
 
+def measure_reading(options: Namespace) -> tuple[list[Measured], dict[str, float]]:
+    """Measure the reading of one file."""
+    measured = measure_interactions(NUM_INTERACTIONS // (10 if options.quick else 1))
+    return measured, {m.unit: m.values[0] for m in measured}
+
+
 SUITES = {
     "clicks": measure_clicks,
     "ranking": measure_rankings,
     "sequences": measure_one("sequences", measure_sequences, compute_sequence_ratios),
     "graphs": measure_one("thin graph", measure_thin_graph, compute_graph_ratios),
+    "reading": measure_reading,
 }
 
 

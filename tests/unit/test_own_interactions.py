@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import math
 import random
+import re
 from itertools import pairwise
 from pathlib import Path
 
@@ -45,9 +46,9 @@ def write_csv(path: Path, header: list[str], rows: list, delimiter: str = ",") -
 
 
 def read_twin(rows: list[tuple]) -> list[tuple]:
-    """Read (user, item, time): in the order of times, each pair once."""
+    """Read (user, item, time): user by user, in the order of times, each pair once."""
     known, result = set(), []
-    for user, item, time in sorted(rows, key=lambda row: row[2]):
+    for user, item, time in sorted(rows, key=lambda row: (row[0], row[2])):
         if (user, item) not in known:
             known.add((user, item))
             result.append((user, item, time))
@@ -131,7 +132,8 @@ def test_splits_are_those_of_a_slow_twin(rows, share):
                     wanted[-2] = VALIDATION
                 assert got == wanted
         elif kind == "time":
-            assert parts == sorted(parts)  # TRAIN < VALIDATION < TEST, and times ascend
+            by_age = [part for _, part in sorted(zip(data.time_n.tolist(), parts, strict=True))]
+            assert by_age == sorted(parts)  # TRAIN < VALIDATION < TEST
             by_time: dict[int, set] = {}
             for part, time in zip(parts, data.time_n.tolist(), strict=True):
                 by_time.setdefault(time, set()).add(part)
@@ -301,7 +303,9 @@ def test_a_run_recommends_by_the_names_of_the_files(tmp_path, model, capsys):
     output = " ".join(capsys.readouterr().out.split())
     assert "user=user, item=item, time=timestamp" in output and "by popularity" in output
     assert app.run_command(["evaluate", str(run)]) == 0
-    assert "popularity ndcg@10" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "all items are ranked, except those that the user has in the training part" in output
+    assert re.search(r"ndcg@10: 0\.\d{4}   by popularity 0\.\d{4}\n", output)
     with Recommender.open(run) as recommender:
         known, new = {"user": "u3"}, {"user": "nobody", "history": [2, 4]}
         if model == "two_tower":
@@ -357,3 +361,141 @@ def test_clicks_without_a_label_name_the_other_reader(tmp_path, capsys):
     command = ["train", "--data", "csv", "--path", str(path), "--run", str(tmp_path / "run")]
     assert app.run_command(command) != 0
     assert "--data interactions" in capsys.readouterr().err
+
+
+def write_negatives(folder: Path, form: str) -> tuple[Path, Path, dict[int, list[int]]]:
+    """Write training and test files and a file of negatives; return the negatives of each user, too."""
+    rng = random.Random(2)
+    train, test, lines, wanted = [], [], [], {}
+    for user in range(1, 13):
+        own = rng.sample(range(30), 6)
+        wanted[user] = rng.sample([i for i in range(30) if i not in own], 5)
+        train += [[user, item, 5, 1_600_000_000 + t] for t, item in enumerate(own[:-1])]
+        test.append([user, own[-1], 5, 1_700_000_000])
+        head = f"({user},{own[-1]})\t" if form == "ncf" else f"{user} {own[-1]} "
+        # One that the user has, and one that the data does not have.
+        lines.append(head + "\t".join(map(str, [*wanted[user], own[0], 999])))
+    train += [[0, item, 5, 1_600_000_000] for item in range(30)]
+    write_csv(folder / "a.train.rating", [], train, "\t")
+    write_csv(folder / "a.test.rating", [], test, "\t")
+    (folder / "a.test.negative").write_text("\n".join(lines) + "\n")
+    return folder / "a.train.rating", folder / "a.test.rating", wanted
+
+
+@pytest.mark.parametrize("form", ["ncf", "plain"])
+def test_negatives_of_a_file_are_ranked_alone(tmp_path, form):
+    train, test, wanted = write_negatives(tmp_path, form)
+    file = tmp_path / "a.test.negative"
+    splits = open_interactions(train, test=test, ranked_negatives=str(file))
+    split = splits.train.interactions
+    assert "24 left out" in splits.notes[2] and splits.validation.negatives is None
+    (batch,) = splits.test.batches(100)
+    for user, truth, candidates in zip(
+        batch.group.tolist(),
+        lists_of(batch.key.truth),
+        lists_of(batch.key.candidates),
+        strict=True,
+    ):
+        negatives = split.item_keys[candidates[1:]].tolist()
+        assert candidates[:1] == truth and negatives == wanted[split.user_keys[user]]
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[1:]))
+    with pytest.raises(DataError, match="no line of the user 1 and its held-out item"):
+        open_interactions(train, test=test, ranked_negatives=file)
+    with pytest.raises(ConfigError, match="wanted the number of drawn items"):
+        open_interactions(train, test=test, ranked_negatives=0)
+    file.write_text("(1,2)\t3\tx\n")
+    with pytest.raises(DataError, match=r"line 1.*'x'"):
+        open_interactions(train, test=test, ranked_negatives=file)
+
+
+def test_a_run_is_evaluated_by_several_protocols(tmp_path, capsys, monkeypatch):
+    """Stopping and the best step follow the metric of the drawn negatives; another protocol changes no file."""
+    monkeypatch.chdir(tmp_path)
+    write_negatives(tmp_path, "ncf")
+    options = {"test": "a.test.rating", "ranked_negatives": 4}
+    settings = {"model.dim": 4, "train.epochs": 9, "train.patience": 2, "train.monitor": "mrr@10"}
+    settings |= {f"data.options.{name}": value for name, value in options.items()}
+    command = ["train", "--data", "interactions", "--path", "a.train.rating", "--run", "run"]
+    for name, value in settings.items():
+        command += ["--set", f"{name}={value}"]
+    assert app.run_command(command) == 0
+    assert "best of validation mrr@10" in capsys.readouterr().out
+    outputs = {}
+    for negatives in (None, "all", "4", "a.test.negative"):
+        more = [] if negatives is None else ["--ranked-negatives", negatives]
+        assert app.run_command(["evaluate", "run", "--at", "best", *more]) == 0
+        outputs[negatives] = capsys.readouterr().out
+    assert outputs[None] == outputs["4"] and "among 4 drawn items" in outputs["4"]
+    assert "negatives of a.test.negative, at most 5 of a user" in outputs["a.test.negative"]
+    assert "all items are ranked" in outputs["all"]
+    hits = [re.search(r"hit rate@10: (\S+)", outputs[name])[1] for name in ("all", "4")]
+    assert float(hits[0]) < float(hits[1]) == 1.0  # of five items, all are among the first ten
+    assert app.run_command(["evaluate", "run", "--ranked-negatives", "none.txt"]) != 0
+    assert "no such file" in capsys.readouterr().err
+    assert app.run_command([*command, "--set", "train.monitor=hits@3", "--run", "other"]) != 0
+    assert "wanted a metric of the validation part" in capsys.readouterr().err
+
+
+def test_training_items_of_a_user_are_no_negatives():
+    """Later items of a user, too, which are not in its history."""
+    rows = [(u, (3 * u + k) % 11, k) for u in range(5) for k in range(6)]
+    table = pa.table({n: [r[c] for r in rows] for c, n in enumerate(("user", "item", "time"))})
+    source = open_interactions(table, max_history=2).train
+    lists = lists_of(source.interactions.train)
+    for batch in source.batches(7):
+        assert lists_of(batch.key.excluded) == [lists[user] for user in batch.group.tolist()]
+        keys = source.interactions.item_keys
+        assert keys[batch.key.truth.values].tolist() == batch.ids["item"].values.tolist()
+
+
+def test_interactions_of_odd_shapes(tmp_path):
+    """One interaction a user, equal times, times that go back, repeats, users and items of the test alone."""
+    one = open_interactions(pa.table({"user": [1, 2, 3], "item": [1, 2, 3], "time": [5, 5, 5]}))
+    assert one.train.num_samples == 3 and one.test.num_samples == one.validation.num_samples == 0
+    equal = pa.table({"user": [1] * 4, "item": [4, 3, 2, 1], "time": [7] * 4})
+    (batch,) = open_interactions(equal).train.batches(10)
+    assert batch.ids["history"].values.tolist() == []  # no item is earlier than another
+    reverse = pa.table({"user": [1, 1, 1, 1, 1], "item": [9, 8, 7, 7, 6], "time": [5, 4, 3, 1, 2]})
+    split = open_interactions(reverse).train.interactions
+    keys = split.item_keys
+    parts = [
+        keys[part.values.numpy()].tolist() for part in (split.train, split.validation, split.test)
+    ]
+    assert parts == [[7, 6], [8], [9]]
+    write_csv(tmp_path / "train.csv", ["user", "item"], [["a", "x"], ["a", "y"], ["b", "x"]])
+    write_csv(tmp_path / "test.csv", ["user", "item"], [["a", "new"], ["stranger", "x"]])
+    splits = open_interactions(tmp_path)
+    split = splits.train.interactions
+    trained = set(split.item_keys[split.train.values.numpy()].tolist())
+    assert trained == {"x", "y"} and split.user_keys.tolist() == ["a", "b", "stranger"]
+    (batch,) = splits.test.batches(10)
+    assert [split.item_keys[items].tolist() for items in lists_of(batch.key.truth)] == [
+        ["new"],
+        ["x"],
+    ]
+    assert lists_of(batch.ids["history"])[1] == []
+
+
+@settings(max_examples=examples(40, 200), deadline=None)
+@given(rows=ROWS, split=st.sampled_from(["leave_one_out", "time", "per_user", "rows", "users"]))
+def test_items_of_the_test_alone_are_never_trained(rows, split):
+    """Whatever the split: no sample of training has a pair of a held-out part."""
+    table = pa.table({n: [r[c] for r in rows] for c, n in enumerate(("user", "item", "time"))})
+    for samples in ("pairs", "sequences"):
+        try:
+            splits = open_interactions(table, split=split, samples=samples, negatives=1)
+        except ConfigError as error:
+            assert "left to train on" in str(error)
+            continue
+        split_of = splits.train.interactions
+        trained = [set(items) for items in lists_of(split_of.train)]
+        ids = split_of.items["item"].values
+        for batch in splits.train.batches(5):
+            for name in ("item", "history", "target"):
+                if name in batch.ids:
+                    bags = batch.ids[name]
+                    for sample, item in zip(
+                        bags.samples.tolist(), bags.values.tolist(), strict=True
+                    ):
+                        position = int((ids == item).nonzero())
+                        assert position in trained[int(batch.group[sample])]

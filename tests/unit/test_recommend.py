@@ -134,8 +134,8 @@ USER = {"user": 3, "history": [1, 5, 7]}
 
 
 def taken_by(data: Path, user: int) -> set[int]:
-    lines = (data / "train.txt").read_text().splitlines()
-    return set(map(int, lines[user].split()[1:]))
+    files = [(data / name).read_text().splitlines() for name in ("train.txt", "valid.txt")]
+    return {int(item) for lines in files for item in lines[user].split()[1:]}
 
 
 def test_best_items_are_a_full_sort_without_those_taken(towers, data):
@@ -343,11 +343,6 @@ def test_catalogues_that_cannot_be_are_refused(films, towers, tmp_path):
             [{"user": 3, "history": ["a"]}],
             {},
             "record 0, column history: got 'a', wanted an integer",
-        ),
-        (
-            [{"user": 3, "history": [NUM_ITEMS]}],
-            {},
-            f"column history: got {NUM_ITEMS}, wanted an id 0",
         ),
         ([{"user": "x"}], {}, "record 0, column user: got 'x', wanted"),
         ([USER], {"k": 0}, "got k=0, wanted 1 to 10,000 items"),

@@ -13,7 +13,8 @@ from colonnade.errors import ConfigError, DataError
 
 EXAMPLES = (
     "[bold]Examples[/bold]\n\n  colonnade evaluate runs/mine\n\n"
-    "  colonnade evaluate runs/mine --at 2000 --part validation"
+    "  colonnade evaluate runs/mine --at 2000 --part validation\n\n"
+    "  colonnade evaluate runs/mine --ranked-negatives 99"
 )
 
 
@@ -26,13 +27,23 @@ def evaluate(
             help="train, validation or test; default: test if the data has one, else validation."
         ),
     ] = None,
+    ranked_negatives: Annotated[
+        str | None,
+        typer.Option(
+            help="Items among which held-out items are ranked: all, a number of drawn ones, or those of a file. "
+            "Default: data.options.ranked_negatives of the run."
+        ),
+    ] = None,
 ) -> None:
     """Compute the metrics of a checkpoint: AUC and log loss, or the model's own.
 
     The checkpoint may come from any number of ranks. The folder is not changed."""
     from colonnade.checkpoint.completeness import print_missing_seal
     from colonnade.checkpoint.header import explain_chosen_step, resolve_step
+    from colonnade.cli.table import describe_popularity
     from colonnade.comm.mesh import Mesh
+    from colonnade.data.interactions.negatives import replace_negatives
+    from colonnade.models.retriever import POPULARITY
     from colonnade.run.run import load_run_config, open_run
     from colonnade.terminal import Terminal
 
@@ -57,6 +68,8 @@ def evaluate(
                 f"this data set has no {part} part; choose from {', '.join(present)} with --part"
             )
         source = getattr(splits, part)
+        if ranked_negatives is not None:
+            source = replace_negatives(source, ranked_negatives)
         metrics = opened.trainer.evaluate(source)
     finally:
         opened.close()
@@ -67,6 +80,10 @@ def evaluate(
     print_missing_seal(run, step)
     console = Terminal()
     console.print(f"{run}, step {step} ({explain_chosen_step(run, step)}), {part}:")
+    if ranking := getattr(source, "ranking", ""):
+        console.print(f"  {ranking}", highlight=False)
     for name, value in metrics.items():
         text = f"{value:,.0f}" if name.startswith("num") else f"{value:.4f}"
-        console.print(f"  {name.replace('_', ' ')}: {text}")
+        if not name.startswith(POPULARITY):
+            beside = describe_popularity(metrics.get(f"{POPULARITY}{name}"))
+            console.print(f"  {name.replace('_', ' ')}: {text}{beside}")

@@ -102,6 +102,11 @@ def _format_shares(amounts: Mapping[str, float], total: float) -> str:
     return ", ".join(f"{n} {a / total:.0%}" for n, a in shown if a >= MIN_SHARE * total)
 
 
+def describe_popularity(value: float | None) -> str:
+    """Describe the metric of a ranking by popularity beside the model's; nothing where there is none."""
+    return "" if value is None else f"   by popularity {value:.4f}"
+
+
 def describe_metrics_step(summary: Mapping[str, Any]) -> str:
     """Describe the step of the metrics, and the metric that selected it."""
     if summary["best_step"] is None:
@@ -121,7 +126,7 @@ def show_outcome(console: Console, summary: Mapping[str, Any], folder: Path | No
     for name, value in metrics.items():
         part, _, metric = name.partition("_")
         popular = summary["metrics"].get(f"{part}_popularity_{metric}")
-        beside = "" if popular is None else f"   by popularity {popular:.4f}"
+        beside = describe_popularity(popular)
         is_below |= popular is not None and name == f"test_{summary['monitor']}" and value < popular
         console.print(f"{name.replace('_', ' ')}: {value:.4f}{beside}", style="bold")
     if metrics:

@@ -16,7 +16,6 @@ from colonnade.data.interactions.files import (
 from colonnade.data.interactions.samples import (
     InteractionSplit as InteractionSplit,
     group_items_by_user as group_items_by_user,
-    hold_out as hold_out,
     open_interaction_splits as open_interaction_splits,
 )
 from colonnade.data.interactions.splits import (

@@ -35,8 +35,15 @@ def stream_key(*parts: int) -> int:
 
 def random_words(key: int, start: int, stop: int) -> Words:
     """Return words start .. stop-1 of the stream `key`."""
-    index = np.arange(start, stop, dtype=np.uint64)
-    return mix_words(np.uint64(key) + (index + np.uint64(1)) * np.uint64(GAMMA))
+    return read_words(key, np.arange(start, stop, dtype=np.uint64))
+
+
+def read_words(key: int, positions: Words) -> Words:
+    """Return the words of the stream `key` at `positions`, an array that is overwritten."""
+    positions += np.uint64(1)
+    positions *= np.uint64(GAMMA)
+    positions += np.uint64(key)
+    return mix_words(positions)
 
 
 def random_permutation(size: int, key: int) -> NDArray[np.int64]:

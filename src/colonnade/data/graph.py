@@ -26,7 +26,7 @@ from colonnade.data.interactions.samples import (
     concat_bags,
     group_items_by_user,
 )
-from colonnade.data.tensors import TensorColumns, gather_ids
+from colonnade.data.tensors import TensorColumns
 from colonnade.errors import ConfigError
 
 NODE = "node"
@@ -149,7 +149,7 @@ def open_graph(
         )
     num_nodes = max(num_queries, first_item + interactions.num_items)
     queries = torch.arange(num_queries)
-    pairs = interactions.train.samples, interactions.train.values + first_item
+    pairs = interactions.train.samples, interactions.train.values.long() + first_item
     graph = build_graph(*pairs, num_nodes)
     columns = []
     for role in ROLES:
@@ -157,9 +157,9 @@ def open_graph(
         columns += [Column(role, num_nodes, table=NODE)]
         columns += [Column(name, num_nodes, "sequence", table=NODE) for name in hops]
     schema = Schema((LOG_Q,), tuple(columns), labels=())
-    excluded = interactions.train
+    excluded = [interactions.train]
     if first_item == 0:
-        excluded = concat_bags(excluded, Ids(queries, torch.arange(num_queries + 1)))
+        excluded.append(Ids(queries, torch.arange(num_queries + 1)))
     query_columns, item_columns = (
         sample_hops(role, nodes, graph, fan_outs, stream_key(seed, 4, i))
         for i, (role, nodes) in enumerate(
@@ -168,14 +168,15 @@ def open_graph(
     )
     catalogue = TensorColumns(dense=interactions.log_shares()[:, None], ids=item_columns)
 
-    def build_queries(truth: Ids, excluded: Ids) -> QuerySource:
-        return QuerySource(schema, query_columns, None, truth, excluded, catalogue, 0)
+    def build_queries(truth: Ids, *known: Ids) -> QuerySource:
+        bags = (*excluded, *known)
+        return QuerySource(schema, interactions, query_columns, (), truth, bags, catalogue)
 
-    samples = PairSource(schema, interactions, 0, max_pairs, "shuffled", seed)
+    samples = PairSource(schema, interactions, 0, max_pairs, seed)
     return Splits(
-        train=NeighbourSource(schema, samples, graph, first_item, excluded, fan_outs),
-        validation=build_queries(interactions.validation, excluded),
-        test=build_queries(interactions.test, concat_bags(excluded, interactions.validation)),
+        train=NeighbourSource(schema, samples, graph, first_item, fan_outs),
+        validation=build_queries(interactions.validation),
+        test=build_queries(interactions.test, interactions.validation),
     )
 
 
@@ -212,7 +213,6 @@ class NeighbourSource(BlockSource):
     pairs: PairSource
     graph: Graph
     first_item: int
-    excluded: Ids  # (queries,) bags of items
     fan_outs: tuple[int, ...]
 
     @property
@@ -232,14 +232,16 @@ class NeighbourSource(BlockSource):
         )
 
     def _add_neighbour_columns(self, batch: Batch, first_sample: int, epoch: int) -> Batch:
-        queries = batch.ids["user"].values
-        items = batch.ids["item"].values
-        nodes = (queries, items + self.first_item)
+        assert isinstance(batch.key, HeldOutItems) and batch.group is not None
+        nodes = (batch.group, batch.key.truth.values + self.first_item)
         ids: dict[str, Ids] = {}
         for i, role in enumerate(ROLES):
             key = stream_key(self.pairs.shuffle_key, epoch, 3, i)
             ids |= sample_hops(
                 role, nodes[i], self.graph, self.fan_outs, key, first_sample, nodes[1 - i]
             )
-        truth = Ids(items, torch.arange(batch.size + 1))
-        return replace(batch, ids=ids, key=HeldOutItems(truth, gather_ids(self.excluded, queries)))
+        if self.first_item:
+            return replace(batch, ids=ids)
+        itself = Ids(batch.group, torch.arange(batch.size + 1))
+        excluded = concat_bags(batch.key.excluded, itself)
+        return replace(batch, ids=ids, key=replace(batch.key, excluded=excluded))

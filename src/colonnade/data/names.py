@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -15,6 +16,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from colonnade.data.counter import random_permutation
+from colonnade.data.interactions.columns import number_values
 from colonnade.data.tabular.arrow_types import is_text_type, replace_null_type
 from colonnade.data.tabular.declaration import FileSchema
 from colonnade.data.tabular.encode import read_required_values
@@ -28,8 +30,40 @@ from colonnade.errors import ConfigError, DataError
 Name = str | int
 ENDINGS = (*FORMATS["csv"].endings, ".txt", *FORMATS["parquet"].endings)
 """Endings of files with columns of names."""
+PARTS = {
+    "train": ("train",),
+    "validation": ("valid", "validation", "val", "dev"),
+    "test": ("test",),
+}
+"""Parts, with the names of their files in a folder, before the endings."""
 DELIMITERS = "\t, "
 """Delimiters of text, of which a file has the first that is in its first line."""
+
+
+def find_part_files(path: Any, validation: Any = None, test: Any = None) -> dict[str, Any]:
+    """Find the file of each part in a folder; anything without a file `train` is all of the training part.
+
+    validation, test: other files of these parts. Raises DataError for several files of a part.
+    """
+    files: dict[str, Any] = {}
+    is_folder = isinstance(path, str | Path) and Path(path).expanduser().is_dir()
+    for part, stems in PARTS.items() if is_folder else ():
+        candidates = sorted(file for file in Path(path).expanduser().iterdir() if file.is_file())
+        matches = [file for file in candidates if file.name.split(".")[0].lower() in stems]
+        if len(matches) > 1:
+            raise DataError(
+                f"{path}: got {', '.join(file.name for file in matches)}, wanted one file for {part}. Name the files "
+                "with --path, data.options.validation and data.options.test"
+            )
+        if matches:
+            files[part] = matches[0]
+    if files and "train" not in files:
+        raise DataError(
+            f"{path}: got {', '.join(files)} and no file train, wanted one. Give the file of the training part with "
+            "--path"
+        )
+    separate = {"validation": validation, "test": test}
+    return (files or {"train": path}) | {part: f for part, f in separate.items() if f is not None}
 
 
 def read_name_columns(
@@ -152,11 +186,8 @@ def number_names(
     )
     arrow_type = pa.int64() if is_integer else pa.string()
     columns = [column.cast(arrow_type) for column in columns]
-    chunks = [column.unique() for column in columns]
-    names = pa.chunked_array(chunks, arrow_type).unique()
-    names = names.take(pc.array_sort_indices(names))
-    numbers = [pc.index_in(column, value_set=names).to_numpy() for column in columns]
-    return names.to_pylist(), [array.astype(np.int64) for array in numbers]
+    keys, numbers = number_values(columns)
+    return keys.tolist(), [array.astype(np.int64) for array in numbers]
 
 
 def assign_rows(

@@ -84,9 +84,7 @@ class GraphSAGE(Retriever):
         rows = self.embeddings(batch)
         queries = self._embed_role(rows, "query")
         items = self._embed_role(rows, "item")
-        return self.build_contrastive_batch(
-            batch, queries, items, batch.key.truth.values, [batch.key.excluded]
-        )
+        return self.build_contrastive_batch(batch, queries, items, batch.key.truth.values, ())
 
     def queries(self, batch: Batch) -> Tensor:
         rows = self.embeddings(self.fill_missing_features(batch))

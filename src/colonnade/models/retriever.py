@@ -9,7 +9,6 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -19,6 +18,7 @@ from colonnade.batch import Batch, Ids
 from colonnade.comm.collectives import concatenate_over_ranks
 from colonnade.comm.mesh import Mesh
 from colonnade.data.contract import Source
+from colonnade.data.interactions.samples import HeldOutItems
 from colonnade.data.tensors import TensorColumns
 from colonnade.errors import ConfigError
 from colonnade.models.ranking import (
@@ -28,9 +28,6 @@ from colonnade.models.ranking import (
     mark_matching_candidates,
 )
 from colonnade.models.split import SplitModel
-
-if TYPE_CHECKING:
-    from colonnade.data.interactions.samples import HeldOutItems
 
 CUTOFFS = (10, 20)
 POPULARITY = "popularity_"
@@ -159,7 +156,9 @@ class Retriever(SplitModel):
         self, batch: Batch, queries: Tensor, items: Tensor, item_ids: Tensor, known: Iterable[Ids]
     ) -> ContrastiveBatch:
         """Contrast each sample's query (B, D) with the items (B, D) of all samples, except its own and those in its
-        bags of `known` items."""
+        bags of `known` items; a batch whose key is `HeldOutItems` lists both itself, completely."""
+        if isinstance(batch.key, HeldOutItems):
+            item_ids, known = batch.key.truth.values, [batch.key.excluded]
         log_q = self.log_frequency(batch)
         sample = torch.arange(batch.size)
         bags = [Ids(item_ids), *known]

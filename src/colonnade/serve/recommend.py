@@ -526,8 +526,7 @@ def open_data_catalogue(config: RunConfig) -> Catalogue:
     if split.item_keys is None:
         taken = concat_bags(split.train, split.validation)
         return Catalogue(features, np.arange(features.num_samples), taken)
-    past = split.train if split.past is None else split.past
-    taken = concat_bags(concat_bags(past, split.validation), split.test)
+    taken = concat_bags(concat_bags(split.history, split.validation), split.test)
     history = truncate_to_newest_items(split.get_item_ids(taken), splits.train.max_history)  # type: ignore[attr-defined]
     users = {**split.users, "history": history}
     return Catalogue(features, split.item_keys, taken, split.user_keys, users)

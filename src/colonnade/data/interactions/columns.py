@@ -27,6 +27,8 @@ from colonnade.data.tabular.narrow import narrow_column
 from colonnade.errors import DataError
 
 USER, ITEM, HISTORY = "user", "item", "history"
+LARGEST_SMALL_TABLE = 1 << 16
+"""Number of entries of a table of numbers that is no matter for memory, however few interactions there are."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,16 +48,15 @@ class Entities:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Interactions:
-    """Interactions in the order of their times, those of equal times and without times in the order of the files.
-
-    A pair of user and item occurs once, at its first time.
+    """Interactions user by user, each user's in the order of their times; equal ones, and those without times, in the
+    order of the files. A pair of user and item occurs once, at its first time.
     """
 
     users: Entities
     items: Entities
-    user_n: NDArray[np.int64]
-    """Position of each interaction's user in `users` (n,)."""
-    item_n: NDArray[np.int64]
+    user_n: NDArray[np.int32]
+    """Position of each interaction's user in `users` (n,), ascending."""
+    item_n: NDArray[np.int32]
     time_n: NDArray[np.int64] | NDArray[np.float64] | None = None
     """Microseconds since 1970, or the column's numbers if these are no times."""
     part_n: NDArray[np.int8] | None = None
@@ -75,33 +76,68 @@ class Interactions:
         )
 
 
-def index_keys(arrays: list[pa.ChunkedArray], name: str) -> tuple[NDArray, list[NDArray[np.int64]]]:
+def index_keys(arrays: list[pa.ChunkedArray], name: str) -> tuple[NDArray, list[NDArray[np.int32]]]:
     """Number the distinct values of columns in ascending order.
 
     Columns of integers and of texts that are all integers have integers as keys; any others have texts, so that one
     value has one key in all files. Returns the keys (K,) and the position of each column's values, (n,) each. Raises
     DataError for a missing value and for an integer beyond 63 bits.
     """
-    narrowed = [narrow_column(combine_chunks(array)) for array in arrays]
+    narrowed = [
+        array
+        if array.type == pa.int64()
+        else pa.chunked_array([narrow_column(combine_chunks(array))])
+        for array in arrays
+    ]
     for array in narrowed:
         if array.null_count:
-            row = int(np.argmax(array.is_null().to_numpy(zero_copy_only=False)))
+            row = int(np.argmax(array.is_null().to_numpy()))
             raise DataError(
                 f"column {name!r}, value {row + 1}: got nothing, wanted the id of a {name}. Leave out the row, or "
                 "name another column"
             )
     is_integer = all(pa.types.is_int64(array.type) or not len(array) for array in narrowed)
     kind = pa.int64() if is_integer else pa.string()
-    joined = pa.chunked_array([array.cast(kind) for array in narrowed], kind).combine_chunks()
-    encoded = joined.dictionary_encode()
-    dictionary = encoded.dictionary
+    return number_values([array.cast(kind) for array in narrowed])
+
+
+def number_values(columns: list[pa.ChunkedArray]) -> tuple[NDArray, list[NDArray[np.int32]]]:
+    """Number the distinct values of columns of one type, int64 or string, in ascending order. Returns what `index_keys`
+    does."""
+    kind = columns[0].type
+    chunks = [chunk for column in columns for chunk in column.chunks]
+    keys, positions = _index_integers(chunks) if kind == pa.int64() else _index_values(chunks, kind)
+    ends = np.cumsum([0, *map(len, columns)])
+    return keys, [positions[a:b] for a, b in pairwise(ends)]
+
+
+def _index_integers(chunks: list[pa.Array]) -> tuple[NDArray, NDArray[np.int32]]:
+    """Number integers by a table of all numbers between the least and the largest, if these are not many more than the
+    integers: ten times as fast as hashing."""
+    size = sum(map(len, chunks))
+    arrays = [chunk.to_numpy() for chunk in chunks if len(chunk)]
+    low = min((int(array.min()) for array in arrays), default=0)
+    width = max((int(array.max()) for array in arrays), default=-1) - low + 1
+    if width > 2 * size + LARGEST_SMALL_TABLE:
+        return _index_values(chunks, pa.int64())
+    is_key = np.zeros(width, np.bool_)
+    for array in arrays:
+        is_key[array - low] = True
+    position = np.cumsum(is_key, dtype=np.int32)
+    position -= 1
+    positions = [position[array - low] for array in arrays]
+    return np.flatnonzero(is_key) + low, np.concatenate([np.empty(0, np.int32), *positions])
+
+
+def _index_values(chunks: list[pa.Array], kind: pa.DataType) -> tuple[NDArray, NDArray[np.int32]]:
+    encoded = pa.chunked_array(chunks, kind).dictionary_encode()
+    dictionary = encoded.chunk(0).dictionary if encoded.num_chunks else pa.array([], kind)
     order = pc.sort_indices(dictionary).to_numpy()
-    positions = np.empty(len(order), np.int64)
-    positions[order] = np.arange(len(order))
+    position = np.empty(len(order), np.int32)
+    position[order] = np.arange(len(order))
+    positions = [position[chunk.indices.to_numpy()] for chunk in encoded.chunks]
     keys = dictionary.take(pa.array(order)).to_numpy(zero_copy_only=False)
-    ends = np.cumsum([0, *map(len, narrowed)])
-    all_positions = positions[encoded.indices.to_numpy()]
-    return keys, [all_positions[a:b] for a, b in pairwise(ends)]
+    return keys, np.concatenate([np.empty(0, np.int32), *positions])
 
 
 def build_ids(keys: NDArray, name: str) -> tuple[Category, Ids]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,6 @@ from colonnade.data.interactions.columns import (
     build_record_schema,
     index_keys,
 )
-from colonnade.data.interactions.splits import TEST, TRAIN, VALIDATION
 from colonnade.data.lines import build_field_error, format_excerpt, read_all_lines
 from colonnade.data.tabular.arrow_files import open_arrow_object
 from colonnade.data.tabular.arrow_types import combine_chunks, is_number_type
@@ -56,14 +56,13 @@ NAMES: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 """Usual names of columns, in lower case, without an ending `id` and without `_`."""
 DELIMITERS = "\t,;|"
-PART_NAMES = {TRAIN: ("train",), VALIDATION: ("valid", "validation", "val", "dev"), TEST: ("test",)}
-"""Names of the files of parts in a folder, before their endings."""
 NUM_BUCKETS = 16
 """Maximal number of buckets of a number that describes users or items, between its quantiles."""
+SORTED_TOGETHER = 1 << 18
+"""Number of interactions, about, that are sorted at a time: as many as fit in a processor's cache."""
+BLANK_BRACKETS = bytes.maketrans(b"(,)", b"   ")
 LINES_SEEN = 1000
 """Number of first lines that decide whether a text file has lists of items."""
-PLAIN = (".txt", ".dat", ".data", "")
-"""Endings of text files that may have no header, or lists of items."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,23 +86,8 @@ class _Table:
     names: Sequence[str]
     header_types: Mapping[str, str]
     read: Any  # names -> pa.Table
-
-
-def find_parts(path: Any, validation: Any = None, test: Any = None) -> dict[int, Any]:
-    """Return the source of each part: `validation` and `test` if they are given; else the files train, valid and test
-    of a folder that has them."""
-    parts = {TRAIN: path}
-    if isinstance(path, str | Path) and (folder := Path(path).expanduser()).is_dir():
-        stems = {f.name.split(".")[0].lower(): f for f in sorted(folder.iterdir()) if f.is_file()}
-        in_folder = {
-            part: stems[name]
-            for part, names in PART_NAMES.items()
-            for name in names
-            if name in stems
-        }
-        parts = in_folder if TRAIN in in_folder else parts
-    separate = {VALIDATION: validation, TEST: test}
-    return parts | {part: file for part, file in separate.items() if file is not None}
+    is_text: bool = False
+    """True if reading one column takes as long as reading all."""
 
 
 def open_table(source: Any, options: FileOptions) -> _Table:
@@ -125,35 +109,35 @@ def open_table(source: Any, options: FileOptions) -> _Table:
             texts = pa.schema([(name, pa.string()) for name in names])
             return pa.concat_tables([part.cast(texts) for part in parts])
 
-    return _Table(str(source), first.names, first.header_types, read)
+    return _Table(str(source), first.names, first.header_types, read, first.is_text)
 
 
 def _open_file(path: Path, options: FileOptions) -> _Table:
-    ending = path.suffix.lower()
-    if ending in PLAIN and options.names is None and _has_item_lists(path):
+    known_format = find_format(path.suffix)
+    if known_format is None and options.names is None and _has_item_lists(path):
         table = read_item_lists(path)
         return _Table(str(path), table.column_names, {}, table.select)
-    format = find_format(ending) or FORMATS["csv"]
+    format = known_format or FORMATS["csv"]
     syntax: dict[str, Any] = {}
     if format.name == "csv":
         syntax = {"delimiter": options.delimiter, "names": options.names}
-        if options.delimiter is None and ending in PLAIN:
+        if options.delimiter is None and known_format is None:
             syntax["delimiter"] = _guess_delimiter(path)
     file = format.open_file(path, **syntax)
     if format.name == "csv" and options.names is None and not _has_header(file.names, options):
         head = [narrow_column(pa.array([name])) for name in file.names]
         file = format.open_file(path, **{**syntax, "names": _name_columns(head, path)})
-    return _open_table_file(file)
+    return _open_table_file(file, is_text=format.name not in ("parquet", "arrow"))
 
 
-def _open_table_file(file: TableFile) -> _Table:
+def _open_table_file(file: TableFile, *, is_text: bool = False) -> _Table:
     def read(names: Sequence[str]) -> pa.Table:
         blocks = list(read_tables(file, names))
         if not blocks:
             raise DataError(f"{file.path}: got no row, wanted at least one. Was it fully written?")
         return pa.concat_tables(blocks, promote_options="permissive")
 
-    return _Table(str(file.path), file.names, file.header_types, read)
+    return _Table(str(file.path), file.names, file.header_types, read, is_text)
 
 
 def _has_header(names: Sequence[str], options: FileOptions) -> bool:
@@ -195,12 +179,14 @@ def _has_item_lists(path: Path) -> bool:
 
 
 def read_item_lists(path: Path) -> pa.Table:
-    """Read lines of a user, then its items, with blanks between them; empty lines are skipped. Raises DataError."""
+    """Read lines of a user, then its items, with blanks between them; empty lines are skipped. Raises DataError.
+
+    The first two may be written `(user,item)`, as in files of negatives (NCF, He et al. 2017)."""
     users: list[int] = []
     items: list[bytes] = []
     counts: list[int] = []
     for number, line in enumerate(read_all_lines(path), 1):
-        fields = line.split()
+        fields = (line.translate(BLANK_BRACKETS) if line.startswith(b"(") else line).split()
         if not all(field.isdigit() and len(field) < 19 for field in fields):
             wrong = next(field for field in fields if not field.isdigit() or len(field) > 18)
             raise build_field_error(
@@ -252,47 +238,62 @@ def _plain_name(name: str) -> str:
     return plain if plain in ("uid", "iid") else plain.removesuffix("id").removesuffix("idx")
 
 
-def read_times(array: pa.Array, source: str) -> NDArray[np.int64] | NDArray[np.float64]:
-    """Return times (n,) in microseconds since 1970, or the numbers themselves if they are none. Raises DataError."""
-    array = narrow_column(array)
-    if array.null_count:
-        row = int(np.argmax(array.is_null().to_numpy(zero_copy_only=False)))
-        raise DataError(
-            f"{source}, row {row + 1}: got no time, wanted one. Leave out the row, or name another column "
-            "(data.options.time)"
-        )
-    unit, share = find_time_unit(array) or ("s", 0.0)
-    if pa.types.is_timestamp(array.type) or share > 0.5:
+def read_times(
+    columns: Sequence[pa.ChunkedArray], source: str
+) -> NDArray[np.int64] | NDArray[np.float64]:
+    """Return the times of all columns (n,) in microseconds since 1970, or the numbers themselves if they are none.
+    Raises DataError."""
+    times = []
+    for column in columns:
+        # Integers are read chunk by chunk, because reading takes several times their memory.
+        is_integer = column.type == pa.int64()
+        arrays = column.chunks if is_integer else [narrow_column(combine_chunks(column))]
+        if any(array.null_count for array in arrays):
+            row = int(np.argmax(column.is_null().to_numpy()))
+            raise DataError(
+                f"{source}, row {row + 1}: got no time, wanted one. Leave out the row, or name another column "
+                "(data.options.time)"
+            )
+        times += [array for array in arrays if len(array)]
+    result = np.empty(sum(map(len, times)), np.int64)
+    ends = np.cumsum([0, *map(len, times)])
+    unit, share = (find_time_unit(times[0]) if times else None) or ("s", 0.0)
+    if share > 0.5 or any(pa.types.is_timestamp(array.type) for array in times):
         try:
-            return convert_to_microseconds(array, unit)[0]
+            for array, begin, end in zip(times, ends, ends[1:], strict=False):
+                result[begin:end] = convert_to_microseconds(array, unit)[0]
+            return result
         except pa.ArrowException:
             pass
-    if not is_number_type(array.type):
-        raise DataError(
-            f"{source}: got {str(array[0])[:40]!r} as a time, wanted timestamps, ISO texts or numbers; name another "
-            "column (data.options.time)"
-        )
-    return array.cast(pa.float64()).to_numpy(zero_copy_only=False)
+    for array in times:
+        if not is_number_type(array.type):
+            raise DataError(
+                f"{source}: got {str(array[0])[:40]!r} as a time, wanted timestamps, ISO texts or numbers; name "
+                "another column (data.options.time)"
+            )
+    numbers = [array.cast(pa.float64()).to_numpy(zero_copy_only=False) for array in times]
+    return np.concatenate([np.empty(0), *numbers])
 
 
 def select_rows(
-    table: pa.Table, roles: Mapping[str, str], at_least: float | None, events: Sequence[str] | None
-) -> pa.Table:
-    """Return the rows with a rating of at least `at_least` and an event of `events`. Raises ConfigError."""
+    table: _Table, roles: Mapping[str, str], at_least: float | None, events: Sequence[str] | None
+) -> pa.ChunkedArray | None:
+    """Return a mask of the rows with a rating of at least `at_least` and an event of `events`; None: all. Raises
+    ConfigError."""
+    masks = []
     if at_least is not None:
-        numbers = convert_to_numbers(
-            Number("rating"), combine_chunks(table.column(roles["rating"]))
-        )
-        table = table.filter(pa.array(numbers >= at_least))
+        ratings = combine_chunks(table.read([roles["rating"]]).column(0))
+        masks.append(pa.array(convert_to_numbers(Number("rating"), ratings) >= at_least))
     if events is not None:
-        texts = table.column(roles["event"]).cast(pa.string())
-        if unknown := set(events) - set(pc.unique(texts).to_pylist()):
+        texts = table.read([roles["event"]]).column(0).cast(pa.string())
+        known = pc.unique(texts).to_pylist()
+        if unknown := set(events) - set(known):
             raise ConfigError(
                 f"events: got {sorted(unknown)[0]!r}, wanted values of the column {roles['event']!r}: "
-                + ", ".join(sorted(map(str, pc.unique(texts).to_pylist()))[:20])
+                + ", ".join(sorted(map(str, known))[:20])
             )
-        table = table.filter(pc.is_in(texts, pa.array(list(events))))
-    return table
+        masks.append(pc.is_in(texts, pa.array(list(events))))
+    return reduce(pc.and_, masks) if masks else None
 
 
 def infer_features(
@@ -359,86 +360,119 @@ def read_interactions(
     Returns the interactions, the schema, and a line that says what was recognised and left out. Raises DataError,
     ConfigError.
     """
-    tables, roles = [], {}
-    for source in parts.values():
-        table = open_table(source, options)
-        wanted = [USER, ITEM, *(["time"] if has_times else [])]
-        wanted += ["rating"] if at_least is not None or options.rating else []
-        wanted += ["event"] if events is not None or options.event else []
-        roles = find_roles(table, options, wanted)
-        for role, setting in (("rating", at_least), ("event", events)):
-            if setting is not None and role not in roles:
-                raise ConfigError(
-                    f"{table.source}: got no column named like {role}s, which data.options."
-                    f"{'at_least' if role == 'rating' else 'events'} needs; say which it is with data.options.{role}"
-                )
-        tables.append(
-            (
-                table.source,
-                select_rows(table.read(list(roles.values())), roles, at_least, events),
-                roles,
-            )
-        )
-    part_n = np.repeat(np.array(list(parts), np.int8), [len(table) for _, table, _ in tables])
-    if not len(part_n):
-        raise DataError(f"{tables[0][0]}: got no interaction, wanted one at least")
-    times = None
-    if all("time" in columns for _, _, columns in tables):
-        times = np.concatenate(
-            [
-                read_times(combine_chunks(table.column(columns["time"])), source)
-                for source, table, columns in tables
-            ]
-        )
+    tables = [_open_part(source, options, at_least, events, has_times) for source in parts.values()]
+    roles = tables[-1][1]
+
+    def read_role(role: str) -> list[pa.ChunkedArray]:
+        # The raw values of all columns together would take more memory than what is made of them.
+        columns = [table.read([roles[role]]).column(0) for table, roles, _ in tables]
+        masks = [mask for _, _, mask in tables]
+        return [c if m is None else c.filter(m) for c, m in zip(columns, masks, strict=True)]
+
+    columns: dict[str, Any] = {"time": None, "part": None}
+    if all("time" in columns_of_table for _, columns_of_table, _ in tables):
+        columns["time"] = read_times(read_role("time"), tables[0][0].source)
     files = {
         role: _read_entity_file(source, role, options)
         for role, source in ((USER, users), (ITEM, items))
     }
-    keys, positions = {}, {}
+    keys: dict[str, NDArray[Any]] = {}
     for role, file in files.items():
-        columns_of_role = [table.column(columns[role]) for _, table, columns in tables]
-        others = [] if file is None else [pa.chunked_array([file.keys])]
-        keys[role], by_table = index_keys([*columns_of_role, *others], role)
-        positions[role] = np.concatenate(by_table[: len(tables)])
+        arrays = read_role(role)
+        sizes = [len(array) for array in arrays]
+        if not sum(sizes):
+            raise DataError(f"{tables[0][0].source}: got no interaction, wanted one at least")
+        arrays += [] if file is None else [pa.chunked_array([file.keys])]
+        keys[role], positions = index_keys(arrays, role)
+        del arrays
+        if file is not None:
+            positions.pop()
+        columns[role] = positions[0] if len(positions) == 1 else np.concatenate(positions)
+    if len(parts) > 1:
+        columns["part"] = np.repeat(np.array(list(parts), np.int8), sizes)
+    size = len(columns[USER])
+    pa.default_memory_pool().release_unused()  # of the raw values
+    sort_columns(columns, len(keys[ITEM]))
     data = Interactions(
-        Entities(keys[USER]), Entities(keys[ITEM]), positions[USER], positions[ITEM], times,
-        part_n if len(parts) > 1 else None,
+        Entities(keys[USER]), Entities(keys[ITEM]), columns[USER], columns[ITEM], columns["time"],
+        columns["part"],
     )  # fmt: skip
-    size = data.size
-    data = keep_core(drop_repeats(data), core)
+    data = keep_core(data, core)
     return *_add_entities(data, files, schema), _describe(size, data, roles)
 
 
-def drop_repeats(interactions: Interactions) -> Interactions:
-    """Order interactions by time, and keep the first of each pair of user and item, that of the training part if there
-    is one."""
-    times = interactions.time_n
-    if times is not None:
-        interactions = interactions.take(np.argsort(times, kind="stable"))
-    pairs = interactions.user_n * len(interactions.items.keys) + interactions.item_n
-    order = np.arange(len(pairs))
-    if interactions.part_n is not None:
-        order = np.argsort(interactions.part_n, kind="stable")
-    first = np.unique(pairs[order], return_index=True)[1]
-    return interactions.take(np.sort(order[first]))
+def _open_part(
+    source: Any,
+    options: FileOptions,
+    at_least: float | None,
+    events: Sequence[str] | None,
+    has_times: bool,
+) -> tuple[_Table, dict[str, str], pa.ChunkedArray | None]:
+    """Open a part: the table, the column of each role in it, and a mask of the rows that count; None: all."""
+    table = open_table(source, options)
+    wanted = [USER, ITEM, *(["time"] if has_times else [])]
+    wanted += ["rating"] if at_least is not None or options.rating else []
+    wanted += ["event"] if events is not None or options.event else []
+    roles = find_roles(table, options, wanted)
+    for role, setting in (("rating", at_least), ("event", events)):
+        if setting is not None and role not in roles:
+            raise ConfigError(
+                f"{table.source}: got no column named like {role}s, which data.options."
+                f"{'at_least' if role == 'rating' else 'events'} needs; say which it is with data.options.{role}"
+            )
+    if table.is_text:
+        table = replace(table, read=table.read(list(roles.values())).select)
+    return table, roles, select_rows(table, roles, at_least, events)
+
+
+def sort_columns(columns: dict[str, Any], num_items: int) -> None:
+    """Sort interactions by user and time, and keep the first of each pair of user and item, that of the training part
+    if there is one. columns: (n,) by role, replaced in place. Equal times stay in order."""
+    users, items, times, parts = (columns[role] for role in (USER, ITEM, "time", "part"))
+    # Words of a user and a row sort faster than rows by users, in half the memory.
+    words = users.astype(np.uint64)
+    words <<= np.uint64(32)
+    np.add(words, np.arange(len(users), dtype=np.uint32), out=words)
+    words.sort()
+    rows = np.empty(len(users), np.uint32)
+    np.bitwise_and(words, np.uint64(0xFFFFFFFF), out=rows, casting="unsafe")
+    del words
+    ends = np.cumsum(np.bincount(users))
+    bounds = np.unique(
+        ends[np.searchsorted(ends, np.arange(SORTED_TOGETHER, len(users), SORTED_TOGETHER))]
+    )
+    is_first = np.empty(len(rows), np.bool_)
+    for block, marks in zip(np.split(rows, bounds), np.split(is_first, bounds), strict=True):
+        user = users[block]
+        if times is not None:
+            block[:] = block[np.lexsort((times[block], user))]
+        pairs = user * np.int64(num_items) + items[block]
+        order = np.lexsort((pairs,) if parts is None else (parts[block], pairs))
+        pairs = pairs[order]
+        marks[order] = np.append(True, pairs[1:] != pairs[:-1])
+    rows = rows[is_first]
+    del block, users, items, times, parts
+    for role, column in columns.items():
+        columns[role] = None if column is None else column[rows]
 
 
 def keep_core(interactions: Interactions, core: int) -> Interactions:
     """Leave out users and items with fewer than `core` interactions until none is left. Raises ConfigError if no
     interaction is left."""
-    while True:
+    while core > 1:
         counts = [
             np.bincount(positions)[positions]
             for positions in (interactions.user_n, interactions.item_n)
         ]
         is_kept = (counts[0] >= core) & (counts[1] >= core)
         if is_kept.all():
-            return interactions
+            break
         interactions = interactions.take(is_kept)
         if not interactions.size:
             raise ConfigError(
                 f"core={core}: no user and item have that many interactions; give a smaller one"
             )
+    return interactions
 
 
 def _read_entity_file(source: Any, role: str, options: FileOptions) -> KeyedTable | None:
@@ -479,7 +513,9 @@ def _add_entities(
                 )
         taken += [field.name for field in own]
         entities[role], fields[role] = add_features(whole.select(is_kept), role, own, file)
-        numbers[role] = (np.cumsum(is_kept) - 1)[used]
+        numbers[role] = used
+        if not is_kept.all():
+            numbers[role] = (np.cumsum(is_kept, dtype=np.int32) - np.int32(1))[used]
     result = replace(
         interactions,
         users=entities[USER],
@@ -503,7 +539,7 @@ def _describe(size: int, data: Interactions, roles: Mapping[str, str]) -> str:
     cells = max(len(data.users.keys) * len(data.items.keys), 1)
     times = ""
     if data.time_n is not None and data.time_n.dtype == np.int64 and data.size:
-        first, last = (format_time(int(at))[:10] for at in data.time_n[[0, -1]])
+        first, last = (format_time(int(at))[:10] for at in (data.time_n.min(), data.time_n.max()))
         times = f", from {first} to {last}"
     left_out = f", {size - data.size:,} repeated or left out" if size > data.size else ""
     return (

@@ -25,12 +25,7 @@ from numpy.typing import NDArray
 from colonnade.batch import Ids
 from colonnade.data.counter import random_words, stream_key
 from colonnade.data.interactions.columns import Interactions
-from colonnade.data.interactions.samples import (
-    SPLIT_KEY,
-    InteractionSplit,
-    concat_bags,
-    group_items_by_user,
-)
+from colonnade.data.interactions.samples import SPLIT_KEY, InteractionSplit, mark_drawn
 from colonnade.errors import ConfigError
 
 SplitKind = Literal["leave_one_out", "time", "per_user", "rows", "users", "files"]
@@ -79,30 +74,18 @@ def assign_parts(interactions: Interactions, options: SplitOptions) -> Parts:
     return parts
 
 
-def count_from_first(groups_n: NDArray[np.int64], num_groups: int) -> NDArray[np.int64]:
-    """Count the earlier members of each member's group (n,)."""
-    order = np.argsort(groups_n, kind="stable")
-    starts = np.cumsum(np.bincount(groups_n, minlength=num_groups)) - np.bincount(
-        groups_n, minlength=num_groups
-    )
-    counts = np.empty(len(groups_n), np.int64)
-    counts[order] = np.arange(len(groups_n)) - starts[groups_n[order]]
-    return counts
-
-
-def _count_to_last(interactions: Interactions) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the number of each user's later interactions, and of all of its interactions, (n,) each."""
-    num_users = len(interactions.users.keys)
-    sizes = np.bincount(interactions.user_n, minlength=num_users)[interactions.user_n]
-    return sizes - 1 - count_from_first(interactions.user_n, num_users), sizes
-
-
 def _leave_last_items_out(interactions: Interactions) -> Parts:
-    later, sizes = _count_to_last(interactions)
+    sizes = _count_by_user(interactions)
+    ends = np.cumsum(sizes)
     parts = np.full(interactions.size, TRAIN, np.int8)
-    parts[(later == 1) & (sizes >= 3)] = VALIDATION
-    parts[(later == 0) & (sizes >= 2)] = TEST
+    parts[ends[sizes >= 3] - 2] = VALIDATION
+    parts[ends[sizes >= 2] - 1] = TEST
     return parts
+
+
+def _count_by_user(interactions: Interactions) -> NDArray[np.int64]:
+    """Count the interactions of each user, (U,)."""
+    return np.bincount(interactions.user_n, minlength=len(interactions.users.keys))
 
 
 def _split_by_time(interactions: Interactions, options: SplitOptions) -> Parts:
@@ -116,11 +99,11 @@ def _split_by_time(interactions: Interactions, options: SplitOptions) -> Parts:
     # An interaction with the time of the first of a part is in that part.
     first = size - round(size * options.test_fraction)
     if test_after is None:
-        test_after = times[first] if first < size else np.inf
-    first = int(np.searchsorted(times, test_after))
+        test_after = np.partition(times, first)[first] if first < size else np.inf
+    first = int((times < test_after).sum())
     if validation_after is None:
         middle = first - round(first * options.validation_fraction)
-        validation_after = times[middle] if middle < first else test_after
+        validation_after = np.partition(times, middle)[middle] if middle < first else test_after
     parts = np.full(size, TRAIN, np.int8)
     parts[times >= validation_after] = VALIDATION
     parts[times >= test_after] = TEST
@@ -137,9 +120,10 @@ def _hold_users_out(interactions: Interactions, options: SplitOptions) -> Parts:
     part_of_user[order[:num_test]] = TEST
     part_of_user[order[num_test : num_test + num_validation]] = VALIDATION
     parts = part_of_user[interactions.user_n]
-    later, sizes = _count_to_last(interactions)
+    sizes = _count_by_user(interactions)
     # At least one is held out of each.
-    is_past = later >= np.ceil(sizes * HELD_OUT_SHARE)
+    past_ends = np.cumsum(sizes) - np.ceil(sizes * HELD_OUT_SHARE).astype(np.int64)
+    is_past = np.arange(len(parts)) < past_ends[interactions.user_n]
     parts[is_past & (parts != TRAIN)] = PAST
     return parts
 
@@ -160,13 +144,7 @@ def _draw_part(
     """Move a share of the training part, of each user's or of all, to another part, in place."""
     rest = np.flatnonzero(parts == TRAIN)
     groups = interactions.user_n[rest] if is_per_user else np.zeros(len(rest), np.int64)
-    # Words are drawn in the order of users, so that a split does not depend on how users alternate.
-    by_group = np.argsort(groups, kind="stable")
-    words = random_words(stream_key(SPLIT_KEY, seed), 0, len(rest))
-    order = by_group[np.lexsort((words, groups[by_group]))]
-    sizes = np.bincount(groups)[groups[order]]
-    rank = count_from_first(groups[order], int(groups.max(initial=0)) + 1)
-    parts[rest[order[rank < np.floor(sizes * share + 1e-9)]]] = part
+    parts[rest[mark_drawn(groups, share, stream_key(SPLIT_KEY, seed))]] = part
 
 
 def sees_future(interactions: Interactions, parts: Parts) -> bool:
@@ -174,7 +152,8 @@ def sees_future(interactions: Interactions, parts: Parts) -> bool:
     times = interactions.time_n
     if times is None or not (parts == TEST).any():
         return False
-    return bool(times[parts == TRAIN].max() > times[parts == TEST].min())
+    first_test = times.min(where=parts == TEST, initial=times.max())
+    return bool(times.max(where=parts == TRAIN, initial=times.min()) > first_test)
 
 
 def build_split(
@@ -183,47 +162,45 @@ def build_split(
     *,
     is_ordered: bool,
 ) -> InteractionSplit:
-    """Build the bags of each part.
-
-    is_ordered: validation items come before those of the test, so that they are in the history of its queries."""
+    """Build the bags of each part. is_ordered: items are in the order of their times, or of the file."""
     num_users = len(interactions.users.keys)
 
     def group(*wanted: int) -> Ids:
         mask = np.isin(parts, wanted)
-        return group_items_by_user(
-            torch.from_numpy(interactions.user_n[mask]),
-            torch.from_numpy(interactions.item_n[mask]),
-            num_users,
-        )
+        sizes = torch.from_numpy(np.bincount(interactions.user_n[mask], minlength=num_users))
+        offsets = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
+        return Ids(torch.from_numpy(interactions.item_n[mask]), offsets)
 
     users, items = interactions.users, interactions.items
-    train, past = group(TRAIN), group(TRAIN, PAST)
-    validation = group(VALIDATION)
     return InteractionSplit(
-        train=train,
-        validation=validation,
+        train=group(TRAIN),
+        validation=group(VALIDATION),
         test=group(TEST),
         users=users.features,
         items=items.features,
         columns=(*users.columns, *items.columns),
-        past=past,
-        test_past=concat_bags(past, validation) if is_ordered else past,
-        num_simultaneous=_count_simultaneous(interactions.take(parts == TRAIN)),
+        past=group(TRAIN, PAST) if (parts == PAST).any() else None,
+        is_ordered=is_ordered,
+        num_simultaneous=_count_simultaneous(interactions, parts),
         user_keys=users.keys,
         item_keys=items.keys,
     )
 
 
-def _count_simultaneous(training: Interactions) -> torch.Tensor:
-    """Count each interaction's earlier ones of the same user and time, in the order of users (n,)."""
-    order = np.argsort(training.user_n, kind="stable")
-    users = training.user_n[order]
-    is_new = np.ones(len(order), np.bool_)
-    is_new[1:] = users[1:] != users[:-1]
-    if training.time_n is not None:
-        times = training.time_n[order]
-        is_new[1:] |= times[1:] != times[:-1]
-    else:
-        is_new[:] = True
-    runs = np.cumsum(is_new) - 1
-    return torch.from_numpy(count_from_first(runs, len(order)))
+def _count_simultaneous(interactions: Interactions, parts: Parts) -> torch.Tensor | None:
+    """Count each training interaction's earlier ones of the same user and time (n,) int32; None: there are none."""
+    users, times, is_train = interactions.user_n, interactions.time_n, parts == TRAIN
+    if times is None:
+        return None
+    repeats = np.flatnonzero((users[1:] == users[:-1]) & (times[1:] == times[:-1])) + 1
+    if not len(repeats):
+        return None
+    # A run of equal times starts before the first of neighbouring repeats.
+    is_first = np.diff(repeats, prepend=-1) > 1
+    starts = repeats[is_first][np.cumsum(is_first) - 1] - 1
+    num_before = np.cumsum(is_train, dtype=np.int32)
+    num_before -= is_train
+    counts = np.zeros(is_train.sum(), np.int32)
+    starts, repeats = starts[is_train[repeats]], repeats[is_train[repeats]]
+    counts[num_before[repeats]] = num_before[repeats] - num_before[starts]
+    return torch.from_numpy(counts)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from colonnade.data.contract import Splits, has_samples
+from colonnade.data.contract import Splits
 from colonnade.data.interactions.columns import Interactions
-from colonnade.data.interactions.files import FileOptions, find_parts, read_interactions
-from colonnade.data.interactions.samples import SampleKind, open_interaction_splits
+from colonnade.data.interactions.files import FileOptions, read_interactions
+from colonnade.data.interactions.negatives import replace_negatives
+from colonnade.data.interactions.samples import (
+    SampleKind,
+    open_interaction_splits,
+)
 from colonnade.data.interactions.splits import (
     TEST,
     TRAIN,
@@ -23,7 +28,8 @@ from colonnade.data.interactions.splits import (
     build_split,
     sees_future,
 )
-from colonnade.data.tabular.declaration import FileSchema, load_file_schema
+from colonnade.data.names import PARTS, find_part_files
+from colonnade.data.tabular.declaration import load_file_schema
 from colonnade.data.tabular.times import parse_time
 from colonnade.errors import ConfigError
 
@@ -73,14 +79,14 @@ def open_interactions(
     max_pairs: int | None = None,
     negatives: int = 16,
     order: Literal["time", "file", "none"] | None = None,
-    ranked_negatives: int | None = None,
+    ranked_negatives: int | str | Path | None = None,
     schema: Any = None,
 ) -> Splits:
     """Open interactions of users with items: a file, a folder, or an object with `__arrow_c_stream__`.
 
     user, item, time, rating, event    names of columns; default: by header types and usual names
     at_least, events                   lowest rating, and values of `event`, that count; default: any
-    users, items                       files with a row for each user, and item: features by which models know them
+    users, items                       files with a row for each: features by which models know them
     core                               least number of interactions of a user, and of an item
     validation, test                   files of these parts; default: those of a folder that has train and test
     split                              as in `interactions.splits`; default: files, else leave_one_out if there is an
@@ -91,11 +97,12 @@ def open_interactions(
     max_history, max_pairs             most items of a history, and pairs of a user in an epoch (default: all)
     negatives                          items drawn at random for each sequence
     order                              order of a user's items; default: time if there is such a column, else none
-    ranked_negatives                   number of drawn items among which held-out items are ranked; default: all items
+    ranked_negatives                   number of drawn items among which held-out items are ranked, or a file of those
+                                       for the test part; default: all items
 
     Raises DataError naming file and row, ConfigError.
     """
-    parts = find_parts(path, validation, test)
+    parts = _number_parts(find_part_files(path, validation, test))
     data, record_schema, note = read_interactions(
         parts,
         FileOptions(user, item, time, rating, event, delimiter, names),
@@ -110,8 +117,8 @@ def open_interactions(
     is_ordered = _has_order(data, order)
     kind = split or _choose_split(len(parts), is_ordered)
     cutoffs = _parse_cutoff(test_after), _parse_cutoff(validation_after)
-    shares = test_fraction, validation_fraction
-    divided = assign_parts(data, SplitOptions(kind, *shares, *cutoffs, split_seed))
+    split_options = SplitOptions(kind, test_fraction, validation_fraction, *cutoffs, split_seed)
+    divided = assign_parts(data, split_options)
     splits = open_interaction_splits(
         build_split(data, divided, is_ordered=is_ordered),
         samples=samples,
@@ -119,11 +126,25 @@ def open_interactions(
         max_history=max_history,
         max_pairs=max_pairs,
         negatives=negatives,
-        order="past" if is_ordered else "shuffled",
-        ranked_negatives=ranked_negatives,
     )
-    notes = (note, *_describe_split(data, divided, kind))
-    return _complete_splits(splits, notes, record_schema)
+    splits = _replace_negatives(splits, ranked_negatives)
+    notes = (note, *_describe_split(data, divided, kind, splits.test))
+    return replace(splits, notes=notes, options={"schema": record_schema.to_dict()})
+
+
+def _number_parts(files: Mapping[str, Any]) -> dict[int, Any]:
+    """Return the files by the number of their part (`splits.TRAIN` ...)."""
+    return {list(PARTS).index(part): file for part, file in files.items()}
+
+
+def _replace_negatives(splits: Splits, negatives: int | str | Path | None) -> Splits:
+    """Rank held-out items among negatives; a file has those of the test part only."""
+    if negatives is None:
+        return splits
+    test = replace_negatives(splits.test, negatives)
+    if isinstance(negatives, str | Path):
+        return replace(splits, test=test)
+    return replace(splits, test=test, validation=replace_negatives(splits.validation, negatives))
 
 
 def _has_order(interactions: Interactions, order: str | None) -> bool:
@@ -139,22 +160,14 @@ def _choose_split(num_parts: int, is_ordered: bool) -> SplitKind:
     return "leave_one_out" if is_ordered else "per_user"
 
 
-def _complete_splits(splits: Splits, notes: tuple[str, ...], schema: FileSchema) -> Splits:
-    """Leave out empty parts; add what was recognised."""
-    return replace(
-        splits,
-        validation=splits.validation if has_samples(splits.validation) else None,
-        test=splits.test if has_samples(splits.test) else None,
-        notes=notes,
-        options={"schema": schema.to_dict()},
-    )
-
-
-def _describe_split(interactions: Interactions, parts: Parts, split: SplitKind) -> list[str]:
-    """Describe the parts in one line, and warn in another if training sees what is later than the test."""
+def _describe_split(
+    interactions: Interactions, parts: Parts, split: SplitKind, test: Any
+) -> list[str]:
+    """Describe the parts and the ranking, and warn in a line if training sees what is later than the test."""
     sizes = np.bincount(parts, minlength=TEST + 1)
     lines = [
-        f"split {split}: {sizes[TRAIN]:,} interactions train, {sizes[VALIDATION]:,} validate, {sizes[TEST]:,} test"
+        f"split {split}: {sizes[TRAIN]:,} interactions train, {sizes[VALIDATION]:,} validate, {sizes[TEST]:,} test",
+        f"test: {test.ranking}",
     ]
     if sees_future(interactions, parts):
         lines.append(

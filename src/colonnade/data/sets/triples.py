@@ -19,10 +19,11 @@ from colonnade.data.contract import Splits
 from colonnade.data.counter import stream_key
 from colonnade.data.lines import build_field_error, format_excerpt, read_all_lines
 from colonnade.data.names import (
-    ENDINGS,
+    PARTS,
     Name,
     assign_rows,
     draw_parts,
+    find_part_files,
     number_names,
     read_name_columns,
 )
@@ -35,12 +36,6 @@ ROLES = {
     "tail": ("tail", "t", "object", "o", "target", "to", "tail_id"),
 }
 """Columns of a triple, with their usual names in headers."""
-PARTS = {
-    "train": ("train",),
-    "validation": ("valid", "validation", "val", "dev"),
-    "test": ("test",),
-}
-"""Parts, with the names of their files without ending. Of a triple in several parts, the last one has it."""
 SPLIT_KEY = stream_key(0, 40)
 
 Parts = dict[str, NDArray[np.int64]]
@@ -123,8 +118,7 @@ def open_triples(
     if (folder / "train2id.txt").is_file():
         parts, names, notes = _read_openke_folder(folder)
     else:
-        files = find_part_files(folder)
-        files |= {part: file for part, file in (("validation", validation), ("test", test)) if file}
+        files = find_part_files(path, validation, test)
         parts, names, notes = _read_named_parts(files, columns, delimiter)
     notes += _remove_repeated(parts)
     fractions = {"validation": validation_fraction, "test": test_fraction}
@@ -150,33 +144,6 @@ def open_triples(
     recorded = {"entity_names": entities, "relation_names": relations}
     options = {name: json.dumps(value, ensure_ascii=False) for name, value in recorded.items()}
     return replace(opened, notes=tuple(notes), options=options)
-
-
-def find_part_files(path: Path) -> dict[str, str | Path]:
-    """Find the files of a folder by part; anything without a file `train` is all of the training part.
-
-    Raises DataError for several files of a part.
-    """
-    files: dict[str, str | Path] = {}
-    for part, stems in PARTS.items() if path.is_dir() else ():
-        matches = [
-            file
-            for file in sorted(path.iterdir())
-            if file.stem.lower() in stems and file.suffix.lower() in ENDINGS
-        ]
-        if len(matches) > 1:
-            raise DataError(
-                f"{path}: got {', '.join(file.name for file in matches)}, wanted one file for {part}. Name the files "
-                "with --path, data.options.validation and data.options.test"
-            )
-        if matches:
-            files[part] = matches[0]
-    if files and "train" not in files:
-        raise DataError(
-            f"{path}: got {', '.join(files)} and no file train of any of {', '.join(ENDINGS)}, wanted one. Give the "
-            "file of the training triples with --path"
-        )
-    return files or {"train": path}
 
 
 def _read_named_parts(
