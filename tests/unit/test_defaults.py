@@ -60,6 +60,21 @@ def test_few_samples_have_a_small_last_network(model, num_samples, top):
     assert "model.top" not in choose_open_settings(own, suggested, data)
 
 
+@pytest.mark.parametrize(
+    ("model", "num_columns", "num_samples", "lr"),
+    [("lr", 40, 8000, 0.025), ("deepfm", 25, 8000, 0.04), ("deepfm", 20, 8000, None), ("dcn", 40, 8000, None),
+     ("lr", 40, 1900, None), ("lr", 40, 20_000, None)],
+)  # fmt: skip
+def test_many_columns_of_few_samples_have_shorter_row_steps(model, num_columns, num_samples, lr):
+    ids = {f"c{i}": torch.arange(9) for i in range(num_columns)}
+    data = Splits(open_tensors(ids=ids, label=torch.ones(9)))
+    suggested = choose_training_settings(num_samples)
+    config = get_preset("csv", model)
+    assert choose_open_settings(config, suggested, data).get("embedding.lr") == lr
+    own = override_settings(config, {"embedding.lr": 0.01})
+    assert "embedding.lr" not in choose_open_settings(own, suggested, data)
+
+
 @given(st.integers(1, 10**11))
 def test_settings_follow_the_number_of_samples(num_samples):
     chosen, larger = (

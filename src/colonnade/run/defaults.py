@@ -31,9 +31,10 @@ from colonnade.publish.mirror import open_url
 from colonnade.train.best import check_monitor_metric
 from colonnade.train.objective import Objective
 
+DEFAULT_ROW_LR = 0.05
 DEFAULT_SECTIONS = {
     "model": {"name": "deepfm", "dim": 16},
-    "embedding": {"lr": 0.05, "init_scale": 0.01},
+    "embedding": {"lr": DEFAULT_ROW_LR, "init_scale": 0.01},
 }
 """Default sections for files with a known schema only; the other settings depend on their size."""
 
@@ -94,6 +95,9 @@ SMALL_TOP = [32]
 """Hidden widths of the last network, for fewer than SMALL_SAMPLES samples, of models without first-order weights. A
 larger one learns the samples by heart before the vectors of ids have grown."""
 SMALL_SAMPLES = 20_000
+FEW_COLUMNS = 20
+"""Columns of ids up to which 2,000 to SMALL_SAMPLES samples are learned at DEFAULT_ROW_LR. The steps of a sample's rows
+add up in its score, so with more columns each step of models with first-order weights is shorter."""
 LINEAR_MODELS = ("lr", "fm")
 """Models without hidden layers."""
 LINEAR_FACTOR = 4.0
@@ -116,8 +120,8 @@ class Training:
     """Pseudo-samples in the initial accumulator of an embedding. A larger prior moves rare ids less."""
     wide_prior: float
     """Prior of first-order weights."""
-    top: list[int] | None = None
-    """Hidden widths of the last network of a model without first-order weights; None: those of the model."""
+    is_small: bool
+    """True below SMALL_SAMPLES samples."""
 
 
 def choose_training_settings(num_samples: int) -> Training:
@@ -137,7 +141,7 @@ def choose_training_settings(num_samples: int) -> Training:
         epochs = min(16, max(3, 6400 // num_samples))
         steps = epochs * -(-num_samples // 64)
         dense_lr, weight_decay = map(_round_digits, (min(5e-3, 0.2 / steps), 1.6 / num_samples))
-        return Training(64, epochs, 0, 0.0, dense_lr, weight_decay, 20.0, 20.0, SMALL_TOP)
+        return Training(64, epochs, 0, 0.0, dense_lr, weight_decay, 20.0, 20.0, True)
     batch_size = 64
     while batch_size < 4096 and batch_size * 320 <= num_samples:
         batch_size *= 2
@@ -150,7 +154,7 @@ def choose_training_settings(num_samples: int) -> Training:
         dense_weight_decay=_round_digits(0.3 / num_samples),
         prior=min(20.0, max(5.0, 4e6 / num_samples)),
         wide_prior=min(20.0, max(1.0, 20_000 / num_samples)),
-        top=SMALL_TOP if num_samples < SMALL_SAMPLES else None,
+        is_small=num_samples < SMALL_SAMPLES,
     )
 
 
@@ -335,8 +339,13 @@ def choose_open_settings(
         column.kind == "bag" for column in data.train.schema.categorical
     ):
         chosen["embedding.pooling"] = BAG_POOLING
-    if suggested_training.top is not None and config.model.top is None and _is_deep(config):
-        chosen["model.top"] = suggested_training.top
+    if suggested_training.is_small and _is_deep(config) and config.model.top is None:
+        chosen["model.top"] = SMALL_TOP
+    num_columns = len(data.train.schema.categorical)
+    has_many_columns = num_columns > FEW_COLUMNS and not _is_deep(config)
+    is_watched_and_small = suggested_training.is_small and suggested_training.patience > 0
+    if is_watched_and_small and has_many_columns and config.embedding.lr == DEFAULT_ROW_LR:
+        chosen["embedding.lr"] = _round_digits(DEFAULT_ROW_LR * FEW_COLUMNS / num_columns)
     batch_size = chosen.get("train.batch_size") or train.samples_per_step
     return chosen | _choose_accumulators(config, suggested_training, batch_size)
 
@@ -426,6 +435,8 @@ def _fill_from_recorded(config: RunConfig, recorded_config: RunConfig) -> RunCon
         )
         if _get_setting(config, name) is None and not is_other:
             settings[name] = _get_setting(recorded_config, name)
+    if config.embedding.lr == DEFAULT_ROW_LR:
+        settings["embedding.lr"] = recorded_config.embedding.lr
     return override_settings(config, settings)
 
 
