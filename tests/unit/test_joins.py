@@ -246,7 +246,7 @@ def test_a_joined_run_serves_and_exports(tmp_path, monkeypatch, capsys):
     ]
     assert run_command([*command, "--set", "model.dim=4"]) == 0
     assert run_command(["export", "run", "out"]) == 0
-    text = capsys.readouterr().out
+    text = " ".join(capsys.readouterr().out.split())
     assert "joined by user_id: age of" in text and "of the first 120 samples have no row" in text
     assert run_command(["predict", "run", "--path", "clicks.csv", "--output", "a.csv"]) == 0
     for name in ("users.csv", "items.parquet"):

@@ -424,7 +424,7 @@ def test_a_run_is_evaluated_by_several_protocols(tmp_path, capsys, monkeypatch):
     for negatives in (None, "all", "4", "a.test.negative"):
         more = [] if negatives is None else ["--ranked-negatives", negatives]
         assert app.run_command(["evaluate", "run", "--at", "best", *more]) == 0
-        outputs[negatives] = capsys.readouterr().out
+        outputs[negatives] = " ".join(capsys.readouterr().out.split())
     assert outputs[None] == outputs["4"] and "among 4 drawn items" in outputs["4"]
     assert "negatives of a.test.negative, at most 5 of a user" in outputs["a.test.negative"]
     assert "all items are ranked" in outputs["all"]

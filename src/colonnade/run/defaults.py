@@ -339,15 +339,24 @@ def choose_open_settings(
         column.kind == "bag" for column in data.train.schema.categorical
     ):
         chosen["embedding.pooling"] = BAG_POOLING
-    if suggested_training.is_small and _is_deep(config) and config.model.top is None:
-        chosen["model.top"] = SMALL_TOP
-    num_columns = len(data.train.schema.categorical)
-    has_many_columns = num_columns > FEW_COLUMNS and not _is_deep(config)
-    is_watched_and_small = suggested_training.is_small and suggested_training.patience > 0
-    if is_watched_and_small and has_many_columns and config.embedding.lr == DEFAULT_ROW_LR:
-        chosen["embedding.lr"] = _round_digits(DEFAULT_ROW_LR * FEW_COLUMNS / num_columns)
+    chosen |= _choose_for_few_samples(config, suggested_training, data)
     batch_size = chosen.get("train.batch_size") or train.samples_per_step
     return chosen | _choose_accumulators(config, suggested_training, batch_size)
+
+
+def _choose_for_few_samples(
+    config: RunConfig, suggested_training: Training, data: Splits
+) -> dict[str, Any]:
+    """Choose SMALL_TOP for models without first-order weights, and shorter row steps for others."""
+    if not suggested_training.is_small:
+        return {}
+    if _is_deep(config):
+        return {"model.top": SMALL_TOP} if config.model.top is None else {}
+    num_columns = len(data.train.schema.categorical)
+    is_default = config.embedding.lr == DEFAULT_ROW_LR and suggested_training.patience > 0
+    if is_default and num_columns > FEW_COLUMNS:
+        return {"embedding.lr": _round_digits(DEFAULT_ROW_LR * FEW_COLUMNS / num_columns)}
+    return {}
 
 
 def _choose_accumulators(
