@@ -105,7 +105,15 @@ def build(kind: str):
     return build_encoder(build_config({"data": {"name": kind, "options": options}}), Schema((), ()))
 
 
-@pytest.mark.parametrize("kind", ["csv", "parquet", "tfrecord", "schema", "criteo"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "csv",
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("parquet", "tfrecord")),
+        "schema",
+        "criteo",
+    ],
+)
 def test_any_record_is_encoded_or_refused(kind):
     encoder, rng = build(kind), random.Random(kind)
     refused = 0

@@ -151,6 +151,7 @@ def test_changing(tmp_path):
     assert digest(tmp_path / "changing") == digest(tmp_path / "same")
 
 
+@pytest.mark.slow
 def test_changing_open_tables(tmp_path):
     """State of admission and eviction moves with the rows."""
     run_ranks(2, open_tables, tmp_path)
