@@ -1,5 +1,4 @@
-"""Quality by default settings on files of one's own: click models beside scikit-learn's logistic regression, retrieval
-beside the models of `implicit`, thin graphs beside a sweep, and the speed and memory of reading many interactions.
+"""Quality by default settings on files of one's own, beside what others reach, and the speed of reading.
 
 Minutes: 300 (quick 60).
 
