@@ -69,7 +69,8 @@ def pad_newest(bags: Ids, users: Tensor, length: int) -> Tensor:
     starts = torch.maximum(bags.offsets[users], ends - length)
     places = starts[:, None] + torch.arange(length)
     is_item = places < ends[:, None]
-    return torch.where(is_item, bags.values[places.clamp(max=len(bags.values) - 1)] + 1, 0)
+    items = bags.values[places.clamp(max=len(bags.values) - 1)].long()
+    return torch.where(is_item, items + 1, 0)
 
 
 def train_epoch(
@@ -154,10 +155,11 @@ def measure_sequences(folder: Path, num_seeds: int) -> list[Measured]:
         config = open_config(path, seed)
         timed = {"train.epochs": EPOCHS, "train.patience": 0, "train.evaluate_steps": 10**9}
         seconds = train_sasrec(override_settings(config, timed))[1]
-        runs = {"sasrec": (train_sasrec(config)[0], seconds)}
+        runs = {"sasrec": lambda c=config, s=seconds: (train_sasrec(c)[0], s)}
         for loss in ("softmax", "pairs"):
-            runs[f"torch {loss}"] = train_plain(path, config, loss, seed)
-        for system, values in runs.items():
+            runs[f"torch {loss}"] = partial(train_plain, path, config, loss, seed)
+        for system, run in runs.items():
+            values = run()
             for unit, value in zip((METRIC, "s"), values, strict=True):
                 results.setdefault((system, unit), []).append(value)
             say(f"{CASE}, seed {seed}, {system}: {METRIC} {values[0]:.4f}, {values[1]:.1f} s")

@@ -30,7 +30,7 @@ def test_the_plain_model_learns_what_follows_and_does_not_look_ahead(loss, tmp_p
     model = bench.PlainSASRec(20, config)
     starts = torch.arange(60) % 20
     items = (starts[:, None] + torch.arange(5)) % 20  # item i + 1 follows item i
-    bags = Ids(items.flatten(), torch.arange(61) * 5)
+    bags = Ids(items.flatten().int(), torch.arange(61) * 5)
     optimizer = torch.optim.Adam(model.parameters(), 0.01)
     for _ in range(40):
         bench.train_epoch(model, optimizer, bags, loss, 20)
