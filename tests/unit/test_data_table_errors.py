@@ -176,7 +176,7 @@ CSV = {
         [Category("b")],
         "line 3, column b: got the bytes e9 74 e9, wanted UTF-8",
     ),
-    "a header not utf-8": (b"a,\xe9\n1,2\n", NUMBER, "line 1: got 'a,\\xe9\\n', wanted UTF-8"),
+    "a header not utf-8": (b"a,\xe9\n1,2\n", NUMBER, "line 1: got the bytes e9, wanted UTF-8"),
     "utf-16": ("a\n1\n".encode("utf-16"), NUMBER, "got UTF-16 text, wanted UTF-8"),
     "packed": (gzip.compress(b"a\n1\n"), NUMBER, "got a gzip file"),
     "parquet by mistake": (

@@ -61,7 +61,7 @@ ROWS = st.lists(
 
 
 @settings(max_examples=examples(60, 300), deadline=None)
-@given(rows=ROWS, form=st.integers(0, 5), text=st.booleans(), order=st.permutations(range(3)))
+@given(rows=ROWS, form=st.integers(0, 6), text=st.booleans(), order=st.permutations(range(3)))
 def test_files_of_any_form_are_read_alike(tmp_path_factory, rows, form, text, order):
     folder = tmp_path_factory.mktemp("rows")
     names = [
@@ -88,6 +88,8 @@ def test_files_of_any_form_are_read_alike(tmp_path_factory, rows, form, text, or
         pq.write_table(table, source := folder / "a.parquet")
     elif form == 4:
         source = pa.table({name: [row[i] for row in shuffled] for i, name in enumerate(columns)})
+    elif form == 5:
+        source = write_csv(folder / "a.csv", columns, shuffled, ";")
     else:  # no header, blanks or tabs, in the usual order
         source = write_csv(folder / "u.data", [], [list(row) for row in values], "\t")
     data, _, note = read_interactions({TRAIN: source})

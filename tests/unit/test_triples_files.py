@@ -26,6 +26,7 @@ HEADERS = (
     "subject predicate object",
     "h r t",
     "Source Relation Target",
+    "head_id relationId tail-id",
 )
 ORDERS = ([0, 1, 2], [0, 2, 1], [2, 1, 0], [1, 2, 0])
 
@@ -64,7 +65,15 @@ KINDS = {
     size=st.integers(1, 40),
     kind=st.sampled_from(sorted(KINDS)),
     ending=st.sampled_from(
-        [("t.csv", ","), ("t.tsv", "\t"), ("t.txt", " "), ("t.txt", "\t"), ("t.data", ",")]
+        [
+            ("t.csv", ","),
+            ("t.csv", ";"),
+            ("t.tsv", "\t"),
+            ("t.txt", " "),
+            ("t.txt", "\t"),
+            ("t.txt", "|"),
+            ("t.data", ","),
+        ]
     ),
     header=st.sampled_from(HEADERS),
     order=st.sampled_from(ORDERS),
@@ -116,9 +125,7 @@ def test_parquet_and_names_of_columns(tmp_path):
     assert read_names(
         open_source("triples", tmp_path / "t.parquet", columns=roles), "train"
     ) == read_names(data, "train")
-    assert (
-        data.notes[0] == "t.parquet: head from from, relation from link, tail from to (its header)"
-    )
+    assert data.notes[0] == "t.parquet: head from from, relation from link, tail from to"
 
 
 PARTS = {
@@ -253,7 +260,7 @@ def test_a_named_graph_is_trained_evaluated_and_asked_by_name(tmp_path, capsys):
     command += [part for setting in small for part in ("--set", setting)]
     assert app.run_command(command) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "facts.tsv: head from head, relation from relation, tail from tail (its header)" in shown
+    assert "facts.tsv: head from head, relation from relation, tail from tail" in shown
     assert "25 entities, 4 relations, 1.8 triples for each entity" in shown
     assert app.run_command(["evaluate", str(run)]) == 0
     assert "hits@10" in capsys.readouterr().out

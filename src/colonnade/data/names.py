@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from colonnade.data.counter import random_permutation
 from colonnade.data.interactions.columns import number_values
+from colonnade.data.interactions.files import match_columns, open_named_file
 from colonnade.data.tabular.arrow_types import is_text_type, replace_null_type
 from colonnade.data.tabular.declaration import FileSchema
 from colonnade.data.tabular.encode import read_required_values
@@ -36,8 +37,8 @@ PARTS = {
     "test": ("test",),
 }
 """Parts, with the names of their files in a folder, before the endings."""
-DELIMITERS = "\t, "
-"""Delimiters of text, of which a file has the first that is in its first line."""
+UNQUOTED = "\t |"
+"""Delimiters of text in which names may have quotes; a field between commas or semicolons may be in quotes."""
 
 
 def find_part_files(path: Any, validation: Any = None, test: Any = None) -> dict[str, Any]:
@@ -86,7 +87,7 @@ def read_name_columns(
     blocks: list[list[pa.Array]] = []
     notes: dict[str, str] = {}
     for file_path in find_files(path, ENDINGS):
-        file, names, has_header = _open_name_file(file_path, roles, column_names, delimiter)
+        file, names = _open_name_file(file_path, roles, column_names, delimiter)
         fields = [Category(role, column=name) for role, name in zip(roles, names, strict=True)]
         bound = bind_files_to_schema([file], FileSchema(tuple(fields)))
         for block in range(len(bound.lengths)):
@@ -98,9 +99,7 @@ def read_name_columns(
                 )
             )
         listed = ", ".join(f"{role} from {name}" for role, name in zip(roles, names, strict=True))
-        notes.setdefault(
-            f"{listed} ({'its header' if has_header else 'no header'})", file_path.name
-        )
+        notes.setdefault(listed, file_path.name)
     return (
         [pa.chunked_array(column) for column in zip(*blocks, strict=True)],
         [f"{name}: {note}" for note, name in notes.items()],
@@ -112,59 +111,45 @@ def _open_name_file(
     roles: Mapping[str, Sequence[str]],
     column_names: Sequence[str] | None,
     delimiter: str | None,
-) -> tuple[TableFile, list[str], bool]:
-    """Open a file. Returns it with the names of the roles' columns, and whether it has a header."""
-    if path.suffix.lower() in FORMATS["parquet"].endings:
-        file = FORMATS["parquet"].open_file(path)
-        positions, _ = _match_columns(path, file.names, roles, column_names)
-        return file, [file.names[position] for position in positions], True
-    open_file = FORMATS["csv"].open_file
-    if delimiter is None:
-        first_line = open_file(path, delimiter="\t", quote=None).names
-        delimiter = next((d for d in DELIMITERS if d in "\t".join(first_line)), ",")
-    # Names in files with tabs or blanks may have quotes; a field of a CSV file may be in quotes.
-    syntax = {"delimiter": delimiter, "quote": None if delimiter in "\t " else '"'}
-    file = open_file(path, **syntax)
-    positions, has_header = _match_columns(path, file.names, roles, column_names)
-    if not has_header:
-        file = open_file(path, **syntax, names=[f"column {i + 1}" for i in range(len(file.names))])
-    return file, [file.names[position] for position in positions], has_header
+) -> tuple[TableFile, list[str]]:
+    """Open a file. Returns it with the names of the roles' columns: `column 1`, ... in text without a header."""
+
+    def name_columns(cells: Sequence[str]) -> list[str] | None:
+        _, is_header = _match_roles(path, cells, roles, column_names)
+        return None if is_header else [f"column {i + 1}" for i in range(len(cells))]
+
+    file = open_named_file(path, delimiter, None, name_columns, UNQUOTED)
+    positions, _ = _match_roles(path, file.names, roles, column_names)
+    return file, [file.names[position] for position in positions]
 
 
-def _match_columns(
+def _match_roles(
     path: Path,
-    first_cells: Sequence[str],
+    cells: Sequence[str],
     roles: Mapping[str, Sequence[str]],
     column_names: Sequence[str] | None,
 ) -> tuple[list[int], bool]:
     """Return the position of each role's column, and whether the first cells of a text file are a header."""
-    cells = [cell.strip().lower() for cell in first_cells]
-    matches = [[i for i, cell in enumerate(cells) if cell in usual] for usual in roles.values()]
-    is_header = all(len(positions) == 1 for positions in matches)
-    shown = f"{len(first_cells)} columns ({', '.join(first_cells)[:80]})"
+    matches = list(match_columns(cells, roles, {}).values())
+    is_header = len(matches) == len(roles)
+    order = list(roles) if column_names is None else column_names
     if column_names is None and is_header:
-        return [positions[0] for positions in matches], True
-    if column_names is None:
-        if len(first_cells) != len(roles):
+        order = matches
+    elif set(roles) <= set(order):
+        if len(cells) != len(order):
             raise DataError(
-                f"{path}: got {shown}, wanted {len(roles)}: {', '.join(roles)}. Name all columns of the file in "
-                f"their order: --set data.options.columns=[{','.join([*roles, 'other'])}]; or its delimiter: "
+                f"{path}: got {len(cells)} columns ({', '.join(cells)[:80]}), wanted {len(order)}: {', '.join(order)}. "
+                "Name all columns of the file in their order: --set "
+                f"data.options.columns=[{','.join([*roles, 'other'])}]; or its delimiter: "
                 '--set data.options.delimiter=";"'
             )
-        return list(range(len(roles))), False
-    if set(roles) <= set(column_names):
-        if len(first_cells) != len(column_names):
-            raise DataError(
-                f"{path}: got {shown}, wanted {len(column_names)} as data.options.columns has them "
-                f"({', '.join(column_names)}). Name all columns of the file in their order"
-            )
-        return [column_names.index(role) for role in roles], is_header
-    if len(column_names) != len(roles) or not set(column_names) <= set(first_cells):
+        return [order.index(role) for role in roles], is_header
+    elif len(order) != len(roles) or not set(order) <= set(cells):
         raise ConfigError(
-            f"{path}: got columns={list(column_names)}, wanted {', '.join(roles)} in the order of the file, or the "
-            f"names of these {len(roles)} in its header ({', '.join(first_cells)[:80]}); set data.options.columns"
+            f"{path}: got columns={list(order)}, wanted {', '.join(roles)} in the order of the file, or the "
+            f"names of these {len(roles)} in its header ({', '.join(cells)[:80]}); set data.options.columns"
         )
-    return [list(first_cells).index(name) for name in column_names], True
+    return [list(cells).index(name) for name in order], True
 
 
 def _read_names(column_name: str, array: pa.Array) -> pa.Array:

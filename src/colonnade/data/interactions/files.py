@@ -10,9 +10,10 @@ lines of a user and its items (LightGCN)  user, item
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import partial, reduce
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -32,8 +33,8 @@ from colonnade.data.interactions.columns import (
     build_record_schema,
     index_keys,
 )
-from colonnade.data.lines import build_field_error, format_excerpt, read_all_lines
-from colonnade.data.tabular.arrow_files import open_arrow_object
+from colonnade.data.lines import build_field_error, format_excerpt, read_all_lines, read_range
+from colonnade.data.tabular.arrow_files import ArrowTableFile, open_arrow_object
 from colonnade.data.tabular.arrow_types import combine_chunks, is_number_type
 from colonnade.data.tabular.declaration import FileSchema
 from colonnade.data.tabular.encode import convert_to_numbers
@@ -55,7 +56,8 @@ NAMES: dict[str, tuple[str, ...]] = {
     "event": ("event", "eventtype", "type", "action", "behavior", "behaviour", "interaction"),
 }  # fmt: skip
 """Usual names of columns, in lower case, without an ending `id` and without `_`."""
-DELIMITERS = "\t,;|"
+HEAD_BYTES = 1 << 20
+"""Bytes of a text file of which the first line is looked at for its delimiter."""
 NUM_BUCKETS = 16
 """Maximal number of buckets of a number that describes users or items, between its quantiles."""
 SORTED_TOGETHER = 1 << 18
@@ -67,13 +69,9 @@ LINES_SEEN = 1000
 
 @dataclass(frozen=True, slots=True)
 class FileOptions:
-    """Names of the columns, and how text is read. None: recognised."""
+    """Columns by role (keys of NAMES), and how text is read. Left out, or None: recognised."""
 
-    user: str | None = None
-    item: str | None = None
-    time: str | None = None
-    rating: str | None = None
-    event: str | None = None
+    columns: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
     delimiter: str | None = None
     names: Sequence[str] | None = None
 
@@ -113,57 +111,78 @@ def open_table(source: Any, options: FileOptions) -> _Table:
 
 
 def _open_file(path: Path, options: FileOptions) -> _Table:
-    known_format = find_format(path.suffix)
-    if known_format is None and options.names is None and _has_item_lists(path):
+    if find_format(path.suffix) is None and options.names is None and _has_item_lists(path):
         table = read_item_lists(path)
         return _Table(str(path), table.column_names, {}, table.select)
-    format = known_format or FORMATS["csv"]
-    syntax: dict[str, Any] = {}
-    if format.name == "csv":
-        syntax = {"delimiter": options.delimiter, "names": options.names}
-        if options.delimiter is None and known_format is None:
-            syntax["delimiter"] = _guess_delimiter(path)
-    file = format.open_file(path, **syntax)
-    if format.name == "csv" and options.names is None and not _has_header(file.names, options):
-        head = [narrow_column(pa.array([name])) for name in file.names]
-        file = format.open_file(path, **{**syntax, "names": _name_columns(head, path)})
-    return _open_table_file(file, is_text=format.name not in ("parquet", "arrow"))
+    return _open_table_file(
+        open_named_file(
+            path, options.delimiter, options.names, partial(_name_columns, path, options.columns)
+        )
+    )
 
 
-def _open_table_file(file: TableFile, *, is_text: bool = False) -> _Table:
+def _open_table_file(file: TableFile) -> _Table:
     def read(names: Sequence[str]) -> pa.Table:
         blocks = list(read_tables(file, names))
         if not blocks:
             raise DataError(f"{file.path}: got no row, wanted at least one. Was it fully written?")
         return pa.concat_tables(blocks, promote_options="permissive")
 
+    is_text = not isinstance(file, ArrowTableFile)
     return _Table(str(file.path), file.names, file.header_types, read, is_text)
 
 
-def _has_header(names: Sequence[str], options: FileOptions) -> bool:
-    """Return whether the first line names columns: a known one, or none that is a number."""
-    usual = {name for group in NAMES.values() for name in group}
-    is_known = any(_plain_name(name) in usual for name in names)
-    is_given = any(getattr(options, role) in names for role in NAMES)
-    return is_known or is_given or not any(map(NUMBER.fullmatch, names))
+def open_named_file(
+    path: Path,
+    delimiter: str | None,
+    names: Sequence[str] | None,
+    name_columns: Callable[[Sequence[str]], Sequence[str] | None],
+    unquoted: str = "",
+) -> TableFile:
+    """Open a file of any format, by its ending; others are delimited text. Raises DataError, ConfigError.
 
-
-def _name_columns(values: Sequence[pa.Array], path: Path) -> list[str]:
-    """Name the columns of a file without a header, from the values of its first line."""
-    if len(values) == 3:
-        third = "time" if (find_time_unit(values[2]) or ("", 0))[1] else "rating"
-        return [USER, ITEM, third]
-    if len(values) not in (2, 4):
-        raise ConfigError(
-            f"{path}: got {len(values)} columns without a header, wanted 2 to 4 (user, item, rating, time); name them "
-            "with data.options.names"
-        )
-    return [USER, ITEM, "rating", "time"][: len(values)]
+    delimiter, names   of text; None: recognised
+    name_columns       names the columns of text without a header from the cells of its first line; returns None if
+                       these are a header
+    unquoted           delimiters of text in which a quote is a character as others
+    """
+    format = find_format(path.suffix) or FORMATS["csv"]
+    if format.name != "csv":
+        return format.open_file(path)
+    delimiter = delimiter or _guess_delimiter(path)
+    open_text = partial(
+        format.open_file, path, delimiter=delimiter, quote=None if delimiter in unquoted else '"'
+    )
+    file = open_text(names=names)
+    own_names = name_columns(file.names) if names is None else None
+    return file if own_names is None else open_text(names=own_names)
 
 
 def _guess_delimiter(path: Path) -> str:
-    first = next(iter(read_all_lines(path)[:1])).decode("utf-8", "replace")
-    return max(DELIMITERS, key=first.count) if any(d in first for d in DELIMITERS) else " "
+    """Return a tab if the first line has one, else its most frequent other delimiter; a blank if there is none."""
+    first = read_range(path, 0, HEAD_BYTES, path.stat().st_size).split(b"\n")[0]
+    counts = {delimiter: first.count(delimiter.encode()) for delimiter in ",;|"}
+    if b"\t" in first:
+        return "\t"
+    return max(counts, key=counts.__getitem__) if any(counts.values()) else " "
+
+
+def _name_columns(
+    path: Path, requested: Mapping[str, str | None], cells: Sequence[str]
+) -> list[str] | None:
+    """Name the columns of a file from the cells of its first line; None if that names columns itself: a requested or
+    usual one, or none that is a number."""
+    is_header = match_columns(cells, NAMES, {}) or set(requested.values()) & set(cells)
+    if is_header or not any(map(NUMBER.fullmatch, cells)):
+        return None
+    if len(cells) not in (2, 3, 4):
+        raise ConfigError(
+            f"{path}: got {len(cells)} columns without a header, wanted 2 to 4 (user, item, rating, time); name them "
+            "with data.options.names"
+        )
+    has_times = len(cells) == 3 and find_time_unit(narrow_column(pa.array(cells[2:])))
+    is_time = has_times and has_times[1]
+    return [USER, ITEM, *(["time"] if is_time else ["rating", "time"])][: len(cells)]
 
 
 def _has_item_lists(path: Path) -> bool:
@@ -207,29 +226,35 @@ def read_item_lists(path: Path) -> pa.Table:
 
 
 def find_roles(table: _Table, options: FileOptions, wanted: Sequence[str]) -> dict[str, str]:
-    """Return the column of each role that the table has: the one of the options, else the first with a usual name."""
-    roles = {}
-    for role in wanted:
-        requested = getattr(options, role)
-        if requested is not None:
-            if requested not in table.names:
-                raise ConfigError(
-                    f"{table.source}: got no column {requested!r}, which data.options.{role} names; the columns are "
-                    f"{', '.join(list(table.names)[:20])}"
-                )
-            roles[role] = requested
-            continue
-        for name in table.names:
-            if _plain_name(name) in NAMES[role] and name not in roles.values():
-                roles[role] = name
-                break
-    for role in (USER, ITEM):
-        if role in wanted and role not in roles:
+    """Return the column of each role that the table has. Raises ConfigError for missing ones."""
+    listed = f"the columns are {', '.join(list(table.names)[:20])}"
+    roles = match_columns(table.names, {role: NAMES[role] for role in wanted}, options.columns)
+    for role, name in roles.items():
+        if name not in table.names:
             raise ConfigError(
-                f"{table.source}: got no column named like a {role}, wanted to know which one it is. Say so with "
-                f"data.options.{role}; the columns are {', '.join(list(table.names)[:20])}"
+                f"{table.source}: got no column {name!r}, which data.options.{role} names; {listed}"
             )
+    for role in {USER, ITEM} & (set(wanted) - set(roles)):
+        raise ConfigError(
+            f"{table.source}: got no column named like a {role}, wanted to know which one it is. Say so with "
+            f"data.options.{role}; {listed}"
+        )
     return roles
+
+
+def match_columns(
+    names: Sequence[str],
+    usual_names: Mapping[str, Sequence[str]],
+    requested: Mapping[str, str | None],
+) -> dict[str, str]:
+    """Return the column of each role in `usual_names` that has one: the requested one, else the first of `names` with a
+    usual name."""
+    columns: dict[str, str] = {}
+    for role, usual in usual_names.items():
+        matches = (n for n in names if _plain_name(n) in usual and n not in columns.values())
+        column = requested.get(role) or next(matches, None)
+        columns |= {} if column is None else {role: column}
+    return columns
 
 
 def _plain_name(name: str) -> str:
@@ -411,8 +436,8 @@ def _open_part(
     """Open a part: the table, the column of each role in it, and a mask of the rows that count; None: all."""
     table = open_table(source, options)
     wanted = [USER, ITEM, *(["time"] if has_times else [])]
-    wanted += ["rating"] if at_least is not None or options.rating else []
-    wanted += ["event"] if events is not None or options.event else []
+    wanted += ["rating"] if at_least is not None or options.columns.get("rating") else []
+    wanted += ["event"] if events is not None or options.columns.get("event") else []
     roles = find_roles(table, options, wanted)
     for role, setting in (("rating", at_least), ("event", events)):
         if setting is not None and role not in roles:
@@ -479,13 +504,12 @@ def _read_entity_file(source: Any, role: str, options: FileOptions) -> KeyedTabl
     """Read a file of users or of items. Its key has the name of the role's column; else it is a first column `id`."""
     if source is None:
         return None
-    options = FileOptions(**{"delimiter": options.delimiter, role: getattr(options, role)})
-    table = open_table(source, options)
-    if getattr(options, role) not in table.names:
-        options = replace(options, **{role: None})
-    if _plain_name(table.names[0]) == "":
-        options = replace(options, **{role: table.names[0]})
-    key = find_roles(table, options, [role])[role]
+    table = open_table(source, FileOptions(options.columns, options.delimiter))
+    first, requested = table.names[0], options.columns.get(role)
+    columns = {role: requested} if requested in table.names else {}
+    if _plain_name(first) == "":
+        columns = {role: first}
+    key = find_roles(table, FileOptions(columns), [role])[role]
     return index_table(table.source, key, table.read(table.names), table.header_types, {})
 
 

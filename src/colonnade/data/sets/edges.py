@@ -16,14 +16,14 @@ from colonnade.data.graph import FAN_OUTS, open_edge_parts
 from colonnade.data.names import assign_rows, draw_parts, number_names, read_name_columns
 
 NODES = {
-    "source": ("source", "src", "from", "head", "u", "node1", "source_id", "id1", "node_1"),
-    "target": ("target", "dst", "to", "tail", "v", "node2", "target_id", "id2", "node_2"),
+    "source": ("source", "src", "from", "head", "u", "node1", "id1"),
+    "target": ("target", "dst", "to", "tail", "v", "node2", "id2"),
 }
 USERS = {
-    "user": ("user", "user_id", "userid", "source", "u", "from"),
-    "item": ("item", "item_id", "itemid", "target", "i", "v", "to"),
+    "user": ("user", "source", "u", "from"),
+    "item": ("item", "target", "i", "v", "to"),
 }
-"""Columns of an edge, with their usual names in headers."""
+"""Columns of an edge, with their usual names in headers as `interactions.files.NAMES` has them."""
 SPLIT_KEY = stream_key(0, 41)
 
 PRESET = {
@@ -51,7 +51,7 @@ def open_edges(
 ) -> Splits:
     """Open a graph from files of edges; the task is to predict a node's neighbours.
 
-    path         CSV, TSV, text with tabs, commas or blanks, or Parquet, with or without a header
+    path         CSV, TSV, text with tabs, blanks or any of , ; | or Parquet, with or without a header
     bipartite    False: both columns are nodes of one kind, source and target, and edges have no direction; True: users
                  and items
     validation_fraction, test_fraction

@@ -89,8 +89,7 @@ def open_interactions(
     users, items                       files with a row for each: features by which models know them
     core                               least number of interactions of a user, and of an item
     validation, test                   files of these parts; default: those of a folder that has train and test
-    split                              as in `interactions.splits`; default: files, else leave_one_out if there is an
-                                       order, else per_user
+    split                              as in `interactions.splits`; default: files, leave_one_out (ordered) or per_user
     test_after, validation_after       cutoffs of split=time: ISO times, or numbers
     split_seed                         seed of drawn parts; `seed` orders the samples of an epoch
     samples                            "pairs" (user, item), or "sequences" of a user's items
@@ -103,9 +102,10 @@ def open_interactions(
     Raises DataError naming file and row, ConfigError.
     """
     parts = _number_parts(find_part_files(path, validation, test))
+    columns = {"user": user, "item": item, "time": time, "rating": rating, "event": event}
     data, record_schema, note = read_interactions(
         parts,
-        FileOptions(user, item, time, rating, event, delimiter, names),
+        FileOptions(columns, delimiter, names),
         users=users,
         items=items,
         at_least=at_least,

@@ -8,18 +8,18 @@ train; the last 20 % test.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from colonnade.batch import Ids
 from colonnade.data.contract import Column, Schema, Splits
+from colonnade.data.interactions.columns import to_positions
 from colonnade.data.lines import build_field_error, format_excerpt, locate_data_file, read_all_lines
 from colonnade.data.tensors import TensorColumns, TensorSource, gather_ids
 from colonnade.errors import DataError
@@ -51,18 +51,23 @@ def open_movielens(path: str | Path | None = None, *, seed: int = 0) -> Splits:
     users = read_users(ratings.with_name("users.dat"))
     movies = read_movies(ratings.with_name("movies.dat"))
     user, movie, rating = read_ratings(ratings)
-    user_row = map_ids_to_rows(ratings, "user_id", user, users.ids, "users.dat")
-    movie_row = map_ids_to_rows(ratings, "movie_id", movie, movies.ids, "movies.dat")
-
-    columns = [Column("user", int(users.ids.max()) + 1), Column("movie", int(movies.ids.max()) + 1)]
-    ids = {"user": Ids(user), "movie": Ids(movie)}
-    for table, rows in ((users, user_row), (movies, movie_row)):
-        for name, values in table.fields.items():
-            distinct, index = np.unique(values, return_inverse=True)
-            columns.append(Column(name, len(distinct)))
-            ids[name] = Ids(torch.from_numpy(index).index_select(0, rows))
-    columns.append(Column("genres", len(movies.genre_names), kind="bag"))
-    ids["genres"] = gather_ids(movies.genres, movie_row)
+    columns: list[Column] = []
+    ids: dict[str, Ids] = {}
+    for name, column, table in (("user", user, users), ("movie", movie, movies)):
+        columns.append(Column(name, int(table[name][-1].as_py()) + 1))
+        ids[name] = Ids(column)
+    for name, column, table in (("user", user, users), ("movie", movie, movies)):
+        rows = find_rows(ratings, name, column, table)
+        for feature in table.column_names[1:]:
+            values, offsets = table[feature].combine_chunks(), None
+            if pa.types.is_list(values.type):
+                values, offsets = (
+                    values.values,
+                    torch.from_numpy(values.offsets.to_numpy().astype(np.int64)),
+                )
+            distinct, index = np.unique(values.to_numpy(zero_copy_only=False), return_inverse=True)
+            columns.append(Column(feature, len(distinct), "one" if offsets is None else "bag"))
+            ids[feature] = gather_ids(Ids(torch.from_numpy(index), offsets), rows)
 
     schema = Schema(dense=(), categorical=tuple(columns))
     label = (rating >= POSITIVE_RATING).to(torch.float32).reshape(-1, 1)
@@ -75,20 +80,6 @@ def open_movielens(path: str | Path | None = None, *, seed: int = 0) -> Splits:
         validation=TensorSource(schema, samples, rows=order[num_fit:num_train]),
         test=TensorSource(schema, samples, rows=order[num_train:]),
     )
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Users:
-    ids: Tensor  # (U,) int64, ascending
-    fields: dict[str, NDArray]  # (U,) each
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Movies:
-    ids: Tensor  # (M,) int64, ascending
-    fields: dict[str, NDArray]
-    genres: Ids  # (M,) bags
-    genre_names: list[str]
 
 
 def _read_dat_rows(path: Path, names: tuple[str, ...]) -> list[list[str]]:
@@ -139,27 +130,23 @@ def _parse_integer(
     return int(field)
 
 
-def read_users(path: Path) -> _Users:
-    names = ("user", "sex", "age", "occupation", "zip")
-    rows = _read_dat_rows(path, names)
-    numbers = {
-        name: np.array(
-            [
-                _parse_integer(path, int(row[0]), name, row[at].encode("latin-1"), min_value=0)
-                for row in rows
-            ]
-        )
-        for name, at in (("age", 3), ("occupation", 4))
+def read_users(path: Path) -> pa.Table:
+    """Read the columns user, sex, age, occupation and zip3, in the order of the users."""
+    rows = _read_dat_rows(path, ("user", "sex", "age", "occupation", "zip"))
+    columns: dict[str, list[Any]] = {
+        "user": [int(row[1]) for row in rows],
+        "sex": [row[2] for row in rows],
     }
-    fields = {
-        "sex": np.array([row[2] for row in rows]),
-        **numbers,
-        "zip3": np.array([row[5][:3] for row in rows]),
-    }
-    return _Users(torch.tensor([int(row[1]) for row in rows]), fields)
+    for name, at in (("age", 3), ("occupation", 4)):
+        columns[name] = [
+            _parse_integer(path, int(row[0]), name, row[at].encode("latin-1"), min_value=0)
+            for row in rows
+        ]
+    return pa.table({**columns, "zip3": [row[5][:3] for row in rows]})
 
 
-def read_movies(path: Path) -> _Movies:
+def read_movies(path: Path) -> pa.Table:
+    """Read the columns movie, year and genres (lists), in the order of the movies."""
     rows = _read_dat_rows(path, ("movie", "title", "genres"))
     years = []
     for number, _, title, _ in rows:
@@ -174,15 +161,8 @@ def read_movies(path: Path) -> _Movies:
                 fix="Repair the line",
             )
         years.append(int(match[1]))
-    bags = [row[3].split("|") for row in rows]
-    genre_names = sorted({genre for bag in bags for genre in bag})
-    number_of = {genre: i for i, genre in enumerate(genre_names)}
-    genres = Ids(
-        torch.tensor([number_of[genre] for bag in bags for genre in bag]),
-        torch.tensor([0, *np.cumsum([len(bag) for bag in bags])]),
-    )
-    ids = torch.tensor([int(row[1]) for row in rows])
-    return _Movies(ids, {"year": np.array(years)}, genres, genre_names)
+    movies = [int(row[1]) for row in rows]
+    return pa.table({"movie": movies, "year": years, "genres": [row[3].split("|") for row in rows]})
 
 
 def read_ratings(path: Path) -> tuple[Tensor, Tensor, Tensor]:
@@ -213,17 +193,13 @@ def read_ratings(path: Path) -> tuple[Tensor, Tensor, Tensor]:
     return user, movie, rating
 
 
-def map_ids_to_rows(
-    file_path: Path, column_name: str, ids: Tensor, known_ids: Tensor, file_name: str
-) -> Tensor:
-    """Return the row (n,) of each of `ids` (n,) in `known_ids` (K,), ascending. Raises DataError for unknown ids."""
-    rows = torch.searchsorted(known_ids, ids).clamp_(max=len(known_ids) - 1)
-    is_unknown = known_ids[rows] != ids
-    if is_unknown.any():
-        at = int(is_unknown.to(torch.uint8).argmax())
+def find_rows(path: Path, name: str, ids: Tensor, table: pa.Table) -> Tensor:
+    """Return the row (n,) of each of `ids` (n,) in a table of users or movies. Raises DataError for unknown ids."""
+    rows = to_positions(table[name].to_numpy(), ids.numpy())
+    if (rows < 0).any():
+        at = int((rows < 0).to(torch.uint8).argmax())
         raise DataError(
-            f"{file_path}, row {at}, column {column_name}: got {int(ids[at])}, wanted one that {file_name} "
-            "in its folder "
+            f"{path}, row {at}, column {name}_id: got {int(ids[at])}, wanted one that {name}s.dat in its folder "
             "describes. Use files of the same release"
         )
     return rows

@@ -9,9 +9,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pyarrow as pa
-
 from colonnade.data.contract import Splits
 from colonnade.data.interactions.samples import SampleKind
 from colonnade.data.lines import locate_data_file
@@ -48,21 +45,11 @@ def open_movielens_retrieval(
     Raises DataError naming file, line or row, and column.
     """
     file = locate_data_file(path, data_set_folder=movielens.FOLDER, file_name="ratings.parquet")
-    users = movielens.read_users(file.with_name("users.dat"))
-    movies = movielens.read_movies(file.with_name("movies.dat"))
-    genres = pa.array(movies.genre_names).take(pa.array(movies.genres.values.numpy()))
-    offsets = pa.array(np.append(0, movies.genres.counts.cumsum(0).numpy()).astype(np.int32))
     return interactions.open_interactions(
         file,
         at_least=movielens.POSITIVE_RATING,
-        users=pa.table({"user": users.ids.numpy(), **users.fields}),
-        items=pa.table(
-            {
-                "item": movies.ids.numpy(),
-                **movies.fields,
-                "genres": pa.ListArray.from_arrays(offsets, genres),
-            }
-        ),
+        users=movielens.read_users(file.with_name("users.dat")),
+        items=movielens.read_movies(file.with_name("movies.dat")),
         split="per_user",
         seed=seed,
         samples=samples,

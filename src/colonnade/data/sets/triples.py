@@ -31,11 +31,11 @@ from colonnade.data.triples import open_triple_tensors
 from colonnade.errors import DataError
 
 ROLES = {
-    "head": ("head", "h", "subject", "s", "source", "from", "head_id"),
-    "relation": ("relation", "r", "predicate", "p", "rel", "property", "edge", "relation_id"),
-    "tail": ("tail", "t", "object", "o", "target", "to", "tail_id"),
+    "head": ("head", "h", "subject", "s", "source", "from"),
+    "relation": ("relation", "r", "predicate", "p", "rel", "property", "edge"),
+    "tail": ("tail", "t", "object", "o", "target", "to"),
 }
-"""Columns of a triple, with their usual names in headers."""
+"""Columns of a triple, with their usual names in headers as `interactions.files.NAMES` has them."""
 SPLIT_KEY = stream_key(0, 40)
 
 Parts = dict[str, NDArray[np.int64]]
@@ -98,15 +98,16 @@ def open_triples(
 ) -> Splits:
     """Open a knowledge graph from a file, or a folder with one file for each part.
 
-    path         CSV, TSV, text with tabs, commas or blanks, or Parquet, with or without a header; a folder with train,
-                 valid and test (validation, val and dev too) of any of these endings; or with OpenKE's train2id.txt
+    path         CSV, TSV, text with tabs, blanks or any of , ; | or Parquet, with or without a header; a folder with
+                 train, valid and test (validation, val and dev too) of any of these endings; or with OpenKE's
+                 train2id.txt
     validation, test     separate files
     validation_fraction, test_fraction
                  share of the training triples, drawn by `split_seed`, if there is no such file. A triple whose entity
                  or relation would have no training triple stays in training
     columns      all columns in the order of the file: [head, relation, tail], others are not read; or the names of
                  these three in its header. Default: the usual names in the header, else the first of these
-    delimiter    of text; default: tab, comma or blank, the first of these that is in the first line
+    delimiter    of text; default: a tab if the first line has one, else the most frequent of , ; | or else a blank
     entity_names, relation_names
                  recorded by a run: names in the order of their numbers, as JSON. Default: all of training, sorted
 

@@ -184,35 +184,7 @@ class CsvFile(TableFile):
             raise build_field_error(
                 self.path, line_number, None, got="an empty line", wanted="a row", fix="Remove it"
             )
-        try:
-            text = row_text.decode()
-        except UnicodeDecodeError as error:
-            column = None
-            for name, part in zip(
-                self.names, row_text.split(self._delimiter.encode()), strict=False
-            ):
-                if not _is_utf8(part):
-                    column = name
-                    break
-            raise build_field_error(
-                self.path,
-                line_number,
-                column,
-                got=f"the bytes {row_text[error.start : error.start + 4].hex(' ')}",
-                wanted="UTF-8",
-                fix="Convert the file, for instance with iconv -f latin1 -t utf-8",
-            ) from None
-        try:
-            fields = self._split_row_cells(text)
-        except csv.Error as error:
-            raise build_field_error(
-                self.path,
-                line_number,
-                None,
-                got=f"{format_excerpt(row_text)} ({error})",
-                wanted="quotes around whole fields",
-                fix="Repair the row, or say that the file has no quotes: quote: none",
-            ) from None
+        fields = self.split_row(row_text, line_number)
         if len(fields) != len(self.names):
             raise build_field_error(
                 self.path,
@@ -224,6 +196,30 @@ class CsvFile(TableFile):
                 else f"{len(self.names)} as names has them",
                 fix="Repair or remove the row; fields that hold the delimiter need quotes",
             )
+
+    def split_row(self, row_text: bytes, line_number: int) -> list[str]:
+        """Split a row, or the header, into its cells. Raises DataError for other text than UTF-8 and open quotes."""
+        try:
+            return self._split_row_cells(row_text.decode())
+        except UnicodeDecodeError as error:
+            position = row_text.count(self._delimiter.encode(), 0, error.start)
+            raise build_field_error(
+                self.path,
+                line_number,
+                self.names[position] if position < len(self.names) else None,
+                got=f"the bytes {row_text[error.start : error.start + 4].hex(' ')}",
+                wanted="UTF-8",
+                fix="Convert the file, for instance with iconv -f latin1 -t utf-8",
+            ) from None
+        except csv.Error as error:
+            raise build_field_error(
+                self.path,
+                line_number,
+                None,
+                got=f"{format_excerpt(row_text)} ({error})",
+                wanted="quotes around whole fields",
+                fix="Repair the row, or say that the file has no quotes: quote: none",
+            ) from None
 
     @property
     def _quote_code(self) -> int | None:
@@ -264,29 +260,7 @@ def open_csv_file(
     if dialect.names is not None:
         columns, header_types = parse_csv_header(path, dialect.names)
         return CsvFile(rows, columns, dialect, {}, header_types)
-    try:
-        header = rows.header.decode().rstrip("\r\n")
-    except UnicodeDecodeError:
-        raise build_field_error(
-            path,
-            1,
-            None,
-            got=format_excerpt(rows.header),
-            wanted="UTF-8",
-            fix="Convert the file, for instance with iconv -f latin1 -t utf-8",
-        ) from None
-    unnamed = CsvFile(rows, [], dialect, {}, {})
-    try:
-        cells = unnamed._split_row_cells(header)
-    except csv.Error as error:
-        raise build_field_error(
-            path,
-            1,
-            None,
-            got=f"{format_excerpt(rows.header)} ({error})",
-            wanted="quotes around whole names",
-            fix="Repair the header, or say that the file has no quotes: quote: none",
-        ) from None
+    cells = CsvFile(rows, [], dialect, {}, {}).split_row(rows.header.rstrip(b"\r\n"), 1)
     if cells == [""]:
         raise build_field_error(
             path,
@@ -350,14 +324,6 @@ def choose_parse_types(file_schema: FileSchema) -> dict[str, pa.DataType]:
         column: next(types[kind] for kind in types if kind in kinds)
         for column, kinds in wanted.items()
     }
-
-
-def _is_utf8(field: bytes) -> bool:
-    try:
-        field.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
 
 
 open_csv = build_opener(
