@@ -6,6 +6,7 @@ import csv
 import math
 import random
 import re
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from colonnade.data import (
     SplitOptions,
     assign_parts,
     open_interactions,
+    open_source,
     read_interactions,
 )
 from colonnade.data.interactions.columns import Entities, Interactions
@@ -320,6 +322,15 @@ def test_a_run_recommends_by_the_names_of_the_files(tmp_path, model, capsys):
         if model == "two_tower":
             whole |= {"age": None, "sex": None}
         assert recommender.recommend([whole], k=50).items[0] == best.items[0]
+        # An item that the model does not know says nothing, and an empty cell leaves a column out.
+        unknown = {**new, "history": [2, 999, 4, 10**12]}
+        for record, row in (
+            (unknown, 1),
+            ({**known, "history": None}, 0),
+            ({**known, "history": ""}, 0),
+        ):
+            again = recommender.recommend([record], k=50)
+            assert again.scores[0] == pytest.approx(best.scores[row], abs=1e-5)
 
 
 def read_rows(path: Path) -> list[list[str]]:
@@ -501,3 +512,24 @@ def test_items_of_the_test_alone_are_never_trained(rows, split):
                     ):
                         position = int((ids == item).nonzero())
                         assert position in trained[int(batch.group[sample])]
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "hint"),
+    [("split", "leave-one-out", "leave_one_out"), ("order", "tme", "time"), ("samples", "sequence", "sequences")],
+)  # fmt: skip
+def test_values_of_options_are_checked(option, value, hint, tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("user,item\n1,2\n1,3\n")
+    for call in (partial(open_source, "interactions"), open_interactions):
+        with pytest.raises(ConfigError, match=rf"{option}: got '{value}'.*Did you mean '{hint}'"):
+            call(path, **{option: value})
+
+
+def test_times_are_recognised_by_a_last_word_and_other_columns_are_listed(tmp_path):
+    path = tmp_path / "a.csv"
+    rows = [f"u{i % 5},{i % 7},{1_700_000_000 - i},x" for i in range(60)]
+    path.write_text("\n".join(["member,Title Id,watched_at,device", *rows]) + "\n")
+    splits = open_source("interactions", path, item="Title Id")
+    assert "time=watched_at; not read: device" in splits.notes[0]
+    assert "split leave_one_out" in splits.notes[1]

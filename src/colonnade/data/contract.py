@@ -9,9 +9,19 @@ form the same global batch for any N; every rank has the same number of steps; a
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeGuard
+from difflib import get_close_matches
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Literal,
+    Protocol,
+    TypeGuard,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from colonnade.config.run import LastBatch
 from colonnade.errors import ConfigError
@@ -212,3 +222,17 @@ def iterate_rank_blocks(
             yield first + begin, first + end
 
     return iterate_blocks()
+
+
+def check_choices(function: Callable[..., Any], options: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a text that is none of the Literal values that a function's parameter may have."""
+    hints = get_type_hints(function)
+    for name, value in options.items():
+        kinds = (hints.get(name), *get_args(hints.get(name)))
+        choices = [c for kind in kinds if get_origin(kind) is Literal for c in get_args(kind)]
+        if choices and isinstance(value, str) and value not in choices:
+            nearest = get_close_matches(value, choices, n=1)
+            hint = f"Did you mean {nearest[0]!r}?" if nearest else "Choose one of these"
+            raise ConfigError(
+                f"data.options.{name}: got {value!r}, wanted one of {', '.join(choices)}. {hint}"
+            )

@@ -68,6 +68,9 @@ def open_source(name: str, path: str | Path | None = None, **options: Any) -> Sp
         raise ConfigError(
             f"source {name!r} has no option {option!r}; {hint}it takes {', '.join(sorted(option_names))}"
         )
+    from colonnade.data.contract import check_choices  # loads the configuration
+
+    check_choices(opener, options)
     path_parameter = parameters.get("path")
     if (
         path_parameter is not None

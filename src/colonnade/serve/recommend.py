@@ -68,6 +68,8 @@ class Catalogue:
     """Ids of these users in records (U,), ascending; None: they are numbered."""
     users: Mapping[str, Ids] = field(default_factory=dict)
     """Features that the data has of each user (U,), with its history: for records that leave them out."""
+    has_all_items: bool = False
+    """True if the model was trained on no other item."""
 
     @property
     def num_items(self) -> int:
@@ -259,7 +261,7 @@ class Recommender:
                 f"got k={describe_value(k)}, wanted 1 to {MAX_K:,} items. Send another k"
             )
         positions = self._find_users(users)
-        batch = self._encode_users(users, positions)
+        batch = self._leave_out_unknown_items(self._encode_users(users, positions))
         mask = self._build_mask(batch, positions, exclude, exclude_seen)
         return self.recommend_batch(batch, k, mask)
 
@@ -407,9 +409,23 @@ class Recommender:
         ids = dict(batch.ids)
         for name in stored.keys() & ids.keys():
             columns = self.encoder.find_columns(name)
-            is_absent = torch.tensor([not any(c in record for c in columns) for record in records])
+            is_absent = torch.tensor([all(_is_empty(r.get(c)) for c in columns) for r in records])
             of_users = gather_ids(stored[name], positions.clamp(min=0))
             ids[name] = select_samples(ids[name], of_users, is_absent & (positions >= 0))
+        return replace(batch, ids=ids)
+
+    def _leave_out_unknown_items(self, batch: Batch) -> Batch:
+        """Leave items out of histories that the model was not trained on: their rows say nothing."""
+        if not self.catalogue.has_all_items or not len(self._item_ids):
+            return batch
+        ids = dict(batch.ids)
+        for name in self._history:
+            bags = ids[name]
+            nearest = torch.searchsorted(self._item_ids, bags.values)
+            is_known = self._item_ids[nearest.clamp(max=len(self._item_ids) - 1)] == bags.values
+            if bags.offsets is not None:
+                counts = torch.cat([is_known.new_zeros(1, dtype=torch.int64), is_known.cumsum(0)])
+                ids[name] = Ids(bags.values[is_known], counts[bags.offsets])
         return replace(batch, ids=ids)
 
     def _find_seen_items(self, user_positions: Tensor) -> Ids:
@@ -423,6 +439,11 @@ class Recommender:
         counts = bags.counts * is_known
         values = bags.values[is_known[bags.samples]]
         return Ids(values, torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)]))
+
+
+def _is_empty(value: Any) -> bool:
+    """Return whether a record has nothing in a column, as an empty cell of a CSV file; an empty list is a value."""
+    return value is None or (isinstance(value, str) and not value)
 
 
 def select_samples(one: Ids, other: Ids, is_other: Tensor) -> Ids:
@@ -529,7 +550,7 @@ def open_data_catalogue(config: RunConfig) -> Catalogue:
     taken = concat_bags(concat_bags(split.history, split.validation), split.test)
     history = truncate_to_newest_items(split.get_item_ids(taken), splits.train.max_history)  # type: ignore[attr-defined]
     users = {**split.users, "history": history}
-    return Catalogue(features, split.item_keys, taken, split.user_keys, users)
+    return Catalogue(features, split.item_keys, taken, split.user_keys, users, has_all_items=True)
 
 
 def build_catalogue(

@@ -41,7 +41,7 @@ from colonnade.data.tabular.encode import convert_to_numbers
 from colonnade.data.tabular.fields import Bucket, Categorical, DeclaredField, Number
 from colonnade.data.tabular.files import TableFile, find_files, read_tables
 from colonnade.data.tabular.formats import FORMATS, NUMBER, find_format, list_endings
-from colonnade.data.tabular.infer import TIME_WORDS, infer_column_fields
+from colonnade.data.tabular.infer import TIME_WORDS, infer_column_fields, split_name
 from colonnade.data.tabular.join import KeyedTable, index_table
 from colonnade.data.tabular.narrow import narrow_column
 from colonnade.data.tabular.times import convert_to_microseconds, find_time_unit, format_time
@@ -248,11 +248,14 @@ def match_columns(
     requested: Mapping[str, str | None],
 ) -> dict[str, str]:
     """Return the column of each role in `usual_names` that has one: the requested one, else the first of `names` with a
-    usual name."""
+    usual name, or for times with such a last word (`watched_at`)."""
     columns: dict[str, str] = {}
     for role, usual in usual_names.items():
-        matches = (n for n in names if _plain_name(n) in usual and n not in columns.values())
-        column = requested.get(role) or next(matches, None)
+        rest = [name for name in names if name not in columns.values()]
+        matches = [name for name in rest if _plain_name(name) in usual]
+        if role == "time":
+            matches += [name for name in rest if split_name(name)[-1] in usual]
+        column = requested.get(role) or next(iter(matches), None)
         columns |= {} if column is None else {role: column}
     return columns
 
@@ -423,7 +426,7 @@ def read_interactions(
         columns["part"],
     )  # fmt: skip
     data = keep_core(data, core)
-    return *_add_entities(data, files, schema), _describe(size, data, roles)
+    return *_add_entities(data, files, schema), _describe(size, data, roles, tables[-1][0].names)
 
 
 def _open_part(
@@ -557,9 +560,11 @@ def _split_fields(fields: Sequence[DeclaredField]) -> dict[str, Sequence[Declare
     return {USER: fields[1:middle], ITEM: fields[middle + 1 : names.index(HISTORY)]}
 
 
-def _describe(size: int, data: Interactions, roles: Mapping[str, str]) -> str:
+def _describe(size: int, data: Interactions, roles: Mapping[str, str], names: Sequence[str]) -> str:
     """Describe what was recognised in files and left out, in one line."""
     columns = ", ".join(f"{role}={name}" for role, name in roles.items())
+    others = [name for name in names if name not in roles.values()]
+    not_read = f"; not read: {', '.join(others)}" if others else ""
     cells = max(len(data.users.keys) * len(data.items.keys), 1)
     times = ""
     if data.time_n is not None and data.time_n.dtype == np.int64 and data.size:
@@ -568,5 +573,5 @@ def _describe(size: int, data: Interactions, roles: Mapping[str, str]) -> str:
     left_out = f", {size - data.size:,} repeated or left out" if size > data.size else ""
     return (
         f"{data.size:,} interactions of {len(data.users.keys):,} users with {len(data.items.keys):,} items "
-        f"({data.size / cells:.2%} of all pairs){times}{left_out}; columns: {columns}"
+        f"({data.size / cells:.2%} of all pairs){times}{left_out}; columns: {columns}{not_read}"
     )

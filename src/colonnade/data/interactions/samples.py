@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from colonnade.batch import Batch, Ids
-from colonnade.data.contract import Block, BlockSource, Column, Schema, Splits
+from colonnade.data.contract import Block, BlockSource, Column, Schema, Splits, check_choices
 from colonnade.data.counter import random_permutation, random_words, read_words, stream_key
 from colonnade.data.tensors import TensorColumns, gather_ids, locate_bag_items
 
@@ -92,7 +92,9 @@ def open_interaction_splits(
     """Open training samples (pairs or sequences), and queries that validate and test.
 
     Validation ranks no item of the user's history; the test ranks none of them and no validation item.
+    Raises ConfigError for another kind of samples.
     """
+    check_choices(open_interaction_splits, {"samples": samples})
     cardinality = next(c.cardinality for c in interactions.columns if c.name == "item")
     if samples == "pairs":
         history = Column("history", cardinality, "bag", table="item")

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from colonnade.data.contract import Splits
+from colonnade.data.contract import Splits, check_choices
 from colonnade.data.interactions.columns import Interactions
 from colonnade.data.interactions.files import FileOptions, read_interactions
 from colonnade.data.interactions.negatives import replace_negatives
@@ -115,10 +115,10 @@ def open_interactions(
         schema=None if schema is None else load_file_schema(schema),
     )
     is_ordered = _has_order(data, order)
-    kind = split or _choose_split(len(parts), is_ordered)
+    kind = _choose_split(split, len(parts), is_ordered)
     cutoffs = _parse_cutoff(test_after), _parse_cutoff(validation_after)
-    split_options = SplitOptions(kind, test_fraction, validation_fraction, *cutoffs, split_seed)
-    divided = assign_parts(data, split_options)
+    shares = test_fraction, validation_fraction
+    divided = assign_parts(data, SplitOptions(kind, *shares, *cutoffs, split_seed))
     splits = open_interaction_splits(
         build_split(data, divided, is_ordered=is_ordered),
         samples=samples,
@@ -148,13 +148,19 @@ def _replace_negatives(splits: Splits, negatives: int | str | Path | None) -> Sp
 
 
 def _has_order(interactions: Interactions, order: str | None) -> bool:
-    """Return whether a user's items have an order. Raises ConfigError for one by times that are not there."""
+    """Return whether a user's items have an order. Raises ConfigError for one by times that are not there, and for one
+    that does not exist."""
+    check_choices(open_interactions, {"order": order})
     if order == "time" and interactions.time_n is None:
         raise ConfigError("order=time: got no column of times; name it with data.options.time")
     return order == "file" or interactions.time_n is not None
 
 
-def _choose_split(num_parts: int, is_ordered: bool) -> SplitKind:
+def _choose_split(split: SplitKind | None, num_parts: int, is_ordered: bool) -> SplitKind:
+    """Return the requested split, else the default one. Raises ConfigError for one that does not exist."""
+    check_choices(open_interactions, {"split": split})
+    if split is not None:
+        return split
     if num_parts > 1:
         return "files"
     return "leave_one_out" if is_ordered else "per_user"

@@ -356,17 +356,17 @@ def _infer_list_dtype(array: pa.Array, separator: str) -> Dtype:
 
 def find_integer_time_unit(name: str, array: pa.Array) -> Unit | None:
     """Return the unit in which all integers of a column with the name of a time are times; None if there is none."""
-    if not pa.types.is_integer(array.type) or _split_name(name)[-1] not in TIME_WORDS:
+    if not pa.types.is_integer(array.type) or split_name(name)[-1] not in TIME_WORDS:
         return None
     unit, share = find_time_unit(array) or ("s", 0.0)
     return unit if share == 1 else None
 
 
 def _is_id(name: str) -> bool:
-    return any(part in ID_WORDS for part in _split_name(name)) or name.lower().endswith("id")
+    return any(part in ID_WORDS for part in split_name(name)) or name.lower().endswith("id")
 
 
-def _split_name(name: str) -> list[str]:
+def split_name(name: str) -> list[str]:
     """Split `created_at`, `created-at` and `createdAt` alike."""
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|[-.\s]", "_", name).lower().split("_")
 
