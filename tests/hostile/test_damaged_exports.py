@@ -178,6 +178,12 @@ def edit_top(out: Path, widths: list[int]) -> None:
     reseal(out, config=config)
 
 
+def edit_join(out: Path, join: object) -> None:
+    config = read_fields(out)["config"]
+    config["data"]["options"]["join"] = join
+    reseal(out, config=config)
+
+
 def long_header(out: Path) -> None:
     (out / ROWS).write_bytes((2**62).to_bytes(8, "little") + (out / ROWS).read_bytes()[8:])
     reseal(out)
@@ -191,6 +197,12 @@ def drop(out: Path, name: str) -> None:
 FORGERIES: dict[str, Callable[[Path], object]] = {
     **{f"file {name[:20]!r}": lambda out, name=name: edit(out, file=name) for name in EVIL},
     "file number": lambda out: edit(out, file=7),
+    **{
+        f"join {name[:20]!r}": lambda out, name=name: edit_join(out, {"user": name})
+        for name in EVIL
+    },
+    "join number": lambda out: edit_join(out, {"user": 7}),
+    "join list": lambda out: edit_join(out, ["users.csv"]),
     "unknown field": lambda out: reseal(out, more=1),
     "unknown table field": lambda out: edit(out, more=1),
     "missing field": lambda out: drop(out, "schema"),

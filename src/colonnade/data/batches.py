@@ -100,7 +100,7 @@ def open_batches(data: UserData, schema: Schema, *, name: str = "data set") -> B
 
 
 def open_loader(data: Any, num_ranks: int, schema: Schema | None, *, name: str) -> BatchSource:
-    """Return a source over a user's data set, with the schema of its first batch if none is given.
+    """Return a source over a user's data set, by default with the schema of its first batch.
 
     Raises ConfigError for data that can be read once only, and on several ranks without a sampler that knows them;
     DataError for an empty data set, and a first batch that is none. `name` is for messages.
@@ -201,8 +201,8 @@ def _convert_batch(batch: Any, schema: Schema, where: str) -> Any:
             for ids, dense, labels in (got, wanted)
         )
         raise DataError(
-            f"{where}: got {next(described)}; wanted {next(described)}, as the schema has them (that of the first "
-            "batch if none is given)"
+            f"{where}: got {next(described)}; wanted {next(described)}, as the schema has them (by default that of the "
+            "first batch)"
         )
     return converted
 

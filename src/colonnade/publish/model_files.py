@@ -99,9 +99,16 @@ class Export(StrictRecord):
 
 
 def list_join_files(config: Mapping[str, Any] | None) -> list[str]:
-    """Return the names of the files of tables that samples are joined with, by the configuration in an export."""
-    options = ((config or {}).get("data") or {}).get("options") or {}
-    return list((options.get("join") or {}).values())
+    """Return the names of the files of tables that samples are joined with, by the configuration in an export.
+
+    Raises ValueError for anything but names."""
+    join: Any = config
+    for section in ("data", "options", "join"):
+        join = join.get(section) if isinstance(join, Mapping) else None
+    join = {} if join is None else join
+    if not isinstance(join, Mapping) or not all(isinstance(name, str) for name in join.values()):
+        raise ValueError(f"got join={join!r}, wanted names of files by key")
+    return list(join.values())
 
 
 def serialize_model_json(fields: dict[str, Any]) -> bytes:

@@ -421,10 +421,8 @@ def read_interactions(
     size = len(columns[USER])
     pa.default_memory_pool().release_unused()  # of the raw values
     sort_columns(columns, len(keys[ITEM]))
-    data = Interactions(
-        Entities(keys[USER]), Entities(keys[ITEM]), columns[USER], columns[ITEM], columns["time"],
-        columns["part"],
-    )  # fmt: skip
+    entities = Entities(keys[USER]), Entities(keys[ITEM])
+    data = Interactions(*entities, *(columns[name] for name in (USER, ITEM, "time", "part")))
     data = keep_core(data, core)
     return *_add_entities(data, files, schema), _describe(size, data, roles, tables[-1][0].names)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import glob
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +36,7 @@ from colonnade.errors import ConfigError, DataError
 T = TypeVar("T")
 
 
-class TableFile:
+class TableFile(ABC):
     """Indexed file, the base of one class per format: plain values that can be sent to other processes."""
 
     __slots__ = ()
@@ -77,9 +78,9 @@ class TableFile:
         """Return the file as read under a schema with all dtypes set; its columns are checked afterwards."""
         return self
 
+    @abstractmethod
     def read_block(self, block_index: int, column_names: Sequence[str]) -> Mapping[str, pa.Array]:
         """Return arrays of lengths[block_index] values. Called from any thread. Raises DataError, InvalidValue."""
-        raise NotImplementedError
 
     def describe_row(self, block: int, row: int) -> str:
         """Return the position of a row for messages: "line 7" of text, "record 5" or "row 5" else."""
