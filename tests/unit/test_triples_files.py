@@ -277,8 +277,12 @@ def test_a_named_graph_is_trained_evaluated_and_asked_by_name(tmp_path, capsys):
             DataError, match=r"question 0: got the entity 'Rom', wanted one of the 25"
         ):
             colonnade.rank_answers(predictor, [("Rom", "in", None)])
-        with pytest.raises(DataError, match="wanted None in place of"):
-            colonnade.rank_answers(predictor, [("Rome", "in", "Italy")])
+        for question in (("Rome", "in", "Italy"), ("Rome", None, None)):
+            with pytest.raises(DataError, match="wanted a relation, and None in place of"):
+                colonnade.rank_answers(predictor, [question])
+    capsys.readouterr()
+    assert app.run_command(["serve", str(run), "--port", "0"]) == 2
+    assert "ask a knowledge graph model by name" in capsys.readouterr().err
     write_triples(
         tmp_path, "facts.tsv", [*facts(), ("Bern", "in", "Swiss")], header="head relation tail"
     )

@@ -51,10 +51,10 @@ def rank_answers(
     triples = torch.zeros(len(questions), 3, dtype=torch.int64)
     is_tail = torch.zeros(len(questions), dtype=torch.bool)
     for number, (head, relation, tail) in enumerate(questions):
-        if (head is None) == (tail is None):
+        if (head is None) == (tail is None) or relation is None:
             raise DataError(
-                f"question {number}: got ({head!r}, {relation!r}, {tail!r}), wanted None in place of the head or of "
-                "the tail, whichever is asked for"
+                f"question {number}: got ({head!r}, {relation!r}, {tail!r}), wanted a relation, and None in place of "
+                "the head or of the tail, whichever is asked for"
             )
         is_tail[number] = tail is None
         for column, (kind, name, rows) in enumerate(

@@ -28,6 +28,7 @@ from colonnade.errors import (
     NonFiniteError,
     StorageError,
 )
+from colonnade.models.link_prediction import KnowledgeGraph
 from colonnade.models.retriever import Retriever
 from colonnade.predict import Predictor
 from colonnade.predict.approximate import EXACT, RECALL_K
@@ -542,6 +543,12 @@ class ServedModel:
         """Build the recommender of a checkpoint; None for one that scores, or of `--network`. All have one catalogue.
 
         Raises ConfigError, and then closes the predictor."""
+        if isinstance(predictor.model, KnowledgeGraph) and self.options.network is None:
+            predictor.close()
+            raise ConfigError(
+                f"{self.options.path}: got a {type(predictor.model).__name__}, wanted a model that scores records or "
+                "recommends items; ask a knowledge graph model by name with colonnade.rank_answers in Python"
+            )
         if not isinstance(predictor.model, Retriever) or self.options.network is not None:
             return None
         items: Any = None
