@@ -199,21 +199,25 @@ def is_number(samples: pa.Table, name: str) -> bool:
     return name != "label" and not pa.types.is_string(samples[name].type)
 
 
+def convert_to_categories(samples: pa.Table) -> pa.Table:
+    """Return samples with categories only: of a number, twice the logarithm to base 2."""
+    for index, name in enumerate(samples.column_names):
+        if is_number(samples, name):
+            powers = [
+                None if x is None else str(int(math.log2(max(x, 0) + 1) * 2))
+                for x in samples[name].to_pylist()
+            ]
+            samples = samples.set_column(index, name, pa.array(powers, pa.string()))
+    return samples
+
+
 def write_file(samples: pa.Table, path: Path) -> None:
-    """Write samples in the format that the path ends in. libsvm has a number's power of two as one more category."""
+    """Write samples in the format that the path ends in; libsvm takes categories only."""
     if path.suffix == ".csv":
         pyarrow.csv.write_csv(samples, path)
     elif path.suffix == ".parquet":
         pq.write_table(samples, path)
     elif path.suffix == ".libsvm":
-        for name in samples.column_names:
-            if is_number(samples, name):
-                powers = [
-                    None if x is None else int(math.log2(max(x, 0) + 1) * 2)
-                    for x in samples[name].to_pylist()
-                ]
-                index = samples.column_names.index(name)
-                samples = samples.set_column(index, name, pa.array(powers).cast(pa.string()))
         lines = (
             " ".join(
                 [
@@ -316,6 +320,8 @@ def compare(
 ) -> None:
     """Add the results of one split of a case to `measured`."""
     samples = read_samples(case.data)
+    if case.format == "libsvm":
+        samples = convert_to_categories(samples)
     order = np.random.RandomState(split).permutation(len(samples))
     num_train = int(0.8 * len(order))
     test = samples.take(order[num_train:][:NUM_TEST])

@@ -24,12 +24,13 @@ SAMPLES = pa.table(
 @pytest.mark.parametrize("kind", ["csv", "parquet", "libsvm", "tfrecord"])
 def test_every_format_is_read(kind, tmp_path):
     path = tmp_path / f"train.{kind}"
-    bench.write_file(SAMPLES, path)
+    samples = bench.convert_to_categories(SAMPLES) if kind == "libsvm" else SAMPLES
+    bench.write_file(samples, path)
     (batch,) = open_source(kind, path).train.batches(40)
     assert batch.label[:, 0].tolist() == SAMPLES["label"].to_pylist()
     if kind == "libsvm":
-        tokens = bench.list_tokens(SAMPLES)
-        assert tokens[0] == ["n=", "user=u0", "genres=a", "genres=b"]
+        assert bench.list_tokens(SAMPLES)[0] == ["n=", "user=u0", "genres=a", "genres=b"]
+        assert [row[0] for row in bench.list_tokens(samples)[:3]] == ["n=", "n=2", "n=3"]
         assert batch.ids["features"].offsets.diff().tolist()[:3] == [4, 3, 3]
     (batch,) = open_source(
         "csv", write(tmp_path), schema=bench.declare_schema(SAMPLES)
