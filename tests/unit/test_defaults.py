@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 
 from colonnade import Mesh
+from colonnade.batch import Ids
 from colonnade.checkpoint.header import list_checkpoints, resolve_step
 from colonnade.config.run import RunConfig, override_settings
 from colonnade.data import Splits, TensorSource, open_source, open_tensors
@@ -49,27 +50,31 @@ def test_linear_models_have_longer_dense_steps(model, factor):
 
 @pytest.mark.parametrize(
     ("model", "num_samples", "top"),
-    [("dlrm", 19_999, [32]), ("dcn", 900, [32]), ("dcnv2", 20_000, None), ("deepfm", 900, None)],
+    [("dlrm", 199_999, [32]), ("dcn", 900, [32]), ("dcnv2", 200_000, None), ("deepfm", 900, None)],
 )
 def test_few_samples_have_a_small_last_network(model, num_samples, top):
     data = Splits(open_tensors(ids={"user": torch.arange(9)}, label=torch.ones(9)))
     config = RunConfig.model_validate({"data": {"name": "csv"}, "model": {"name": model}})
     suggested = choose_training_settings(num_samples)
-    assert choose_open_settings(config, suggested, data).get("model.top") == top
+    chosen = choose_open_settings(config, suggested, data)
+    assert chosen.get("model.top") == top
+    assert chosen.get("model.keep_fields") == (True if model == "dlrm" else None)
     own = override_settings(config, {"model.top": [7]})
     assert "model.top" not in choose_open_settings(own, suggested, data)
 
 
 @pytest.mark.parametrize(
-    ("model", "num_columns", "num_samples", "lr"),
-    [("lr", 40, 8000, 0.025), ("deepfm", 25, 8000, 0.04), ("deepfm", 20, 8000, None), ("dcn", 40, 8000, None),
-     ("lr", 40, 1900, None), ("lr", 40, 20_000, None)],
+    ("num_columns", "bag_size", "num_samples", "lr"),
+    [(40, 0, 8000, 0.025), (3, 0, 8000, 0.25), (20, 0, 10**6, 0.05), (1, 9, 8000, 0.1), (40, 0, 1900, None)],
 )  # fmt: skip
-def test_many_columns_of_few_samples_have_shorter_row_steps(model, num_columns, num_samples, lr):
+def test_the_more_ids_a_sample_has_the_shorter_are_the_steps_of_rows(
+    num_columns, bag_size, num_samples, lr
+):
     ids = {f"c{i}": torch.arange(9) for i in range(num_columns)}
+    ids |= {"bag": Ids(torch.arange(9 * bag_size), torch.arange(10) * bag_size)} if bag_size else {}
     data = Splits(open_tensors(ids=ids, label=torch.ones(9)))
     suggested = choose_training_settings(num_samples)
-    config = get_preset("csv", model)
+    config = get_preset("csv", "deepfm")
     assert choose_open_settings(config, suggested, data).get("embedding.lr") == lr
     own = override_settings(config, {"embedding.lr": 0.01})
     assert "embedding.lr" not in choose_open_settings(own, suggested, data)

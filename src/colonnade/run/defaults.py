@@ -91,13 +91,14 @@ TRIPLES_PER_ENTITY = 18
 """Number of training triples for each entity to which the learning rate of a preset belongs: that of FB15k-237."""
 BAG_POOLING = "sum"
 """Default pooling of bags of files."""
-SMALL_TOP = [32]
-"""Hidden widths of the last network, for fewer than SMALL_SAMPLES samples, of models without first-order weights. A
-larger one learns the samples by heart before the vectors of ids have grown."""
+FEW_SAMPLES = 200_000
+SMALL_NETWORK = {"top": [32], "keep_fields": True}
+"""Settings of models without first-order weights for fewer than FEW_SAMPLES samples. A larger last network learns the
+samples by heart before the vectors of ids have grown; without the fields' vectors it sees ids in products only."""
 SMALL_SAMPLES = 20_000
-FEW_COLUMNS = 20
-"""Columns of ids up to which 2,000 to SMALL_SAMPLES samples are learned at DEFAULT_ROW_LR. The steps of a sample's rows
-add up in its score, so with more columns each step of models with first-order weights is shorter."""
+MAX_ROW_LR = 0.25
+"""Largest learning rate of rows that is chosen: 1 / ids of a sample, because the steps of their rows add up."""
+COUNTED_SAMPLES = 1024
 LINEAR_MODELS = ("lr", "fm")
 """Models without hidden layers."""
 LINEAR_FACTOR = 4.0
@@ -121,7 +122,7 @@ class Training:
     wide_prior: float
     """Prior of first-order weights."""
     is_small: bool
-    """True below SMALL_SAMPLES samples."""
+    """True below FEW_SAMPLES samples."""
 
 
 def choose_training_settings(num_samples: int) -> Training:
@@ -154,7 +155,7 @@ def choose_training_settings(num_samples: int) -> Training:
         dense_weight_decay=_round_digits(0.3 / num_samples),
         prior=min(20.0, max(5.0, 4e6 / num_samples)),
         wide_prior=min(20.0, max(1.0, 20_000 / num_samples)),
-        is_small=num_samples < SMALL_SAMPLES,
+        is_small=num_samples < FEW_SAMPLES,
     )
 
 
@@ -339,24 +340,36 @@ def choose_open_settings(
         column.kind == "bag" for column in data.train.schema.categorical
     ):
         chosen["embedding.pooling"] = BAG_POOLING
-    chosen |= _choose_for_few_samples(config, suggested_training, data)
+    if suggested_training.is_small and _is_deep(config):
+        known = MODEL_SPECS[config.model.name].parameters
+        chosen |= {
+            f"model.{name}": value
+            for name, value in SMALL_NETWORK.items()
+            if name in known and getattr(config.model, name) is None
+        }
+    has_default_lr = config.embedding.lr == DEFAULT_ROW_LR
+    if (
+        has_default_lr
+        and suggested_training.patience
+        and config.embedding.optimizer in ACCUMULATORS
+    ):
+        chosen["embedding.lr"] = _choose_row_lr(data)
     batch_size = chosen.get("train.batch_size") or train.samples_per_step
     return chosen | _choose_accumulators(config, suggested_training, batch_size)
 
 
-def _choose_for_few_samples(
-    config: RunConfig, suggested_training: Training, data: Splits
-) -> dict[str, Any]:
-    """Choose SMALL_TOP for models without first-order weights, and shorter row steps for others."""
-    if not suggested_training.is_small:
-        return {}
-    if _is_deep(config):
-        return {"model.top": SMALL_TOP} if config.model.top is None else {}
-    num_columns = len(data.train.schema.categorical)
-    is_default = config.embedding.lr == DEFAULT_ROW_LR and suggested_training.patience > 0
-    if is_default and num_columns > FEW_COLUMNS:
-        return {"embedding.lr": _round_digits(DEFAULT_ROW_LR * FEW_COLUMNS / num_columns)}
-    return {}
+def _choose_row_lr(data: Splits) -> float:
+    """Choose the learning rate of rows by the number of ids of a sample: of the first ones to evaluate, if there are.
+
+    The training part would be read until a window is full that is shuffled.
+    """
+    parts = (data.validation, data.test, data.train)
+    first = (next(iter(part.batches(COUNTED_SAMPLES)), None) for part in filter(has_samples, parts))
+    batch = next(filter(None, first), None)
+    if batch is None:
+        return DEFAULT_ROW_LR
+    num_ids = sum(len(ids.values) for ids in batch.ids.values()) / batch.size
+    return _round_digits(min(MAX_ROW_LR, 1 / max(num_ids, 1)))
 
 
 def _choose_accumulators(
@@ -433,7 +446,7 @@ def _fill_from_recorded(config: RunConfig, recorded_config: RunConfig) -> RunCon
     for name in (
         "dense.lr",
         "dense.weight_decay",
-        "model.top",
+        *(f"model.{name}" for name in SMALL_NETWORK),
         "embedding.pooling",
         "embedding.initial_accumulator",
         "embedding.wide.initial_accumulator",
