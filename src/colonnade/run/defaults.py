@@ -340,36 +340,41 @@ def choose_open_settings(
         column.kind == "bag" for column in data.train.schema.categorical
     ):
         chosen["embedding.pooling"] = BAG_POOLING
-    if suggested_training.is_small and _is_deep(config):
-        known = MODEL_SPECS[config.model.name].parameters
-        chosen |= {
-            f"model.{name}": value
-            for name, value in SMALL_NETWORK.items()
-            if name in known and getattr(config.model, name) is None
-        }
-    has_default_lr = config.embedding.lr == DEFAULT_ROW_LR
-    if (
-        has_default_lr
-        and suggested_training.patience
-        and config.embedding.optimizer in ACCUMULATORS
-    ):
-        chosen["embedding.lr"] = _choose_row_lr(data)
+    chosen |= _choose_small_network(config, suggested_training)
+    chosen |= _choose_row_lr(config, suggested_training, data)
     batch_size = chosen.get("train.batch_size") or train.samples_per_step
     return chosen | _choose_accumulators(config, suggested_training, batch_size)
 
 
-def _choose_row_lr(data: Splits) -> float:
+def _choose_small_network(config: RunConfig, suggested_training: Training) -> dict[str, Any]:
+    if not (suggested_training.is_small and _is_deep(config)):
+        return {}
+    known = MODEL_SPECS[config.model.name].parameters
+    return {
+        f"model.{name}": value
+        for name, value in SMALL_NETWORK.items()
+        if name in known and getattr(config.model, name) is None
+    }
+
+
+def _choose_row_lr(
+    config: RunConfig, suggested_training: Training, data: Splits
+) -> dict[str, float]:
     """Choose the learning rate of rows by the number of ids of a sample: of the first ones to evaluate, if there are.
 
     The training part would be read until a window is full that is shuffled.
     """
+    embedding = config.embedding
+    is_open = embedding.lr == DEFAULT_ROW_LR and embedding.optimizer in ACCUMULATORS
+    if not is_open or suggested_training.patience == 0:
+        return {}
     parts = (data.validation, data.test, data.train)
     first = (next(iter(part.batches(COUNTED_SAMPLES)), None) for part in filter(has_samples, parts))
     batch = next(filter(None, first), None)
-    if batch is None:
-        return DEFAULT_ROW_LR
-    num_ids = sum(len(ids.values) for ids in batch.ids.values()) / batch.size
-    return _round_digits(min(MAX_ROW_LR, 1 / max(num_ids, 1)))
+    num_ids = 0 if batch is None else sum(len(ids.values) for ids in batch.ids.values())
+    if batch is None or num_ids == 0:
+        return {}
+    return {"embedding.lr": _round_digits(min(MAX_ROW_LR, batch.size / num_ids))}
 
 
 def _choose_accumulators(
