@@ -228,8 +228,10 @@ def join_tables(file: TableFile, tables: Sequence[KeyedTable]) -> TableFile:
     return file
 
 
-def describe_joins(file: TableFile) -> Iterator[str]:
-    """Yield a line for each table that is joined to a file, in order."""
+def describe_reading(file: TableFile) -> Iterator[str]:
+    """Yield a line about a delimiter other than a comma, and one for each table that is joined to a file, in order."""
     if isinstance(file, JoinedFile):
-        yield from describe_joins(file.file)
+        yield from describe_reading(file.file)
         yield file.describe_matches()
+    elif file.delimiter not in ("", ","):
+        yield f"{file.path.name}: the delimiter is {file.delimiter!r} (another: --delimiter)"
