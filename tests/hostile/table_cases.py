@@ -102,7 +102,7 @@ def _csv_files() -> list[Case]:
         "utf-16": (good.decode().encode("utf-16"), "a.csv"),
         "invalid utf-8": (good.replace(b"u1", b"\xff\xfe", 1), "a.csv"),
         "binary": (bytes(range(256)), "a.csv"),
-        "semicolons": (good.replace(b",", b";"), "a.csv"),
+        "number signs": (good.replace(b",", b"#"), "a.csv"),
     }
     listed = [
         Case(

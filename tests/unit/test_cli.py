@@ -204,6 +204,20 @@ def test_label_is_an_option_of_train_and_of_inspect(colonnade, built, tmp_path):
         assert status == 2 and "--label: got user, bought, wanted one column" in output
 
 
+def test_delimiter_and_names_are_options_of_train_and_of_inspect(colonnade, built, tmp_path):
+    file = tmp_path / "visits.csv"
+    file.write_text("1:a\n0:b\n1:a\n")
+    options = ["--delimiter", ":", "--names", "label,user"]
+    status, _, output = colonnade("train", "--data", "csv", "--path", str(file), *options)
+    assert status == 0, output
+    assert built[0].data.options["delimiter"] == ":"
+    assert built[0].data.options["names"] == ["label", "user"]
+    _, shown, _ = colonnade("inspect", str(file), *options)
+    assert "user: {type: category" in shown and "the delimiter is ':'" in shown
+    colonnade("train", "--data", "triples", "--path", str(file), "--names", "tail,relation,head")
+    assert built[1].data.options["columns"] == ["tail", "relation", "head"]
+
+
 def test_the_shell_completes_verbs(monkeypatch, capsys):
     monkeypatch.setenv("COMP_WORDS", "colonnade tr")
     monkeypatch.setenv("COMP_CWORD", "1")

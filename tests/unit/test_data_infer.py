@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colonnade.data import infer_schema, open_source
+from colonnade.data import infer_schema, open_arrow, open_source
 from colonnade.data.tabular.convert import open_csv_conversion, write_parquet_file
 from colonnade.data.tabular.fields import Bag, Category, Group, Key, Label, Number, Sequence, Time
 from colonnade.data.tabular.tables import build_portable_options, read_first_rows_and_schema
@@ -149,12 +149,60 @@ def test_an_item_and_its_history_have_one_row_by_value(tmp_path):
 
 def test_dates_have_no_hour(tmp_path):
     dates = [datetime.date(2024, 3, 1), datetime.date(1969, 12, 31)]
-    for kind in (pa.date32(), pa.date64(), pa.string()):
-        values = list(map(str, dates)) if kind == pa.string() else dates
+    dotted = [f"{date:%d.%m.%Y}" for date in dates]
+    kinds = (pa.date32(), dates), (pa.date64(), dates), (pa.string(), list(map(str, dates)))
+    for kind, values in (*kinds, (pa.string(), dotted)):
         table = pa.table({"label": [0, 1], "day": pa.array(values, kind)})
         assert list(assert_same(tmp_path, table)) == ["label", "day_weekday"]
         (batch,) = open_source("parquet", tmp_path / "a.parquet").train.batches(9)
         assert batch.ids["day_weekday"].values.tolist() == [4, 2]
+
+
+def test_columns_that_look_like_something_else_are_reported(tmp_path):
+    """CSV and Parquet files give the same lines, when a run begins and in inspect."""
+    columns = {
+        "click": [0, 0, 0, 0],
+        "is_purchased": [True, False, None, True],
+        "clicks": [0, 1, 0, 1],
+        "rating": [0, 5, 1, 1],
+        "price": ["3,14", "12", None, "1.000,5"],
+        "day": ["08/03/2025", "3/12/2025 10:00", None, "08/03/2025"],
+        "version": ["1.2.3", "1.2.4", "10.1.1", "1.2.3"],
+        "pair": ["1,2,3", "4,5,6", "4,5,6", "1,2,3"],
+        "code": ["007", "12", "13", "013"],
+    }
+    for path in write_both(tmp_path, pa.table(columns)):
+        notes = open_source(path.suffix[1:], path).notes[1:]
+        assert [note.split(" is ")[0].split(" has ")[0] for note in notes] == [
+            "the label click",
+            "is_purchased looks like an outcome, too, and",
+            "price",
+            "day",
+        ]
+        assert "is 0 in all of the first 4 rows" in notes[0]
+        assert "`is_purchased: {type: label}`" in notes[1]
+        assert "'3,14', which look like numbers with a decimal comma" in notes[2]
+        assert "'08/03/2025', which look like dates" in notes[3]
+        assert read_first_rows_and_schema(path).notes == notes
+    lists = pa.table({"label": [0, 1], "user": [1, 2], "liked_items": [[1], [0]], "like": [0.5, 0]})
+    assert len(open_arrow(lists).notes) == 1
+    typed = "click:label,buy:label,like:category\n1,0,1\n0,1,0\n"
+    (tmp_path / "typed.csv").write_text(typed)
+    assert len(open_source("csv", tmp_path / "typed.csv").notes) == 1
+
+
+def test_a_first_line_of_data_is_no_header(tmp_path):
+    for text, options in (
+        ("1,170,24\n0,3,5\n", {}),
+        ("1,170,24\n0,3,5\n", {"label": "click"}),
+        ("1,1,24\n0,3,5\n", {}),
+        ("1,170,24\n0,3,5\n", {"schema": [Label("click"), Category("user")]}),
+    ):
+        (tmp_path / "a.csv").write_text(text)
+        with pytest.raises(
+            (ConfigError, DataError), match=r"The first line looks like data: if .*--names"
+        ):
+            open_source("csv", tmp_path / "a.csv", **options)
 
 
 @pytest.mark.parametrize("name", ["timestamp", "created_at", "event_time", "clickTime", "ts"])

@@ -209,7 +209,6 @@ CSV = {
         NUMBER,
         "a quote inside a field that does not begin with one",
     ),
-    "another delimiter": ("a\tb\n1\t2\n", NUMBER, "got no column 'a'"),
     "a quoted line end before the fault": (
         'a,b\n1,"x\ny\n\nz"\n2,"\n"\nq,3\n',
         NUMBER,
@@ -242,7 +241,13 @@ GOOD_CSV = {
     "a quoted header of two lines": (b'a,"b\n",c\n1,,x\n2,,y\n', {}),
     "blanks around numbers": (b"a,b\n 1 ,x\n2 ,y\n", {}),
     "no header": (b"1,x\n2,y\n", {"names": ["a", "b"]}),
-    "another delimiter": (b"a;b\n1;x\n2;y\n", {"delimiter": ";"}),
+    "another delimiter": (b"a:b\n1:x\n2:y\n", {"delimiter": ":"}),
+    "semicolons": (b"a;b\n1;x\n2;y,z\n", {}),
+    "tabs": (b"a\tb\n1\tx;;\n2\ty\n", {}),
+    "bars": (b"a|b\n1|x\n2|y\n", {}),
+    "blanks": (b"a b\n1 x\n2 y\n", {}),
+    "semicolons, and commas in a quoted header": (b'a;"b, c, d"\n1;x\n2;y\n', {}),
+    "a list in the first line and no header": (b"1,x|y|z\n2,y\n", {"names": ["a", "b"]}),
     "columns that nobody reads": (b"z,a,b\nq,1,x\n\xc3\xa9,2,y\n", {}),
     "stray quotes": (b'a,b\n1,5" nail\n2,"6\n', {"quote": None}),
     "other quotes": (b"a,b\n1,'x,y'\n2,\"\n", {"quote": "'"}),
@@ -264,12 +269,15 @@ def test_csv_of_every_manner(name, block_bytes, tmp_path, monkeypatch):
     assert batch.dense.shape[1] == 1 or batch.dense[:, 1].tolist() == [9, 9]
 
 
-def test_tabs_by_the_name_of_the_file(tmp_path):
-    (tmp_path / "a.tsv").write_text("a\tb\n1\tx,y\n")
-    (batch,) = open_source(
-        "csv", tmp_path, schema=[Number("a", std=1.0), Category("b")]
-    ).train.batches(9)
-    assert batch.dense.tolist() == [[1]]
+def test_a_delimiter_is_recognised_in_each_file(tmp_path):
+    (tmp_path / "a.tsv").write_text("a\tb,c\n1\tx,y\n")
+    (tmp_path / "b.csv").write_text('"b,c";a\nx,y;2\n')
+    schema = [Number("a", std=1.0), Category("b,c")]
+    splits = open_source("csv", tmp_path, schema=schema)
+    (batch,) = splits.train.batches(9)
+    assert batch.dense.tolist() == [[1], [2]]
+    assert len(set(batch.ids["b,c"].values.tolist())) == 1
+    assert splits.notes == (r"a.tsv: the delimiter is '\t' (another: --delimiter)",)
 
 
 PARQUET = {

@@ -34,7 +34,7 @@ from colonnade.run.defaults import (
     open_data,
 )
 from colonnade.run.run import open_run
-from colonnade.train.progress import describe_stuck_loss
+from colonnade.train.progress import describe_single_classes, describe_stuck_loss
 
 QUICK = {"train.threads": 1}
 
@@ -178,6 +178,23 @@ def test_a_run_that_learns_nothing_in_its_first_epoch_says_so(tmp_path):
     )
 
 
+def test_metrics_that_one_class_does_not_have_are_explained_not_printed(tmp_path):
+    path = write_csv(tmp_path / "train.csv", 300)
+    lines = path.read_text().splitlines()
+    lines[200:] = [f"{line[:-1]}1" for line in lines[200:]]
+    path.write_text("\n".join(lines) + "\n")
+    settings = {"data.path": str(path), "data.options.validation_fraction": 0.2, "train.epochs": 2}
+    _, printed = train(override_settings(get_preset("csv"), settings | QUICK), None)
+    assert "nan" not in printed and "epoch 2: validation log loss" in printed
+    line = "the label is 1 in all 60 samples of the validation part: AUC and normalized entropy are not"
+    assert " ".join(printed.split()).count(line) == 1
+    rates = {"test_num_samples": 9.0, "test_positive_rate": 0.5, "test_num_samples_buy": 8.0}
+    (line,) = describe_single_classes(
+        rates | {"test_positive_rate_buy": 0.0, "my_positive_rate": 1.0}
+    )
+    assert line.startswith("the label buy is 0 in all 8 samples of the test part")
+
+
 @pytest.mark.parametrize(
     ("metrics", "is_stuck"),
     [
@@ -191,7 +208,7 @@ def test_a_run_that_learns_nothing_in_its_first_epoch_says_so(tmp_path):
     ],
 )
 def test_which_scores_are_those_of_no_model(metrics, is_stuck):
-    assert bool(describe_stuck_loss(metrics)) == is_stuck
+    assert any(describe_stuck_loss(metrics)) == is_stuck
 
 
 @pytest.mark.parametrize(

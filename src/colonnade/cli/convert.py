@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -35,6 +35,20 @@ RowsPerGroup = Annotated[
     ),
 ]
 Force = Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")]
+TAB = {"\\t": "\t", "tab": "\t"}
+"""Spellings of a tab on the command line."""
+GRAPHS = ("triples", "edges")
+"""Kinds of data with the option `columns` for the names of columns."""
+DelimiterOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Delimiter of text: one character, or tab. Default: what the first line has."
+    ),
+]
+NamesOption = Annotated[
+    str | None,
+    typer.Option(help="Column names of text without a header: label,user,item."),
+]
 
 
 @app.command()
@@ -59,17 +73,11 @@ def criteo(
 def csv(
     source: Annotated[Path, typer.Argument(help="Delimited text file.", metavar="SRC")],
     target: Target,
-    delimiter: Annotated[
-        str | None,
-        typer.Option(help="One character; default: tab for .tsv and .tab, else a comma."),
-    ] = None,
+    delimiter: DelimiterOption = None,
     quote: Annotated[
         str, typer.Option(help="Character around fields with delimiters or newlines; '' for none.")
     ] = '"',
-    names: Annotated[
-        str | None,
-        typer.Option(help="Column names, separated by commas, of a file without a header."),
-    ] = None,
+    names: NamesOption = None,
     null: Annotated[
         list[str] | None,
         typer.Option(help="Text that means a missing value, such as NA. Repeatable."),
@@ -87,17 +95,22 @@ def csv(
         task = progress.add_task("reading")
         conversion = open_csv_conversion(
             source,
-            delimiter=TAB.get(delimiter or "", delimiter),
+            **build_text_options("csv", delimiter, names),
             quote=quote or None,
-            names=None if names is None else names.split(","),
             null_values=null or (),
             on_rows=lambda rows, total: progress.update(task, advance=rows, total=total),
         )
     write_converted_file(conversion, target, rows_per_group, force)
 
 
-TAB = {"\\t": "\t", "tab": "\t"}
-"""Spellings of a tab on the command line."""
+def build_text_options(
+    data_kind: str | None, delimiter: str | None, names: str | None
+) -> dict[str, Any]:
+    """Return the options of a reader that --delimiter and --names set; None: not given."""
+    return {
+        "delimiter": TAB.get(delimiter or "", delimiter),
+        "columns" if data_kind in GRAPHS else "names": names and names.split(","),
+    }
 
 
 def create_row_progress_bar() -> Progress:

@@ -44,6 +44,7 @@ def evaluate(
     from colonnade.comm.mesh import Mesh
     from colonnade.data.interactions.negatives import replace_negatives
     from colonnade.models.retriever import POPULARITY
+    from colonnade.report.formatting import format_metric
     from colonnade.run.run import load_run_config, open_run
     from colonnade.terminal import Terminal
 
@@ -83,7 +84,6 @@ def evaluate(
     if ranking := getattr(source, "ranking", ""):
         console.print(f"  {ranking}", highlight=False)
     for name, value in metrics.items():
-        text = f"{value:,.0f}" if name.startswith("num") else f"{value:.4f}"
         if not name.startswith(POPULARITY):
             beside = describe_popularity(metrics.get(f"{POPULARITY}{name}"))
-            console.print(f"  {name.replace('_', ' ')}: {text}{beside}")
+            console.print(f"  {name.replace('_', ' ')}: {format_metric(name, value)}{beside}")

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from colonnade.cli.convert import TAB
-from colonnade.cli.train import get_single_label
+from colonnade.cli.convert import GRAPHS, DelimiterOption, NamesOption, build_text_options
+from colonnade.cli.train import LabelOption, get_single_label
 from colonnade.data.tabular.formats import FORMATS
 from colonnade.errors import CheckpointError, ConfigError, DataError
 from colonnade.report.formatting import format_bytes, format_count, format_seconds
@@ -21,7 +21,6 @@ EXAMPLES = (
     "  colonnade inspect ratings.csv --data interactions\n\n"
     "  colonnade inspect ratings.dat --data csv --delimiter : --names user,item,label"
 )
-GRAPHS = ("triples", "edges")
 COUNTED = (*GRAPHS, "interactions")
 """Kinds of files of which the counts are shown."""
 MAX_LINES = 30
@@ -45,25 +44,12 @@ def inspect(
             help=f"Kind of data file: {', '.join((*FORMATS, *COUNTED))}. Default: from its name.",
         ),
     ] = None,
-    delimiter: Annotated[
-        str | None,
-        typer.Option("--delimiter", help="One character, or tab. Default: from the file's name."),
-    ] = None,
-    names: Annotated[
-        str | None,
-        typer.Option("--names", help="Column names of a file without a header: label,user,item."),
-    ] = None,
-    label: Annotated[
-        list[str] | None,
-        typer.Option("--label", metavar="TEXT", help="Label column of a data file, as in train."),
-    ] = None,
+    delimiter: DelimiterOption = None,
+    names: NamesOption = None,
+    label: LabelOption = None,
 ) -> None:
     """Show steps, tables, rows and bytes; or, of data, columns, first rows and a suggested schema. Changes nothing."""
-    options = {
-        "delimiter": TAB.get(delimiter or "", delimiter),
-        "names": None if names is None else names.split(","),
-        "label": get_single_label(label),
-    }
+    options = build_text_options(data, delimiter, names) | {"label": get_single_label(label)}
     options = {name: value for name, value in options.items() if value is not None}
     if data is not None or options:
         _inspect_data(path, data, options)
@@ -218,9 +204,6 @@ def _inspect_data(path: Path, kind: str | None, options: Mapping[str, Any]) -> N
     from colonnade.data.tabular.tables import read_first_rows_and_schema
 
     if kind in COUNTED:
-        if kind in GRAPHS and "names" in options:
-            options = {**options, "columns": options["names"]}
-            del options["names"]
         for note in open_source(kind, path, **options).notes:
             print_text(note)
         return
@@ -254,6 +237,8 @@ def _inspect_data(path: Path, kind: str | None, options: Mapping[str, Any]) -> N
     _print_table(("column", "type", "missing", "distinct", *samples), lines, max_lines=MAX_COLUMNS)
     for name, reason in head.left_out.items():
         print_text(f"left out: {_format_value(name)} ({reason})")
+    for note in head.notes:
+        print_text(note)
     if head.file_schema is None:
         print_text(f"no schema suggested: {_format_value(head.problem, 2000)}")
         return

@@ -23,7 +23,7 @@ MEANINGS = {
     "core": "Least number of interactions of a user and of an item; others are left out.",
     "days": "true: every file or folder directly in data.path is a day (train.progressive).",
     "degree": "Mean number of links of a node.",
-    "delimiter": "One character; default: tab for .tsv and .tab, else a comma; of names: what the file has.",
+    "delimiter": "One character; default: what the first line has: a tab, else most of , ; | else a blank.",
     "entity_names": "Names of entities in the order of their numbers, as JSON; a run records them.",
     "event": "Column of kinds of events; default: by its name.",
     "events": "Values of the event column that count as interactions, e.g. [purchase]; default: any.",

@@ -20,6 +20,7 @@ from colonnade.store.contract import TierCounts
 from colonnade.table import Table
 from colonnade.terminal import PLAIN_GRID, build_grid
 from colonnade.train.best import select_judged
+from colonnade.train.progress import describe_single_classes
 
 MAX_LINES = 12
 
@@ -117,11 +118,7 @@ def describe_metrics_step(summary: Mapping[str, Any]) -> str:
 
 def show_outcome(console: Console, summary: Mapping[str, Any], folder: Path | None) -> None:
     """Print the final metrics, the speed, the time by phase and the rows by source."""
-    metrics = {
-        name: value
-        for name, value in select_judged(summary["metrics"]).items()
-        if value == value  # NaN: undefined
-    }
+    metrics = select_judged(summary["metrics"])
     is_below = False
     for name, value in metrics.items():
         part, _, metric = name.partition("_")
@@ -131,6 +128,8 @@ def show_outcome(console: Console, summary: Mapping[str, Any], folder: Path | No
         console.print(f"{name.replace('_', ' ')}: {value:.4f}{beside}", style="bold")
     if metrics:
         console.print(describe_metrics_step(summary))
+    for line in describe_single_classes(summary["metrics"]):
+        console.print(line, markup=False)
     if is_below:
         console.print(
             "the model ranks worse than popularity: too little data, or too few or too many steps; try other learning "

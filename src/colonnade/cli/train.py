@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from colonnade.cli.convert import DelimiterOption, NamesOption, build_text_options
 from colonnade.data import SOURCES
 from colonnade.data.tabular.formats import find_format
 from colonnade.errors import ConfigError
@@ -46,6 +47,12 @@ RunOption = Annotated[
         "Default: runs/<data>-<time>."
     ),
 ]
+LabelOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="TEXT", help="Label column of files without a schema: data.options.label."
+    ),
+]
 DramOption = Annotated[
     str | None,
     typer.Option(
@@ -74,14 +81,9 @@ def train(
         typer.Option(help="File or folder of the data; default: its folder in $COLONNADE_DATA."),
     ] = None,
     run: RunOption = None,
-    label: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="TEXT",
-            help="Label column of files without a schema: data.options.label.",
-            rich_help_panel=SHORT,
-        ),
-    ] = None,
+    label: LabelOption = None,
+    delimiter: DelimiterOption = None,
+    names: NamesOption = None,
     model: Annotated[
         str | None, typer.Option(help="Network, e.g. deepfm: model.name.", rich_help_panel=SHORT)
     ] = None,
@@ -129,8 +131,10 @@ def train(
     ] = None,
 ) -> None:
     """Train a model, validate it after every epoch, save checkpoints and test the best; Ctrl-C saves and ends."""
+    text_options = build_text_options(data, delimiter, names)
     short = {
         "data.options.label": get_single_label(label),
+        **{f"data.options.{name}": value for name, value in text_options.items()},
         "model.name": model,
         "train.epochs": epochs,
         "train.batch_size": batch_size,

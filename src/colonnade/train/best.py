@@ -47,11 +47,11 @@ def is_judged(metric: str) -> bool:
 
 
 def select_judged(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Select the metrics, named part_metric as "validation_auc", that can be better or worse."""
+    """Select the metrics, named part_metric as "validation_auc", that can be better or worse and are defined."""
     return {
         name: value
         for name, value in metrics.items()
-        if "_" in name and is_judged(name.partition("_")[2])
+        if "_" in name and is_judged(name.partition("_")[2]) and not math.isnan(value)
     }
 
 

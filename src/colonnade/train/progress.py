@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -148,8 +148,9 @@ class Progress:
             for name, value in select_judged(metrics).items()
         ]
         self.print_line(f"epoch {epoch}: {'  '.join(shown)}" if shown else f"epoch {epoch} is over")
-        if epoch == 1 and (warning := describe_stuck_loss(metrics)):
-            self.print_line(warning)
+        if epoch == 1:
+            for warning in (*describe_single_classes(metrics), *describe_stuck_loss(metrics)):
+                self.print_line(warning)
         stops = self._callbacks.call("on_evaluate", step, metrics)
         self._num_samples = 0
         self._interval_start = time.perf_counter()
@@ -204,20 +205,31 @@ class Progress:
         return f"  {seconds / 60:.0f} min left" if seconds >= 90 else f"  {seconds:.0f} s left"
 
 
-def describe_stuck_loss(metrics: Mapping[str, float]) -> str:
-    """Return a line that says that a model predicts no better than the mean label, and what to try; "" if it does."""
+def describe_single_classes(metrics: Mapping[str, float]) -> Iterator[str]:
+    """Yield a line for each part in which all labels are equal. metrics: by part_metric, as "validation_auc"."""
+    for name, count in metrics.items():
+        part, _, task = name.partition("_num_samples")
+        rate = metrics.get(f"{part}_positive_rate{task}")
+        if rate in (0, 1):
+            yield (
+                f"the label{task.replace('_', ' ', 1)} is {rate:g} in all {count:,.0f} samples of the {part} part: AUC "
+                "and normalized entropy are not defined. Hold out samples of both classes"
+            )
+
+
+def describe_stuck_loss(metrics: Mapping[str, float]) -> Iterator[str]:
+    """Yield a line if a model predicts no better than the mean label, with what to try."""
     for part in ("validation", "test"):
         entropy = metrics.get(f"{part}_normalized_entropy", math.nan)
         # An overfitted model orders samples, although its loss is that of no model.
         if entropy >= STUCK_ENTROPY and metrics.get(f"{part}_auc", 0.0) < STUCK_AUC:
-            return (
+            yield (
                 f"the loss has not moved: log loss on the {part} part is {entropy:.4f} of that of predicting the mean "
                 "label. Look at the label and the columns (colonnade inspect); try other learning rates (embedding.lr, "
                 "dense.lr), a smaller train.batch_size, or model.name=lr, which learns from single columns"
             )
         if not math.isnan(entropy):
-            return ""
-    return ""
+            return
 
 
 class _BarsWithText(Bars):

@@ -33,7 +33,7 @@ from colonnade.data.interactions.columns import (
     build_record_schema,
     index_keys,
 )
-from colonnade.data.lines import build_field_error, format_excerpt, read_all_lines, read_range
+from colonnade.data.lines import build_field_error, format_excerpt, read_all_lines
 from colonnade.data.tabular.arrow_files import ArrowTableFile, open_arrow_object
 from colonnade.data.tabular.arrow_types import combine_chunks, is_number_type
 from colonnade.data.tabular.declaration import FileSchema
@@ -44,6 +44,7 @@ from colonnade.data.tabular.formats import FORMATS, NUMBER, find_format, list_en
 from colonnade.data.tabular.infer import TIME_WORDS, infer_column_fields, split_name
 from colonnade.data.tabular.join import KeyedTable, index_table
 from colonnade.data.tabular.narrow import narrow_column
+from colonnade.data.tabular.text_rows import guess_delimiter
 from colonnade.data.tabular.times import convert_to_microseconds, find_time_unit, format_time
 from colonnade.errors import ConfigError, DataError
 
@@ -56,8 +57,6 @@ NAMES: dict[str, tuple[str, ...]] = {
     "event": ("event", "eventtype", "type", "action", "behavior", "behaviour", "interaction"),
 }  # fmt: skip
 """Usual names of columns, in lower case, without an ending `id` and without `_`."""
-HEAD_BYTES = 1 << 20
-"""Bytes of a text file of which the first line is looked at for its delimiter."""
 NUM_BUCKETS = 16
 """Maximal number of buckets of a number that describes users or items, between its quantiles."""
 SORTED_TOGETHER = 1 << 18
@@ -149,22 +148,13 @@ def open_named_file(
     format = find_format(path.suffix) or FORMATS["csv"]
     if format.name != "csv":
         return format.open_file(path)
-    delimiter = delimiter or _guess_delimiter(path)
+    delimiter = delimiter or guess_delimiter(path, names)
     open_text = partial(
         format.open_file, path, delimiter=delimiter, quote=None if delimiter in unquoted else '"'
     )
     file = open_text(names=names)
     own_names = name_columns(file.names) if names is None else None
     return file if own_names is None else open_text(names=own_names)
-
-
-def _guess_delimiter(path: Path) -> str:
-    """Return a tab if the first line has one, else its most frequent other delimiter; a blank if there is none."""
-    first = read_range(path, 0, HEAD_BYTES, path.stat().st_size).split(b"\n")[0]
-    counts = {delimiter: first.count(delimiter.encode()) for delimiter in ",;|"}
-    if b"\t" in first:
-        return "\t"
-    return max(counts, key=counts.__getitem__) if any(counts.values()) else " "
 
 
 def _name_columns(

@@ -28,6 +28,7 @@ from colonnade.data.tabular.fields import (
     Label,
     Number,
     Weight,
+    list_names,
     reads_times,
     suggest_name,
 )
@@ -64,7 +65,8 @@ def check_unique_column_names(path: Path, column_names: Sequence[str]) -> None:
     for name in column_names:
         if name in unique:
             raise DataError(
-                f"{path}: got two columns named {name!r}, wanted each name once. Rename one of them"
+                f"{path}: got two columns named {name!r}, wanted each name once. Rename one of them; the columns are "
+                f"{list_names(list(column_names))}"
             )
         unique.add(name)
 

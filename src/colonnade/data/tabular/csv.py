@@ -34,32 +34,34 @@ from colonnade.data.tabular.files import TableFile
 from colonnade.data.tabular.infer import TYPES, UNNAMED
 from colonnade.data.tabular.narrow import can_parse_texts
 from colonnade.data.tabular.opening import build_opener
-from colonnade.data.tabular.text_rows import BLOCK_BYTES, TextRows, find_row_ends, index_rows
+from colonnade.data.tabular.text_rows import (
+    BLOCK_BYTES,
+    TextRows,
+    find_row_ends,
+    guess_delimiter,
+    index_rows,
+)
 from colonnade.errors import ConfigError, DataError
-
-TABBED = (".tsv", ".tab", ".inter")
 
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
     """Syntax of delimited text: delimiter, quote, column names and texts that are missing values."""
 
-    delimiter: str | None  # None: by the file's name
+    delimiter: str
     quote: str | None
     names: tuple[str, ...] | None
     null_values: tuple[str, ...]
 
-    def delimiter_of(self, path: Path) -> str:
-        return self.delimiter or ("\t" if path.suffix.lower() in TABBED else ",")
-
 
 def build_csv_dialect(
+    path: Path,
     delimiter: str | None,
     quote: str | None,
     names: Sequence[str] | None,
     null_values: Sequence[str],
 ) -> Dialect:
-    """Check the options and return them as a dialect. Raises ConfigError."""
+    """Check the options and return them as a dialect. delimiter None: by the first line. Raises ConfigError."""
     for option, value in (("delimiter", delimiter), ("quote", quote)):
         is_valid = (
             isinstance(value, str) and len(value) == 1 and value.isascii() and value not in "\r\n"
@@ -70,6 +72,9 @@ def build_csv_dialect(
         is_list = isinstance(texts, Sequence) and not isinstance(texts, str)
         if texts is not None and not (is_list and all(isinstance(text, str) for text in texts)):
             raise ConfigError(f"got {option}={texts!r}, wanted a list of texts")
+    delimiter = guess_delimiter(path, names) if delimiter is None else delimiter
+    if delimiter == quote:
+        raise ConfigError(f"{path}: got delimiter and quote both {quote!r}, wanted two characters")
     return Dialect(delimiter, quote, None if names is None else tuple(names), tuple(null_values))
 
 
@@ -92,6 +97,10 @@ class CsvFile(TableFile):
     @property
     def path(self) -> Path:
         return self.rows.path
+
+    @property
+    def delimiter(self) -> str:
+        return self.dialect.delimiter
 
     @property
     def lengths(self) -> NDArray[np.int64]:
@@ -134,7 +143,7 @@ class CsvFile(TableFile):
                     column_names=self.names, use_threads=False, block_size=len(block_text) + 1
                 ),
                 parse_options=pyarrow.csv.ParseOptions(
-                    delimiter=dialect.delimiter_of(self.path),
+                    delimiter=dialect.delimiter,
                     quote_char=dialect.quote or False,
                     newlines_in_values=dialect.quote is not None,
                     ignore_empty_lines=False,
@@ -194,7 +203,7 @@ class CsvFile(TableFile):
                 wanted=f"{len(self.names)} as the header has them"
                 if self.dialect.names is None
                 else f"{len(self.names)} as names has them",
-                fix="Repair or remove the row; fields that hold the delimiter need quotes",
+                fix=f"Repair or remove the row; fields that hold the delimiter {self.delimiter!r} need quotes",
             )
 
     def split_row(self, row_text: bytes, line_number: int) -> list[str]:
@@ -202,7 +211,7 @@ class CsvFile(TableFile):
         try:
             return self._split_row_cells(row_text.decode())
         except UnicodeDecodeError as error:
-            position = row_text.count(self._delimiter.encode(), 0, error.start)
+            position = row_text.count(self.delimiter.encode(), 0, error.start)
             raise build_field_error(
                 self.path,
                 line_number,
@@ -225,15 +234,11 @@ class CsvFile(TableFile):
     def _quote_code(self) -> int | None:
         return None if self.dialect.quote is None else ord(self.dialect.quote)
 
-    @property
-    def _delimiter(self) -> str:
-        return self.dialect.delimiter_of(self.path)
-
     def _split_row_cells(self, row_text: str) -> list[str]:
         if self.dialect.quote is None:
-            return row_text.split(self._delimiter)
+            return row_text.split(self.delimiter)
         lines = row_text.splitlines(keepends=True) if "\n" in row_text else [row_text]
-        reader = csv.reader(lines, delimiter=self._delimiter, quotechar=self.dialect.quote)
+        reader = csv.reader(lines, delimiter=self.delimiter, quotechar=self.dialect.quote)
         records = [record for record in reader if record] or [[""]]
         if len(records) > 1:
             raise csv.Error("a quote inside a field that does not begin with one")
@@ -249,18 +254,13 @@ def open_csv_file(
     null_values: Sequence[str] = (),
 ) -> CsvFile:
     """Index the file and read its header. Raises DataError, and ConfigError for arguments that cannot work."""
-    dialect = build_csv_dialect(delimiter, quote, names, null_values)
-    if dialect.delimiter_of(path) == dialect.quote:
-        raise ConfigError(
-            f"{path}: got delimiter and quote both {dialect.quote!r}, wanted two characters"
-        )
+    dialect = build_csv_dialect(path, delimiter, quote, names, null_values)
     rows = index_rows(
         path, dialect.quote, has_header=dialect.names is None, block_bytes=BLOCK_BYTES
     )
-    if dialect.names is not None:
-        columns, header_types = parse_csv_header(path, dialect.names)
-        return CsvFile(rows, columns, dialect, {}, header_types)
-    cells = CsvFile(rows, [], dialect, {}, {}).split_row(rows.header.rstrip(b"\r\n"), 1)
+    cells: Sequence[str] | None = dialect.names
+    if cells is None:
+        cells = CsvFile(rows, [], dialect, {}, {}).split_row(rows.header.rstrip(b"\r\n"), 1)
     if cells == [""]:
         raise build_field_error(
             path,
@@ -333,7 +333,7 @@ open_csv = build_opener(
 
     `open_parquet` describes the other options. A block has the rows that end within 4 MiB of text.
 
-    delimiter    one character; default: tab for .tsv and .tab, else a comma
+    delimiter    one character; default: what the first line has: a tab, else the most frequent of , ; | else a blank
     quote        character around fields that contain delimiters or newlines; None: no quoted fields
     names        names of the columns, if the files have no header
     null_values  texts that are missing values, in addition to the empty one: ["NA", "NULL"]

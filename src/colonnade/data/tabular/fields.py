@@ -18,6 +18,7 @@ exists unless `missing: error`.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import date
@@ -29,7 +30,7 @@ from pydantic import Field as Limits
 
 from colonnade.config.validation import validate_dataclass_fields
 from colonnade.data.tabular.arrow_types import Dtype
-from colonnade.data.tabular.times import Unit, parse_time
+from colonnade.data.tabular.times import NUMBER, Unit, parse_time
 from colonnade.errors import ConfigError
 
 Count = Annotated[int, Strict(), Limits(ge=1, lt=2**62)]
@@ -442,5 +443,15 @@ def suggest_name(
     matches = get_close_matches(word, known_names, n=1, cutoff=0.5)
     if matches:
         return f"did you mean {matches[0]!r}?"
-    names = sorted(known_names)
-    return "choose from " + ", ".join(names[:20]) + (" ..." if len(names) > 20 else "")
+    return f"choose from {list_names(sorted(known_names))}"
+
+
+def list_names(names: list[str]) -> str:
+    """List the first names for an error message, with a hint if they look like the first line of data."""
+    listed = ", ".join(names[:20]) + (" ..." if len(names) > 20 else "")
+    return listed + (
+        ". The first line looks like data: if the file has no header, add one, or name its "
+        "columns with names (--names label,user,item in train and inspect)"
+        if any(re.match(NUMBER, name) for name in names)
+        else ""
+    )

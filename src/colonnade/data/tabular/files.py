@@ -66,6 +66,11 @@ class TableFile(ABC):
         """Arrow types of the columns that have one; none in text, which is read as the schema says."""
         return {}
 
+    @property
+    def delimiter(self) -> str:
+        """Delimiter of text; "" in files of other formats."""
+        return ""
+
     def embedded_schema(self) -> FileSchema | None:
         """Return the schema stored in the file, if any."""
         return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -34,9 +34,10 @@ from colonnade.data.tabular.fields import (
     Sequence,
     Time,
     Weight,
+    list_names,
     suggest_name,
 )
-from colonnade.data.tabular.narrow import narrow_column
+from colonnade.data.tabular.narrow import matches_all, narrow_column
 from colonnade.data.tabular.times import DAY, Unit, find_time_unit
 from colonnade.errors import ConfigError
 
@@ -54,6 +55,19 @@ UNIQUE_ROWS = 100
 """Minimal number of values of a unique column."""
 UNIQUE_SHARE = 0.999
 """Minimal share of distinct values in a unique column."""
+OUTCOME_WORDS = frozenset((
+    *LABELS, "purchase", "purchased", "buy", "bought", "conversion", "converted", "install", "installed", "like",
+    "liked", "follow", "share", "rating", "response", "outcome",
+))  # fmt: skip
+"""Words in the names of columns of 0 and 1 that are probably outcomes, as the label is."""
+LOOKALIKES = (
+    (r"^\s*[+-]?([0-9]+|[0-9]{1,3}([.][0-9]{3})+)(,[0-9]+)?\s*$", ",", "numbers with a decimal comma", "3.14"),
+    (
+        r"^\s*([0-9]{1,2}[./-][0-9]{1,2}[./-][0-9]{4}|[0-9]{4}[./-][0-9]{1,2}[./-][0-9]{1,2}"
+        r"|[0-9]{1,2}/[0-9]{1,2}/[0-9]{2})(\s.*)?$", "", "dates", "2024-05-31 or 31.05.2024",
+    ),
+)  # fmt: skip
+"""Texts that are probably something else: the pattern of all values, a part of some, what they are, how to write it."""
 WEIGHTS = "weights: "
 """Prefix of the type of a column of weighted ids; the name of the column of weights follows."""
 VALUES = "values"
@@ -74,6 +88,8 @@ class InferredSchema:
 
     file_schema: FileSchema
     left_out: dict[str, str]
+    notes: tuple[str, ...] = ()
+    """Lines about columns that are perhaps not what they are taken for."""
     origin: str = "inferred from the first rows"
 
     def __str__(self) -> str:
@@ -121,6 +137,12 @@ def infer_fields(
         _infer_label_field(path, name, narrowed[name]) for name in labels
     ]
     others = {name: array for name, array in narrowed.items() if name not in labels}
+    notes = [
+        line
+        for name, array in narrowed.items()
+        if name in labels or name not in types  # the header says what the others are
+        for line in _describe_doubt(name, array, name in labels)
+    ]
     if "key" not in types.values() and (key := _choose_key_column(others, types)) is not None:
         types[key] = "key"
     left_out = {}
@@ -131,7 +153,36 @@ def infer_fields(
             left_out[name] = inferred
         else:
             fields += inferred
-    return InferredSchema(FileSchema(tuple(fields)), left_out)
+    return InferredSchema(FileSchema(tuple(fields)), left_out, tuple(notes))
+
+
+def _describe_doubt(name: str, array: pa.Array, is_label: bool) -> Iterator[str]:
+    """Yield a line about a label with one value, and about a column that is read as something else than it looks."""
+    if is_label:
+        if pc.count_distinct(array).as_py() == 1:
+            yield (
+                f"the label {name} is {int(array.drop_null()[0].as_py())} in all of the first {len(array):,} rows: one "
+                "class teaches a model nothing. Read rows of both"
+            )
+    elif array.type == pa.string():
+        for pattern, part, meaning, example in LOOKALIKES:
+            if (
+                examples := array.filter(pc.match_substring(array, part))[:1].to_pylist()
+            ) and matches_all(array, pattern):
+                yield (
+                    f"{name} has values such as {examples[0]!r}, which look like {meaning} and are read as "
+                    f"text; write them as {example}"
+                )
+    elif (
+        OUTCOME_WORDS & {*split_name(name)}
+        and array.type in (pa.bool_(), pa.int64())
+        and {*pc.unique(array).to_pylist()} <= {0, 1, None}
+    ):
+        yield (
+            f"{name} looks like an outcome, too, and is read as a feature; if it is known only after the label, save "
+            f"the schema of colonnade inspect and, in it, remove its line, or make it `{name}: {{type: label}}` to "
+            "train on both (data.options.schema)"
+        )
 
 
 def _choose_label_column(
@@ -143,7 +194,7 @@ def _choose_label_column(
         raise ConfigError(
             f"{path}: got no column named {', '.join(LABELS)}, wanted to know the label. Say which column it is "
             f"with label (--label NAME), or, if users chose items, read them with --data interactions; the columns are "
-            f"{', '.join(list(columns)[:20])}"
+            f"{list_names(list(columns))}"
         )
     if chosen not in columns:
         raise ConfigError(

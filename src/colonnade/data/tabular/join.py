@@ -157,10 +157,13 @@ def read_keyed_table(source: Any, key: str) -> KeyedTable:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class JoinedFile(TableFile):
-    """File with the columns of a table, joined by a column that both have."""
+    """File with the columns of a table that it lacks, joined by a column that both have."""
 
     file: TableFile
     table: KeyedTable
+    """Table with the columns that are joined alone."""
+    own: Sequence[str]
+    """Columns that the table has, too."""
 
     @property
     def path(self) -> Path:
@@ -172,7 +175,7 @@ class JoinedFile(TableFile):
 
     @property
     def header_types(self) -> dict[str, str]:
-        return {**self.file.header_types, **self.table.header_types}
+        return {**self.table.header_types, **self.file.header_types}
 
     @property
     def lengths(self) -> NDArray[np.int64]:
@@ -208,28 +211,36 @@ class JoinedFile(TableFile):
         return (
             f"joined by {self.table.key}: {', '.join(self.table.columns)} of {self.table.source} "
             f"({len(self.table.rows):,} rows); {int((rows < 0).sum()):,} of the first {len(rows):,} samples have no row"
+            + "".join(f"; {name} is that of {self.path}" for name in self.own)
         )
 
 
 def join_tables(file: TableFile, tables: Sequence[KeyedTable]) -> TableFile:
-    """Join tables to a file, one after another. Raises DataError if it lacks the key, and for a name that both have."""
+    """Join tables to a file, one after another; its own columns stay. Raises DataError if it lacks a key that it needs,
+    and for a column that two tables have."""
+    own = {*file.names}
     for table in tables:
+        columns = {name: values for name, values in table.columns.items() if name not in own}
+        if not columns:
+            continue
         if table.key not in file.names:
             raise DataError(
                 f"{file.path}: got no column {table.key!r}, by which {table.source} is joined; "
                 f"{suggest_name(table.key, list(file.names))}"
             )
-        if common := table.columns.keys() & set(file.names):
+        if common := columns.keys() & {*file.names}:
             raise DataError(
-                f"{table.source}: got a column {min(common)!r}, which {file.path} has too, wanted each name once. "
-                "Rename or remove one of them"
+                f"{table.source}: got a column {min(common)!r}, which another joined table has too, wanted each name "
+                "once. Rename or remove one of them"
             )
-        file = JoinedFile(file, table)
+        file = JoinedFile(file, replace(table, columns=columns), sorted(table.columns.keys() & own))
     return file
 
 
-def describe_joins(file: TableFile) -> Iterator[str]:
-    """Yield a line for each table that is joined to a file, in order."""
+def describe_reading(file: TableFile) -> Iterator[str]:
+    """Yield a line about a delimiter other than a comma, and one for each table that is joined to a file, in order."""
     if isinstance(file, JoinedFile):
-        yield from describe_joins(file.file)
+        yield from describe_reading(file.file)
         yield file.describe_matches()
+    elif file.delimiter not in ("", ","):
+        yield f"{file.path.name}: the delimiter is {file.delimiter!r} (another: --delimiter)"

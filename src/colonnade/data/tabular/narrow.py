@@ -8,7 +8,7 @@ import pyarrow.compute as pc
 
 from colonnade.data.tabular.arrow_types import MISSING_NUMBER, is_text_type, is_time
 from colonnade.data.tabular.fields import NULL_VALUES
-from colonnade.data.tabular.times import ISO, convert_to_microseconds
+from colonnade.data.tabular.times import TIME_TEXT, convert_to_microseconds
 
 BLANKS = " \t"
 INTEGER = r"^-?(0|[1-9][0-9]{0,18})$"
@@ -63,7 +63,7 @@ def _narrow_texts(texts: pa.Array) -> pa.Array:
     if arrow_type == pa.string():
         if matches_all(trimmed, BOOLEAN):
             return pc.utf8_lower(trimmed).cast(pa.bool_())
-        if matches_all(trimmed, ISO):
+        if matches_all(trimmed, TIME_TEXT):
             try:
                 return _to_timestamps(trimmed)
             except pa.ArrowInvalid:  # month 13

@@ -42,7 +42,7 @@ from colonnade.data.tabular.infer import (
 )
 from colonnade.data.tabular.join import (
     KeyedTable,
-    describe_joins,
+    describe_reading,
     join_tables,
     read_keyed_table,
 )
@@ -90,11 +90,11 @@ def open_table_files(path: Any, name: str, options: ReaderOptions, **syntax: Any
     tables = [read_keyed_table(source, key) for key, source in (options.join or {}).items()]
     days = open_days(path, format, tables, syntax)
     files = [file for day in days for file in day]
-    notes = list(describe_joins(next((file for file in files if len(file.lengths)), files[0])))
+    notes = list(describe_reading(next((file for file in files if len(file.lengths)), files[0])))
     if options.schema is None:
         inferred = infer_schema_from_files(files, options.label)
         file_schema = inferred.file_schema
-        notes.append(str(inferred))
+        notes += [str(inferred), *inferred.notes]
     else:
         file_schema = load_file_schema(options.schema)
     bound, parts = resolve_schema(files, file_schema, options)
@@ -137,7 +137,7 @@ def infer_schema_from_files(files: Sequence[TableFile], label: str | None) -> In
     check_unique_column_names(first.path, first.names)
     embedded = first.embedded_schema() if label is None else None
     if embedded is not None:
-        return InferredSchema(embedded, {}, f"in {first.path}")
+        return InferredSchema(embedded, {}, origin=f"in {first.path}")
     return infer_fields(first.path, first.read_head(INFER_ROWS), label, first.header_types)
 
 

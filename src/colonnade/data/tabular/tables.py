@@ -15,7 +15,7 @@ from colonnade.data.tabular.declaration import FileSchema
 from colonnade.data.tabular.files import find_files
 from colonnade.data.tabular.formats import FORMATS, find_format, list_endings
 from colonnade.data.tabular.infer import INFER_ROWS
-from colonnade.data.tabular.join import read_keyed_table
+from colonnade.data.tabular.join import describe_reading, read_keyed_table
 from colonnade.data.tabular.opening import infer_schema_from_files, open_days, resolve_schema
 from colonnade.data.tabular.source import ReaderOptions, TableSource
 from colonnade.errors import ConfigError
@@ -43,6 +43,7 @@ class TableHead:
     columns: Mapping[str, pa.Array]  # of the first INFER_ROWS rows
     file_schema: FileSchema | None
     left_out: Mapping[str, str]
+    notes: tuple[str, ...]
     problem: str
 
 
@@ -56,12 +57,10 @@ def read_first_rows_and_schema(
     days = open_days(path, format, tables, options)
     files = [file for day in days for file in day]
     first = next((file for file in files if len(file.lengths)), files[0])
-    file_schema = None
-    left_out = {}
+    inferred = file_schema = None
     problem = ""
     try:
         inferred = infer_schema_from_files(files, label)
-        left_out = inferred.left_out
         file_schema = resolve_schema(files, inferred.file_schema, ReaderOptions())[0].file_schema
     except ConfigError as error:
         problem = str(error)
@@ -71,7 +70,8 @@ def read_first_rows_and_schema(
         sum(file.path.stat().st_size for file in files),
         first.read_head(INFER_ROWS) if len(first.lengths) else {},
         file_schema,
-        left_out,
+        {} if inferred is None else inferred.left_out,
+        (*describe_reading(first), *(() if inferred is None else inferred.notes)),
         problem,
     )
 

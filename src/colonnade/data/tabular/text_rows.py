@@ -5,6 +5,8 @@ A row ends at a newline outside quotes, i.e. one after an even number of quotes.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +18,8 @@ from colonnade.errors import DataError
 
 BLOCK_BYTES = 4 << 20
 """Number of bytes within which the rows of a block end."""
+HEAD_BYTES = 1 << 20
+"""Bytes of a file of which the first line is looked at for its delimiter."""
 BOM = b"\xef\xbb\xbf"
 CARRIAGE_RETURN = 0x0D
 
@@ -38,6 +42,24 @@ class TextRows:
         """Read the text of a block. Raises DataError if the file changed."""
         begin, end = self.offsets[block_index : block_index + 2].tolist()
         return read_range(self.path, begin, end, self.num_bytes)
+
+
+def guess_delimiter(path: Path, names: Sequence[str] | None) -> str:
+    """Return the delimiter of a text file by its first line: one that splits it into as many cells as `names` has, else
+    a tab if the line has one, else its most frequent other delimiter, a blank if there is no other. Raises DataError.
+    """
+    head = read_range(path, 0, HEAD_BYTES, check_regular_file(path).stat().st_size)
+    line = re.sub(rb'"[^"]*"', b"", head.partition(b"\n")[0])
+    counts = {delimiter: line.count(delimiter.encode()) for delimiter in ",;|\t "}
+    return max(
+        counts,
+        key=lambda delimiter: (
+            0 < counts[delimiter] == len(names or "") - 1,
+            delimiter == "\t" and counts[delimiter] > 0,
+            delimiter != " " and counts[delimiter],
+            counts[delimiter],
+        ),
+    )
 
 
 def find_row_ends(

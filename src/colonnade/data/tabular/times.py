@@ -1,4 +1,4 @@
-"""Conversion of times to microseconds since 1970 in UTC: timestamps, dates, ISO texts, numbers of a declared unit.
+"""Conversion of times to microseconds since 1970 in UTC: timestamps, dates, texts, numbers of a declared unit.
 
 A time with a zone is converted to UTC; a time without a zone is UTC. Times are of the years 1 to 9999.
 """
@@ -17,10 +17,11 @@ from numpy.typing import NDArray
 from colonnade.data.tabular.arrow_types import MISSING_NUMBER, is_integer, is_text_type, is_time
 
 Unit = Literal["s", "ms", "us", "ns", "yyyymmdd"]
-ISO = (
-    r"^[0-9]{4}-[0-9]{2}-[0-9]{2}"
+TIME_TEXT = (
+    r"^([0-9]{4}-[0-9]{2}-[0-9]{2}|[0-9]{2}[.][0-9]{2}[.][0-9]{4})"
     r"([ T][0-9]{2}:[0-9]{2}(:[0-9]{2}([.][0-9]+)?)?(Z|[+-][0-9]{2}:?[0-9]{2})?)?$"
 )
+"""ISO time, or one with a date such as 31.05.2024, day first."""
 ZONE = r":[0-9]{2}.*(Z|[+-][0-9]{2}:?[0-9]{2})$"
 NUMBER = r"^-?[0-9]+([.][0-9]*)?([eE][+]?[0-9]+)?$"
 CALENDAR_DATE = r"^([0-9]{4})([0-9]{2})([0-9]{2})([.]0*)?$"
@@ -71,6 +72,7 @@ def _parse_time_texts(array: pa.Array, unit: Unit) -> tuple[NDArray[np.int64], N
     texts = pc.if_else(pc.match_substring_regex(texts, MISSING_NUMBER), None, texts)
     if unit == "yyyymmdd":
         texts = pc.replace_substring_regex(texts, CALENDAR_DATE, r"\1-\2-\3")
+    texts = pc.replace_substring_regex(texts, r"^([0-9]{2})[.]([0-9]{2})[.]([0-9]{4})", r"\3-\2-\1")
     is_number = pc.match_substring_regex(texts, NUMBER)
     numbers = pc.if_else(is_number, texts, None)
     try:
@@ -133,8 +135,8 @@ def find_time_unit(array: pa.Array) -> tuple[Unit, float] | None:
 
 
 def parse_time(text: str) -> int:
-    """Parse an ISO time to microseconds since 1970. Raises ValueError."""
-    if not re.match(ISO, text):
+    """Parse a time written as text to microseconds since 1970. Raises ValueError."""
+    if not re.match(TIME_TEXT, text):
         raise ValueError(text)
     return int(convert_to_microseconds(pa.array([text]))[0][0])
 
