@@ -110,8 +110,8 @@ def test_criteo_lines_are_read_whole_with_labels_or_without(tmp_path):
     (tmp_path / "broken.txt").write_text("\n".join(lines))
     with pytest.raises(DataError, match="line 124"):
         list(open_inputs("csv", tmp_path / "broken.txt", options).batches(50))
-    (named,) = open_inputs("criteo", tmp_path / "data", {}).batches(300)
-    assert torch.equal(named.ids["C1"].values[:60], wanted[0].ids["C1"].values)
+    (whole,) = open_inputs("criteo", tmp_path / "data", {}).batches(300)
+    assert torch.equal(whole.ids["C1"].values[:60], wanted[0].ids["C1"].values)
 
 
 def test_inputs_that_are_refused(tmp_path):
