@@ -9,6 +9,7 @@ import pytest
 import torch
 from criteo_files import criteo_lines, write_criteo
 
+from colonnade.config.run import override_settings
 from colonnade.data import Position, open_csv, open_source
 from colonnade.data.counter import GAMMA, mix_words, random_words
 from colonnade.data.lines import read_all_lines
@@ -16,6 +17,7 @@ from colonnade.data.processes import ProcessSource
 from colonnade.data.sets.criteo import CATEGORIES, CSV_OPTIONS, DENSE, NAMES, open_criteo
 from colonnade.data.tabular.hashing import MISSING_ID, hash_text
 from colonnade.errors import ColonnadeError, ConfigError, DataError
+from colonnade.run.defaults import get_preset, open_data
 
 
 def parse_slowly(line: str) -> tuple[float, list[float], list[int]]:
@@ -65,6 +67,18 @@ def test_it_is_a_csv_file_and_takes_its_options(tmp_path):
     with pytest.raises(ConfigError, match="test_fraction"):
         open_criteo(tmp_path, test_fraction=1.0)
     assert issubclass(DataError, ColonnadeError) and issubclass(DataError, ValueError)
+
+
+def test_a_run_records_it_as_csv(tmp_path):
+    file = write_criteo(tmp_path, 3000) / "train.txt"
+    settings = {"data.path": str(tmp_path), "data.options.test_fraction": 0.1}
+    config, splits, _ = open_data(override_settings(get_preset("criteo"), settings), None)
+    assert (config.data.name, config.data.path) == ("csv", str(file))
+    assert config.data.options == {
+        **CSV_OPTIONS, "test_fraction": 0.1, "validation_fraction": 0.1
+    }  # fmt: skip
+    (batch,) = splits.test.batches(300)
+    check_batch(batch, criteo_lines(3000)[2700:])
 
 
 def test_readers_and_any_start_yield_the_same_batches(tmp_path, monkeypatch):
