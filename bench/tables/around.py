@@ -21,7 +21,8 @@ from workers.around import Around
 from colonnade import Mesh
 from colonnade.config.run import build_config
 from colonnade.data import open_source
-from colonnade.data.tabular.convert import open_criteo_conversion, write_parquet_file
+from colonnade.data.sets.criteo import CSV_OPTIONS
+from colonnade.data.tabular.convert import open_csv_conversion, write_parquet_file
 from colonnade.run.run import open_run
 
 GROUPS = (("trainer", "bare loop"), ("parquet", "criteo text"), ("evaluate", "predict"))
@@ -59,7 +60,9 @@ def measure(
     batch_size = config["train"]["batch_size"]
     train_briefly(folder / "run", config)
     write_text(folder / "criteo.txt")
-    write_parquet_file(open_criteo_conversion(folder / "criteo.txt"), folder / "criteo.parquet")
+    syntax = {name: CSV_OPTIONS[name] for name in ("delimiter", "quote", "names")}
+    conversion = open_csv_conversion(folder / "criteo.txt", **syntax)
+    write_parquet_file(conversion, folder / "criteo.parquet")
     measured = []
     for group in GROUPS:
         workers = []

@@ -21,6 +21,7 @@ from colonnade import Batch, Ids, Mesh, Predictor, _native
 from colonnade.config.run import RunConfig, build_config, override_settings
 from colonnade.data import Column, Position, Schema, Source, Splits, open_source
 from colonnade.data.contract import START
+from colonnade.data.sets.criteo import CSV_OPTIONS
 from colonnade.run.run import TrainingRun, open_run
 from colonnade.train.objective import Probability, weighted_loss
 from workers.loop import open_channel
@@ -128,7 +129,7 @@ def reader_of(name: str, file: str) -> Callable[[Around], Block]:
         torch.set_num_threads(1)
         _native.set_num_threads(1)
         config = build_config(around.config)
-        options: dict = {"test_fraction": 0.0}
+        options: dict = {"schema": CSV_OPTIONS["schema"], "test_fraction": 0.0}
         source = open_source(name, Path(around.data) / file, **options).train
         epoch = iter(())
 

@@ -31,26 +31,9 @@ def _names() -> list[str]:
 def cases() -> list[Case]:
     command = train("criteo", "train.txt", *FAST)
     listed = []
-    bad_labels = ["", "2", "-1", "0.5", "nan", "yes", "1e0", "+1", "\u0661"]
-    bad_counts = ["x", "1.5", "1e3", "--1", "0x10", "9" * 19, "-", "1 2", "nan"]
-    bad_categories = [
-        "1234567",
-        "123456789",
-        "0000000g",
-        "zzzzzzzz",
-        "-1234567",
-        " 1234567",
-        "\u00e9" * 4,
-    ]
-    for values, column in (
-        (bad_labels, 0),
-        (bad_counts, 1),
-        (bad_counts, 7),
-        (bad_counts, 13),
-        (bad_categories, 14),
-        (bad_categories, 20),
-        (bad_categories, 39),
-    ):
+    bad_labels = ["", "2", "-1", "0.5", "nan", "yes", "\u0661"]
+    bad_counts = ["x", "--1", "0x10", "-", "1 2", "inf"]
+    for values, column in ((bad_labels, 0), (bad_counts, 1), (bad_counts, 7), (bad_counts, 13)):
         name = _names()[column]
         for value in values:
             listed.append(
@@ -70,7 +53,6 @@ def cases() -> list[Case]:
         "commas": LINES[0].replace("\t", ","),
         "spaces": LINES[0].replace("\t", "    "),
         "a header": "\t".join(_names()),
-        "a nul": LINES[0].replace("\t", "\x00\t", 1),
         "a carriage return inside": LINES[0].replace("\t", "\r\t", 3),
         "a quote": '"' + LINES[0],
         "only tabs": "\t" * 39,
@@ -83,21 +65,27 @@ def cases() -> list[Case]:
                     command,
                     ("train.txt", f"line {at}", "got", "wanted"),
                     _with_line(line, at),
-                    may_leave=("run",) if at == AT else (),
+                    may_leave=("run",),
                 )
             )
     whole = {
         "empty": (b"", "empty"),
         "gzip": (b"\x1f\x8b\x08\x00" + b"x" * 100, "gzip"),
-        "binary": (bytes(range(256)) * 4, "line 1"),
+        "binary": (bytes(range(256)) * 4, "binary"),
         "one newline": (b"\n", "line 1"),
         "a header only": (("\t".join(_names()) + "\n").encode(), "line 1"),
-        "utf-16": ("\n".join(LINES).encode("utf-16"), "line 1"),
+        "utf-16": ("\n".join(LINES).encode("utf-16"), "UTF-16"),
         "cut inside the last line": ("\n".join(LINES).encode()[:-200], "line 12"),
     }
     for name, (content, word) in whole.items():
         listed.append(
-            Case(f"criteo file {name}", command, ("train.txt", word), {"train.txt": content})
+            Case(
+                f"criteo file {name}",
+                command,
+                ("train.txt", word),
+                {"train.txt": content},
+                ("run",),
+            )
         )
     listed += [
         Case("criteo nowhere", train("criteo", "nowhere.txt"), ("nowhere.txt", "no file")),
@@ -126,15 +114,15 @@ def cases() -> list[Case]:
             _file(LINES),
         ),
         Case(
-            "criteo hash rows 0",
-            train("criteo", "train.txt", "data.options.hash_rows=0"),
-            ("hash_rows",),
+            "criteo schema without fields",
+            train("criteo", "train.txt", "data.options.schema={}"),
+            ("fields",),
             _file(LINES),
         ),
         Case(
             "criteo unknown option",
-            train("criteo", "train.txt", "data.options.hashrows=5"),
-            ("hashrows", "hash_rows"),
+            train("criteo", "train.txt", "data.options.threds=5"),
+            ("threds", "threads"),
             _file(LINES),
         ),
     ]

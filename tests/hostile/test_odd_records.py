@@ -99,8 +99,6 @@ def build(kind: str):
             Column("history", 9, "sequence"),
         )
         return build_encoder(None, Schema(("price", "score"), columns))
-    if kind == "criteo":
-        return build_encoder(build_config({"data": {"name": "criteo"}}), Schema((), ()))
     options = {"schema": {"fields": FIELDS}}
     return build_encoder(build_config({"data": {"name": kind, "options": options}}), Schema((), ()))
 
@@ -111,7 +109,6 @@ def build(kind: str):
         "csv",
         *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("parquet", "tfrecord")),
         "schema",
-        "criteo",
     ],
 )
 def test_any_record_is_encoded_or_refused(kind):
@@ -119,18 +116,12 @@ def test_any_record_is_encoded_or_refused(kind):
     refused = 0
     for number in range(2000):
         record = make_record(rng)
-        if kind == "criteo" and isinstance(record, dict):
-            record = {
-                rng.choice(["C1", "C26", "I1", "I13", "label", "C27"]): v for v in record.values()
-            }
         try:
             if number % 4 == 3 and isinstance(record, dict):
                 cut = {k: record.pop(k) for k in list(record) if rng.random() < 0.5}
                 encoder.encode_candidates(cut, [record, {}] if number % 8 == 3 else [record])
             else:
-                encoder.encode(
-                    [record] if number % 4 else [GOOD if kind != "criteo" else {}, record]
-                )
+                encoder.encode([record] if number % 4 else [GOOD, record])
         except DataError as error:
             refused += 1
             text = str(error)

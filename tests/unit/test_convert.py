@@ -15,24 +15,25 @@ from hypothesis import strategies as st
 from test_data_contract import same
 
 from colonnade.data import open_source
-from colonnade.data.sets.criteo import CATEGORIES, DENSE, MISSING_ID, open_criteo
+from colonnade.data.sets.criteo import CATEGORIES, CSV_OPTIONS, DENSE, NAMES, open_criteo
 from colonnade.data.tabular import convert as module
-from colonnade.data.tabular.convert import (
-    open_criteo_conversion,
-    open_csv_conversion,
-    write_parquet_file,
-)
+from colonnade.data.tabular.convert import open_csv_conversion, write_parquet_file
 from colonnade.data.tabular.declaration import SCHEMA_KEY
 from colonnade.errors import DataError, StorageError
 
+SYNTAX = {"delimiter": "\t", "quote": None, "names": NAMES}
+
+
+def open_conversion(folder):
+    """Open the conversion of the folder's train.txt."""
+    return open_csv_conversion(folder / "train.txt", **SYNTAX)
+
 
 def test_columns_are_the_fields(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "CHUNK_LINES", 70)
+    monkeypatch.setattr("colonnade.data.tabular.csv.BLOCK_BYTES", 10_000)
     lines = criteo_lines(300, seed=4)
     (tmp_path / "train.txt").write_text("\n".join(lines))
-    write_parquet_file(
-        open_criteo_conversion(tmp_path), tmp_path / "out.parquet", rows_per_group=64
-    )
+    write_parquet_file(open_conversion(tmp_path), tmp_path / "out.parquet", rows_per_group=64)
     file = pq.ParquetFile(tmp_path / "out.parquet")
     groups = [file.metadata.row_group(g).num_rows for g in range(file.num_row_groups)]
     assert groups == [64, 64, 64, 64, 44]
@@ -43,18 +44,23 @@ def test_columns_are_the_fields(tmp_path, monkeypatch):
         for name, field in zip(DENSE, fields[:13], strict=True):
             assert result[name][i] == (int(field) if field else None)
         for name, field in zip(CATEGORIES, fields[13:], strict=True):
-            assert result[name][i] == (int(field, 16) if field else MISSING_ID)
-    assert b"I1: {type: number" in file.schema_arrow.metadata[SCHEMA_KEY]
+            assert result[name][i] == (field or None)
 
 
 def test_the_file_gives_the_batches_of_the_text(tmp_path):
     write_criteo(tmp_path, 200)
     target = tmp_path / "out.parquet"
-    write_parquet_file(open_criteo_conversion(tmp_path), target, rows_per_group=70)
+    write_parquet_file(open_conversion(tmp_path), target, rows_per_group=70)
     text = open_criteo(tmp_path, test_fraction=0).train
-    columns = open_source("parquet", target).train
+    columns = open_source("parquet", target, schema=CSV_OPTIONS["schema"]).train
     pairs = zip(columns.batches(48), text.batches(48), strict=True)
     assert all(same(a, b) for a, b in pairs)
+
+
+def test_a_typed_header_is_the_schema_of_the_file(tmp_path):
+    (tmp_path / "in.csv").write_text("y:label,user:token\n1,7\n0,8\n")
+    write_parquet_file(open_csv_conversion(tmp_path / "in.csv"), tmp_path / "out.parquet")
+    assert b"y: {type: label" in pq.read_schema(tmp_path / "out.parquet").metadata[SCHEMA_KEY]
 
 
 def test_a_footer_whose_schema_is_broken_is_named(tmp_path):
@@ -153,14 +159,17 @@ def test_errors_of_csv_are_one_line_and_leave_nothing(colonnade, tmp_path, text,
 
 
 def test_the_command_writes_once_and_says_so(colonnade, tmp_path):
-    folder, target = write_criteo(tmp_path / "in", 50), tmp_path / "out.parquet"
-    status, out, _ = colonnade("convert", "criteo", folder, target, "--rows-per-group", 20)
+    source = write_criteo(tmp_path / "in", 50) / "train.txt"
+    target = tmp_path / "out.parquet"
+    options = ("--delimiter", "tab", "--quote", "", "--names", ",".join(NAMES))
+    command = ("convert", "csv", source, target, *options)
+    status, out, _ = colonnade(*command, "--rows-per-group", 20)
     assert status == 0 and "50 rows, 40 columns" in out
     written = target.read_bytes()
-    status, _, output = colonnade("convert", "criteo", folder, target)
+    status, _, output = colonnade(*command)
     assert status == 2 and "is there already; give another name, or --force" in output
     assert target.read_bytes() == written
-    assert colonnade("convert", "criteo", folder, target, "--force")[0] == 0
+    assert colonnade(*command, "--force")[0] == 0
     assert pq.ParquetFile(target).num_row_groups == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out.parquet"]
 
@@ -169,23 +178,24 @@ def test_the_command_writes_once_and_says_so(colonnade, tmp_path):
     ("source", "target", "words"),
     [
         ("nowhere", "out.parquet", "nowhere"),
-        ("in", "in", "got a directory"),
-        ("in", "no/out.parquet", "there is no folder"),
+        ("in/train.txt", "in", "got a directory"),
+        ("in/train.txt", "no/out.parquet", "there is no folder"),
         ("in/train.txt", "in/train.txt", "got the text file itself"),
-        ("bad.txt", "out.parquet", "bad.txt, line 61, column I2: got 'x', wanted an integer"),
+        ("bad.txt", "out.parquet", "bad.txt, line 61: got 41 columns"),
     ],
 )
 def test_errors_are_one_line_and_leave_nothing(
     colonnade, tmp_path, monkeypatch, source, target, words
 ):
-    monkeypatch.setattr(module, "CHUNK_LINES", 20)
+    monkeypatch.setattr("colonnade.data.tabular.csv.BLOCK_BYTES", 2000)
     write_criteo(tmp_path / "in", 50)
     lines = criteo_lines(70)
-    lines[60] = "\t".join(["0", "1", "x", *lines[60].split("\t")[3:]])
+    lines = ["\t".join(NAMES), *lines]
+    lines[60] += "\t1"
     (tmp_path / "bad.txt").write_text("\n".join(lines) + "\n")
     before = sorted(tmp_path.rglob("*"))
     status, _, output = colonnade(
-        "convert", "criteo", tmp_path / source, tmp_path / target, "--force"
+        "convert", "csv", tmp_path / source, tmp_path / target, "--force", "--delimiter", "tab"
     )
     assert (
         status == 2 and output.startswith("error: ") and output.count("\n") == 1 and words in output
@@ -200,7 +210,7 @@ def test_a_file_that_is_replaced_stays_until_the_new_one_is_whole(tmp_path):
 
     write_criteo(tmp_path, 50)
     target = tmp_path / "out.parquet"
-    conversion = open_criteo_conversion(tmp_path)
+    conversion = open_conversion(tmp_path)
     write_parquet_file(conversion, target)
     written, table = target.read_bytes(), pq.read_table(target)
     broken = module.Conversion(conversion.source, conversion.schema, 99, tables(), {})
@@ -217,24 +227,24 @@ def test_a_full_disk_is_said_and_nothing_stays(tmp_path, monkeypatch):
     write_criteo(tmp_path, 50)
     monkeypatch.setattr(pq.ParquetWriter, "write_table", full)
     with pytest.raises(StorageError, match=r"out.parquet: cannot be written \(No space left"):
-        write_parquet_file(open_criteo_conversion(tmp_path), tmp_path / "out.parquet")
+        write_parquet_file(open_conversion(tmp_path), tmp_path / "out.parquet")
     assert [path.name for path in tmp_path.iterdir()] == ["train.txt"]
 
 
 def test_memory_holds_a_row_group_not_the_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "CHUNK_LINES", 1000)
+    monkeypatch.setattr("colonnade.data.tabular.csv.BLOCK_BYTES", 250_000)
     write_criteo(tmp_path, 20_000)
     stored = []
     write_parquet_file(
-        open_criteo_conversion(tmp_path),
+        open_conversion(tmp_path),
         tmp_path / "out.parquet",
         rows_per_group=1000,
         on_rows=lambda rows: stored.append(pa.total_allocated_bytes()),
     )
-    assert len(stored) == 20 and max(stored[10:]) < 2 * max(stored[2:10])
+    assert len(stored) == 18 and max(stored[10:]) < 2 * max(stored[2:10])
 
 
 def test_a_stream_that_ends_in_an_error_of_data_names_the_line(tmp_path):
     (tmp_path / "train.txt").write_text("\n".join([*criteo_lines(10), "0\t1"]) + "\n")
     with pytest.raises(DataError, match="line 11: got 2 columns"):
-        write_parquet_file(open_criteo_conversion(tmp_path), tmp_path / "out.parquet")
+        write_parquet_file(open_conversion(tmp_path), tmp_path / "out.parquet")

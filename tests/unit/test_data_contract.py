@@ -57,7 +57,9 @@ SOURCES = {
     ),
     "criteo, streamed": lambda p: open_source("criteo", write_criteo(p, 61), test_fraction=0).train,
     "criteo, test": lambda p: open_source("criteo", write_criteo(p, 300)).test,
-    "criteo, shuffled": lambda p: open_source("criteo", write_criteo(p, 76), shuffle=True).train,
+    "criteo, shuffled": lambda p: (
+        open_source("criteo", write_criteo(p, 76), shuffle_window=30).train
+    ),
     "movielens, train": lambda p: open_source("movielens", write_movielens(p)).train,
     "movielens, test": lambda p: open_source("movielens", write_movielens(p)).test,
     "tensors": lambda p: open_columns(),

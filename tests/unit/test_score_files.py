@@ -17,6 +17,8 @@ from colonnade.cli.record_files import read_records
 from colonnade.cli.score_files import ScoreFile, score_names
 from colonnade.cli.score_inputs import open_inputs
 from colonnade.data import open_source
+from colonnade.data.sets.criteo import CSV_OPTIONS
+from colonnade.data.tabular.tables import build_portable_options
 from colonnade.errors import ConfigError, DataError, StorageError
 
 
@@ -92,21 +94,24 @@ def test_criteo_lines_are_read_whole_with_labels_or_without(tmp_path):
     write_criteo(tmp_path / "data", 300)
     splits = open_source("criteo", tmp_path / "data", test_fraction=0.4)
     wanted = [*splits.train.batches(60), *splits.test.batches(60)]
+    options = build_portable_options(CSV_OPTIONS, splits)
     text = "".join(line.split("\t", 1)[1] + "\n" for line in criteo_lines(300))
     (tmp_path / "bare.txt").write_text(text)
     (tmp_path / "cut.txt").write_text(text.removesuffix("\n"))
-    for path, has_label in (("data", True), ("bare.txt", False), ("cut.txt", False)):
-        source = open_inputs("criteo", tmp_path / path, {})
-        assert source.num_samples == 300 and source.schema == splits.train.schema
+    for path in ("data/train.txt", "bare.txt", "cut.txt"):
+        source = open_inputs("csv", tmp_path / path, options)
+        assert source.num_samples == 300 and source.schema.dense == splits.train.schema.dense
         for result, value in zip(source.batches(60), wanted, strict=True):
-            assert (result.label is not None) is has_label
+            assert result.label is None
             assert torch.equal(result.dense, value.dense)
             assert all(torch.equal(result.ids[n].values, value.ids[n].values) for n in value.ids)
     lines = text.splitlines()
     lines[123] = lines[123].replace("\t", " ", 1)
     (tmp_path / "broken.txt").write_text("\n".join(lines))
     with pytest.raises(DataError, match="line 124"):
-        list(open_inputs("criteo", tmp_path / "broken.txt", {}).batches(50))
+        list(open_inputs("csv", tmp_path / "broken.txt", options).batches(50))
+    (whole,) = open_inputs("criteo", tmp_path / "data", {}).batches(300)
+    assert torch.equal(whole.ids["C1"].values[:60], wanted[0].ids["C1"].values)
 
 
 def test_inputs_that_are_refused(tmp_path):

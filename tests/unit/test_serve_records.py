@@ -291,13 +291,11 @@ def test_records_of_tfrecord_and_libsvm_files(tmp_path):
     assert_equal(encoder_of("libsvm", source.file_schema).encode(in_json(rows)), wanted)
 
 
-@pytest.mark.parametrize("hash_rows", [None, 1000])
-def test_records_of_criteo_files(hash_rows, tmp_path):
+def test_records_of_criteo_files(tmp_path):
     write_criteo(tmp_path, 300)
-    source = open_source("criteo", tmp_path, hash_rows=hash_rows, test_fraction=0).train
+    source = open_source("criteo", tmp_path, test_fraction=0).train
     (wanted,) = source.batches(300)
-    config = build_config({"data": {"name": "criteo", "options": {"hash_rows": hash_rows}}})
-    encoder = build_encoder(config, source.schema)
+    encoder = encoder_of("csv", source.file_schema)
     names = [*source.schema.dense, *wanted.ids]
     records = [dict(zip(names, line.split("\t")[1:], strict=True)) for line in criteo_lines(300)]
     assert_equal(encoder.encode(records), wanted)
@@ -306,22 +304,6 @@ def test_records_of_criteo_files(hash_rows, tmp_path):
         for record in records
     ]
     assert_equal(encoder.encode(typed), wanted)
-    user = {k: v for k, v in typed[0].items() if k in ("I1", "I2", "C1", "C2")}
-    items = [
-        {k: v for k, v in record.items() if k not in ("I1", "I2", "C1", "C2")} for record in typed
-    ]
-    shared = encoder.encode_candidates(user, items)
-    assert_equal(expand(shared), encoder.encode([{**item, **user} for item in items]))
-    assert len(shared.ids["C1"].values) == 1
-    for value, column in (("5.5", "I3"), (5.5, "I3"), (True, "I3"), ("0x1", "I3"), (1e20, "I3"), ("12", "C3"),
-                          ("zzzzzzzz", "C3"), (12.0, "C3"), ("ééé1", "C3")):  # fmt: skip
-        with pytest.raises(
-            DataError, match=f"^record 1, column {column}: got .*, wanted .*[.] Send"
-        ):
-            encoder.encode([with_nulls(encoder, {}), with_nulls(encoder, {column: value})])
-    assert float(encoder.encode([with_nulls(encoder, {"I3": 5.0})]).dense[0, 2]) == float(
-        np.float32(np.log1p(5.0))
-    )
 
 
 def test_records_of_other_readers_have_the_names_of_the_schema():

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from colonnade.data.tabular.convert import Conversion
 
 EXAMPLES = (
-    "[bold]Examples[/bold]\n\n  colonnade convert criteo train.txt train.parquet\n\n"
-    "  colonnade convert csv clicks.csv clicks.parquet --null NA\n\n"
+    "[bold]Examples[/bold]\n\n  colonnade convert csv clicks.csv clicks.parquet --null NA\n\n"
+    "  colonnade convert csv u.data u.parquet --delimiter tab --names user,item,rating,time\n\n"
     "  colonnade train --data parquet --path clicks.parquet"
 )
 app = typer.Typer(
@@ -49,24 +49,6 @@ NamesOption = Annotated[
     str | None,
     typer.Option(help="Column names of text without a header: label,user,item."),
 ]
-
-
-@app.command()
-def criteo(
-    source: Annotated[
-        Path, typer.Argument(help="Criteo text file with labels, or its folder.", metavar="SRC")
-    ],
-    target: Target,
-    rows_per_group: RowsPerGroup = ROWS_PER_GROUP,
-    force: Force = False,
-) -> None:
-    """Convert Criteo display-ads text.
-
-    Columns: label, I1 .. I13 (empty = null), C1 .. C26 (integers; empty = 4294967296)."""
-    from colonnade.data.tabular.convert import check_conversion_target, open_criteo_conversion
-
-    check_conversion_target(source, target, overwrite=force)
-    write_converted_file(open_criteo_conversion(source), target, rows_per_group, force)
 
 
 @app.command()

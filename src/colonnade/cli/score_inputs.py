@@ -10,16 +10,9 @@ from typing import Any
 from colonnade.cli.settings import check_part
 from colonnade.data import SOURCES, open_source
 from colonnade.data.contract import Source
-from colonnade.data.lines import locate_data_file, open_line_file
-from colonnade.data.sets.criteo import (
-    FILE,
-    FOLDER,
-    NAMES,
-    CriteoSource,
-    add_zero_labels,
-    check_line,
-)
+from colonnade.data.sources import resolve_preset
 from colonnade.data.tabular.declaration import load_file_schema
+from colonnade.data.tabular.files import find_files
 from colonnade.data.tabular.formats import FORMATS, find_format
 from colonnade.errors import ConfigError
 
@@ -40,36 +33,36 @@ def open_inputs(
         return source
     if name not in SOURCES:
         raise ConfigError(f"unknown source {name!r}; choose from {', '.join(sorted(SOURCES))}")
+    name, path, options = resolve_preset(name, path, options)
     if name in FORMATS:
         if path is not None and (format := find_format(Path(path).suffix)) is not None:
             name = format.name  # a model trained on one file format can score another
         return open_table_file(name, path, options)
-    if name != "criteo":
-        raise ConfigError(
-            f"the {name} reader has no files of samples by themselves; score a part of it with --part test"
-        )
-    return open_criteo_file(path, options)
-
-
-def open_criteo_file(path: str | Path | None, options: Mapping[str, Any]) -> Source:
-    """Open all lines of a Criteo file; the label may be missing from all of them (39 fields instead of 40)."""
-    file = open_line_file(locate_data_file(path, data_set_folder=FOLDER, file_name=FILE))
-    first = file.read_lines(0, 1)
-    has_label = first.rstrip(b"\r\n").count(b"\t") != len(NAMES) - 2
-    check_line(first if has_label else add_zero_labels(first), file.path, 1)
-    rows = options.get("hash_rows")
-    return CriteoSource(file, 0, file.num_lines, hash_rows=rows, has_label=has_label)
+    raise ConfigError(
+        f"the {name} reader has no files of samples by themselves; score a part of it with --part test"
+    )
 
 
 def open_table_file(name: str, path: str | Path | None, options: Mapping[str, Any]) -> Source:
-    """Open all rows of a table file with the schema of training; columns of labels and weights may be missing."""
+    """Open all rows of a table file with the schema of training; columns of labels and weights may be missing.
+
+    Without a header they are missing if the first row has as many columns as `names` without them.
+    """
     if path is None or "schema" not in options:
         raise ConfigError(
             "got no schema for these files, wanted the schema of training: score with the reader that the model was "
             "trained with (leave --data out)"
         )
+    format = FORMATS[name]
     # Options of reading files, not of splitting them into parts.
-    read_options = {"threads", "join", *signature(FORMATS[name].open_file).parameters}
-    values = {option: value for option, value in options.items() if option in read_options}
-    schema = load_file_schema(options["schema"]).inputs()
-    return open_source(name, path, **{**values, "schema": schema}).train
+    syntax = {o: options[o] for o in signature(format.open_file).parameters if o in options}
+    others = {o: options[o] for o in ("threads", "join") if o in options}
+    declared = load_file_schema(options["schema"])
+    schema = declared.inputs()
+    if names := syntax.get("names"):
+        targets = {*declared.columns} - {*schema.columns}
+        inputs = [column for column in names if column not in targets]
+        first_row = {**syntax, "names": None}  # read as a header, for its number of columns
+        file = format.open_file(find_files(path, format.endings)[0], **first_row)
+        syntax["names"] = inputs if len(file.names) == len(inputs) else names
+    return open_source(name, path, **syntax, **others, schema=schema).train

@@ -29,7 +29,7 @@ EXAMPLES = (
     "[bold]colonnade settings[/bold] lists all of them.\n\n"
     "[bold]Examples[/bold]\n\n"
     "  colonnade train --data movielens --path ml-1m --run runs/films\n\n"
-    "  colonnade train --data criteo --path train.txt --dram 2GiB --epochs 2\n\n"
+    "  colonnade train --data csv --path clicks.csv --dram 2GiB --epochs 2\n\n"
     "  colonnade train mine.yaml --ranks 2\n\n"
     "  colonnade train --run runs/films --epochs 8   (resumes)\n\n"
     "  torchrun --nproc-per-node 2 --max-restarts 3 -m -- colonnade train mine.yaml --run runs/films"

@@ -38,7 +38,7 @@ class ModelConfig(Section):
         "graphsage",
     ] = "dlrm"
     """Model to train. `colonnade train --data NAME` has a default for each data set: deepfm for data in files
-    (csv, ..., criteo), a model of the data's own kind for others."""
+    (csv, parquet, ...), a model of the data's own kind for others."""
     dim: int | None = Field(None, ge=1)
     """Width of every embedding row, in elements; default 16. Not used by lr, whose rows hold one weight per label."""
     over: PairVariables | None = None

@@ -234,13 +234,13 @@ class TrainConfig(Section):
     each best score so far."""
     monitor: str | None = None
     """Metric of the validation part that selects the best step and decides early stopping, e.g. auc, log_loss. Default:
-    log_loss for data in files (csv, ..., criteo) with a validation part; else the metric of the objective
+    log_loss for data in files (csv, parquet, ...) with a validation part; else the metric of the objective
     (auc, ndcg@20, mrr, loss)."""
     monitor_mode: MonitorMode | None = None
     """Better values of the monitor: lower (min) or higher (max). Default: known by its name."""
     patience: int | None = Field(None, ge=0)
     """Number of evaluations without a better monitor on the validation part after which training stops early; 0: never.
-    Default: 3 for data in files (csv, ..., criteo) with a validation part; 2 or 3 for data sets with one of their own;
+    Default: 3 for data in files (csv, parquet, ...) with a validation part; 2 or 3 for data sets with one of their own;
     else 0. A default is raised to span 500 steps, so that no run stops before its model has begun to learn."""
     min_delta: float = Field(0.0, ge=0)
     """Smallest improvement of the monitor that counts as better."""

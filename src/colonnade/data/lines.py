@@ -1,13 +1,9 @@
-"""Random access to lines of text files, and the search for a data set's files."""
+"""Text files: bytes, lines, errors that name a line, and the search for a data set's files."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
-
-import numpy as np
-from numpy.typing import NDArray
 
 from colonnade.errors import DataError
 
@@ -52,9 +48,6 @@ def locate_data_file(path: str | Path | None, *, data_set_folder: str, file_name
     )
 
 
-STRIDE = 256
-"""Number of lines per indexed byte offset: 8 bytes of index per 256 lines."""
-SCAN_BYTES = 8 << 20
 GZIP_MAGIC = b"\x1f\x8b"
 NEWLINE = 0x0A
 
@@ -89,94 +82,24 @@ def read_range(path: Path, begin: int, end: int, num_bytes: int) -> bytes:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LineFile:
-    """Index over a file of newline-ended lines. A last line without a newline counts."""
-
-    path: Path
-    num_lines: int
-    num_bytes: int
-    ends_in_newline: bool
-    offsets: NDArray[np.int64]  # (ceil(num_lines / STRIDE) + 1,): bytes before line 0, STRIDE, ...
-
-    def read_lines(self, first_line: int, end_line: int) -> bytes:
-        """Return lines first_line .. end_line-1, counted from 0, newlines included. Reads the file once."""
-        if not 0 <= first_line <= end_line <= self.num_lines:
-            raise IndexError(f"lines {first_line}..{end_line} of a file of {self.num_lines}")
-        if first_line == end_line:
-            return b""
-        low = first_line // STRIDE
-        high = -(-end_line // STRIDE)
-        begin = int(self.offsets[low])
-        block = read_range(self.path, begin, int(self.offsets[high]), self.num_bytes)
-        head = _skip_lines(block, first_line - low * STRIDE, 0)
-        last = end_line - (high - 1) * STRIDE  # lines to read of the last stride, 1 .. STRIDE
-        tail = _skip_lines(block, last, int(self.offsets[high - 1]) - begin)
-        return block[head:tail]
-
-
 def read_all_lines(path: str | Path) -> list[bytes]:
-    """Read the lines of a file, without their newlines. Raises DataError as `open_line_file`."""
-    file = open_line_file(path)
-    return file.read_lines(0, file.num_lines).removesuffix(b"\n").split(b"\n")
-
-
-def _skip_lines(text_block: bytes, num_lines: int, begin_position: int) -> int:
-    """Return the position just after the num_lines-th newline from `begin_position` on; the end if there are fewer."""
-    if num_lines == 0:
-        return begin_position
-    # A stride is short, so looking at it byte by byte in numpy beats `num_lines` calls of bytes.find.
-    window = np.frombuffer(text_block, dtype=np.uint8, offset=begin_position)
-    size = 4096
-    while True:
-        newlines = np.flatnonzero(window[:size] == NEWLINE)
-        if len(newlines) >= num_lines:
-            return begin_position + int(newlines[num_lines - 1]) + 1
-        if size >= len(window):
-            return len(text_block)
-        size *= 4
-
-
-def open_line_file(path: str | Path) -> LineFile:
-    """Read the file once to index its lines. Raises DataError: missing, a directory, empty, gzipped, unreadable."""
-    path = Path(path)
-    strides: list[NDArray[np.int64]] = [np.zeros(1, dtype=np.int64)]
-    num_newlines = 0
-    num_bytes = 0
-    last = NEWLINE
-    if path.exists() and not path.is_dir():
-        check_regular_file(path)
+    """Read the lines of a file, without their newlines. Raises DataError: missing, a folder, empty, gzipped."""
+    path = check_regular_file(Path(path))
     try:
-        with path.open("rb") as file:
-            while block := file.read(SCAN_BYTES):
-                if num_bytes == 0 and block.startswith(GZIP_MAGIC):
-                    raise DataError(
-                        f"{path}: got a gzip file (it starts with 1f 8b), wanted plain text. "
-                        f"Unpack it first: gunzip -c {path.name} > {path.stem}.unpacked.txt"
-                    )
-                ends = np.flatnonzero(np.frombuffer(block, dtype=np.uint8) == NEWLINE)
-                # The k-th newline of the file (from 1) ends line k - 1; line k starts after it.
-                first = (-num_newlines - 1) % STRIDE
-                strides.append(ends[first::STRIDE] + (num_bytes + 1))
-                num_newlines += len(ends)
-                num_bytes += len(block)
-                last = block[-1]
-    except FileNotFoundError as error:
-        raise DataError(f"{path}: no such file. Check the path given with --path") from error
-    except IsADirectoryError as error:
-        raise DataError(f"{path}: got a directory, wanted a file. Name the file in it") from error
+        text = path.read_bytes()
     except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror})") from error
-    if num_bytes == 0:
+        raise DataError(f"{path}: cannot be read ({error.strerror})") from None
+    if not text:
         raise DataError(
             f"{path}: got an empty file, wanted at least one line. Was it fully written?"
         )
-    num_lines = num_newlines + (last != NEWLINE)
-    offsets = np.concatenate(strides)[: -(-num_lines // STRIDE)]
-    return LineFile(
-        path=path,
-        num_lines=num_lines,
-        num_bytes=num_bytes,
-        ends_in_newline=last == NEWLINE,
-        offsets=np.append(offsets, num_bytes),
-    )
+    check_not_gzipped(path, text)
+    return text.removesuffix(b"\n").split(b"\n")
+
+
+def check_not_gzipped(path: Path, text: bytes) -> None:
+    """Raise DataError if `text`, with which a file begins, is that of a gzip file."""
+    if text.startswith(GZIP_MAGIC):
+        raise DataError(
+            f"{path}: got a gzip file (it starts with 1f 8b), wanted plain text. Unpack it first: gunzip {path.name}"
+        )

@@ -50,6 +50,21 @@ class SourceRegistry(Mapping[str, "Callable[..., Splits]"]):
 SOURCES = SourceRegistry()
 
 
+def resolve_preset(
+    name: str, path: str | Path | None, options: Mapping[str, Any]
+) -> tuple[str, str | Path | None, Mapping[str, Any]]:
+    """Return name, path and options by which a data set that is CSV files is opened as such; others unchanged.
+
+    The module of such a data set has `CSV_OPTIONS` and `locate_file`. Raises DataError for missing files.
+    """
+    if name not in DATA_SETS:
+        return name, path, options
+    module = import_module(f"colonnade.data.sets.{name}")
+    if not hasattr(module, "CSV_OPTIONS"):
+        return name, path, options
+    return "csv", str(module.locate_file(path)), {**module.CSV_OPTIONS, **options}
+
+
 def open_source(name: str, path: str | Path | None = None, **options: Any) -> Splits:
     """Open the data set `name` of SOURCES. The options are the keyword arguments of its opener.
 

@@ -22,6 +22,7 @@ from colonnade.checkpoint.header import list_checkpoints
 from colonnade.config.run import RunConfig, build_config, load_config, override_settings
 from colonnade.data import SOURCES, Source, Splits, load_file_schema, open_source
 from colonnade.data.contract import has_samples
+from colonnade.data.sources import resolve_preset
 from colonnade.data.tabular.declaration import fill_scales
 from colonnade.data.tabular.formats import FORMATS
 from colonnade.errors import ConfigError
@@ -73,8 +74,6 @@ def get_preset(data: str, model: str | None = None) -> RunConfig:
 
 INTERACTIONS = "interactions"
 """Data of users' interactions in files."""
-FILES = (*FORMATS, "criteo")
-"""Data sets of user files, with a size that is not known in advance."""
 PATIENCE = 3
 """Default patience in evaluations, one after each epoch."""
 UNWATCHED_EPOCHS = 3
@@ -175,7 +174,8 @@ def open_data(config: RunConfig, folder: Path | None) -> tuple[RunConfig, Splits
     Returns the complete configuration, the data, and a line that lists the chosen settings ("" if none). A folder with
     checkpoints is resumed with its recorded settings.
     """
-    if config.data.name not in FILES:
+    config = _resolve_preset(config)
+    if config.data.name not in FORMATS:
         data = _open_data_source(config)
         chosen = choose_tower_columns(config, data) | _fit_preset_to_size(config, data)
         return (
@@ -203,6 +203,15 @@ def open_data(config: RunConfig, folder: Path | None) -> tuple[RunConfig, Splits
     if held_out:
         chosen["data.options.validation_fraction"] = held_out
     return override_settings(config, chosen), data, _describe_chosen(chosen, num_samples)
+
+
+def _resolve_preset(config: RunConfig) -> RunConfig:
+    """Name the CSV files of a data set that is nothing else, so that what follows knows them as such."""
+    name, path, options = resolve_preset(config.data.name, config.data.path, config.data.options)
+    if name == config.data.name:
+        return config
+    settings = {"data.name": name, "data.path": path, "data.options": options}
+    return override_settings(config, settings)
 
 
 def _describe_chosen(chosen: Mapping[str, Any], num_samples: int) -> str:
@@ -426,11 +435,7 @@ def _is_scorer(config: RunConfig) -> bool:
 
 def _with_default_shuffling(config: RunConfig) -> RunConfig:
     """Add the default shuffle window, unless the data set or a setting decides the order."""
-    if (
-        config.data.name == "criteo"
-        or _is_by_day(config)
-        or "shuffle_window" in config.data.options
-    ):
+    if _is_by_day(config) or "shuffle_window" in config.data.options:
         return config
     return override_settings(config, {"data.options.shuffle_window": SHUFFLE_WINDOW})
 

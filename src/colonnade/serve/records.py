@@ -31,7 +31,6 @@ from numpy.typing import NDArray
 from colonnade.batch import Batch, Ids
 from colonnade.config.run import RunConfig
 from colonnade.data.contract import Schema
-from colonnade.data.sets import criteo
 from colonnade.data.tabular.arrow_types import MISSING_NUMBER
 from colonnade.data.tabular.columns import resolve_dtypes
 from colonnade.data.tabular.declaration import FileSchema, load_file_schema
@@ -55,7 +54,7 @@ from colonnade.data.tabular.join import KeyedTable, read_keyed_table
 from colonnade.errors import ConfigError, DataError
 
 Record = Mapping[str, Any]
-ScalarKind = Literal["number", "integer", "text", "time", "hex"]
+ScalarKind = Literal["number", "integer", "text", "time"]
 PLAIN = frozenset((str, int, float, bool, type(None), list))
 """Types of the values of parsed JSON, except objects."""
 MAX_NAME = 100
@@ -137,8 +136,7 @@ class RawColumn:
                 pass  # the slow path finds the value
         if self.kind == "number" and not has_nulls and kinds <= {int, float, type(None)}:
             return self._build_numbers(record_values, value_rules)
-        texts = self._build_texts(record_values, value_rules)
-        return self._parse_hex(texts) if self.kind == "hex" else texts
+        return self._build_texts(record_values, value_rules)
 
     def _build_numbers(self, record_values: list[Any], value_rules: ValueRules) -> pa.Array:
         try:
@@ -148,11 +146,6 @@ class RawColumn:
         except OverflowError:
             row = next(row for row, value in enumerate(record_values) if not _fits_float(value))
             raise self._build_error(row, record_values[row]) from None
-        if not value_rules.has_fractions:
-            is_invalid = (x != np.rint(x)) & ~np.isnan(x) | (np.abs(x) >= 2.0**63)
-            if is_invalid.any():
-                row = int(is_invalid.argmax())
-                raise self._build_error(row, record_values[row])
         if value_rules.has_float32:
             is_float = np.array([type(value) is float for value in record_values], np.bool_)
             with np.errstate(over="ignore"):
@@ -198,23 +191,7 @@ class RawColumn:
         if self.kind == "number" and value_rules.has_float32:
             with np.errstate(over="ignore"):
                 value = float(np.float32(value))
-        if self.kind == "number" and not value_rules.has_fractions:
-            if not value.is_integer():
-                raise self._build_error(row_index, value)
-            return f"{value:.0f}"
         return repr(value)
-
-    def _parse_hex(self, texts: pa.Array) -> pa.Array:
-        """Parse categories of Criteo's files, texts of 8 hexadecimal digits, to ids (N,) int64; a missing text has the
-        id that the file gives it. Raises InvalidValue for other texts."""
-        ids = np.empty(len(texts), np.int64)
-        column = pa.chunked_array([texts.cast(pa.binary())])
-        if not criteo.parse_hex_ids(column, ids_out=ids):
-            for row, text in enumerate(texts):
-                one = pa.chunked_array([pa.array([text.as_py()], pa.string()).cast(pa.binary())])
-                if not criteo.parse_hex_ids(one, ids_out=ids[:1]):
-                    raise self._build_error(row, text.as_py())
-        return pa.array(ids)
 
     def _convert_to_json_value(self, value: Any, row: int) -> Any:
         """Convert values that records made in Python may have (numpy, datetime, Decimal) to those of JSON."""
@@ -241,7 +218,6 @@ class RawColumn:
             "integer": "an integer",
             "text": "one text or number",
             "time": "a time such as 2024-05-31T12:00:00, or a number",
-            "hex": "8 hexadecimal digits or null",
         }[self.kind]
         if self.is_list:
             wanted = f"a list, and each of its elements {wanted}"
@@ -285,19 +261,17 @@ def _is_encodable(text: str | None) -> bool:
     return True
 
 
-def plan_columns(file_schema: FileSchema, *, is_hex: bool, is_required: bool) -> list[RawColumn]:
+def plan_columns(file_schema: FileSchema, *, is_required: bool) -> list[RawColumn]:
     """Plan how each column is read; of fields that need different types, one is chosen from which all can read."""
     readers: dict[str, list[tuple[DeclaredField, str]]] = {}
     for field in file_schema.fields:
         for column in field.columns:
             is_weights = isinstance(field, Bag) and column == field.weights
-            readers.setdefault(column, []).append(
-                (field, _choose_scalar_kind(field, is_weights, is_hex))
-            )
+            readers.setdefault(column, []).append((field, _choose_scalar_kind(field, is_weights)))
     columns = []
     for name, pairs in readers.items():
         kinds = {kind for _, kind in pairs}
-        order: list[ScalarKind] = ["text", "time", "hex", "integer", "number"]
+        order: list[ScalarKind] = ["text", "time", "integer", "number"]
         # Texts are read by all; times and numbers together are written as texts.
         kind: ScalarKind = "text" if {"time"} < kinds else next(k for k in order if k in kinds)
         lists = [field for field, _ in pairs if isinstance(field, Bag | SequenceField)]
@@ -307,15 +281,13 @@ def plan_columns(file_schema: FileSchema, *, is_hex: bool, is_required: bool) ->
     return columns
 
 
-def _choose_scalar_kind(field: DeclaredField, is_weights: bool, is_hex: bool) -> ScalarKind:
+def _choose_scalar_kind(field: DeclaredField, is_weights: bool) -> ScalarKind:
     """Return the type that a field reads from a column."""
     if reads_times(field):
         return "time"
     if is_weights or isinstance(field, Bucket | Number):
         return "number"
     assert isinstance(field, Category | Bag | SequenceField)
-    if is_hex:
-        return "hex"
     return "integer" if field.dtype == "integer" else "text"
 
 
@@ -596,7 +568,6 @@ def build_encoder(config: RunConfig | None, schema: Schema) -> RecordEncoder:
     The model was trained on            a record has
     files with a schema (FORMATS)       the columns of the files
     interactions                        user, item, history, and the columns of the files of users and items
-    criteo                              I1 .. I13, C1 .. C26, as in the file: integers and 8 hexadecimal digits
     any other reader, or its own loop   the features and dense columns of `schema`: integer ids, numbers, lists of ids
     """
     name = "" if config is None else config.data.name
@@ -608,8 +579,6 @@ def build_encoder(config: RunConfig | None, schema: Schema) -> RecordEncoder:
                 "data.options.schema. Export the model again from its run folder"
             )
         return _build_file_encoder(name, options)
-    if name == "criteo":
-        return _build_criteo_encoder(options.get("hash_rows"))
     if name == "interactions" and "schema" in options:
         return _build_interaction_encoder(load_file_schema(options["schema"]), schema)
     return _build_schema_encoder(schema)
@@ -626,7 +595,7 @@ def _build_file_encoder(name: str, options: Mapping[str, Any]) -> RecordEncoder:
     others = {*declared.columns, *(options.get("names") or ())}
     others |= {options[name] for name in ("split_by", "order_by") if options.get(name)}
     join = options.get("join") or {}
-    columns = plan_columns(file_schema, is_hex=False, is_required=False)
+    columns = plan_columns(file_schema, is_required=False)
     return RecordEncoder(
         file_schema,
         columns,
@@ -640,27 +609,10 @@ def _build_interaction_encoder(record_schema: FileSchema, schema: Schema) -> Rec
     """Build the encoder for users and items of interactions: in sequences the item is the column `target`."""
     dense = [Number(name, missing=0.0) for name in schema.dense]
     file_schema = FileSchema((*record_schema.fields, *dense))
-    columns = plan_columns(file_schema, is_hex=False, is_required=False)
+    columns = plan_columns(file_schema, is_required=False)
     is_sequence = any(column.name == "target" for column in schema.categorical)
     names = {"item": "target"} if is_sequence else {}
     return RecordEncoder(file_schema, columns, FORMATS["csv"].value_rules, names=names)
-
-
-def _build_criteo_encoder(hash_rows: int | None) -> RecordEncoder:
-    """Build the encoder for Criteo's columns."""
-    numbers = [Number(name, missing=0.0, transform="log1p") for name in criteo.DENSE]
-    categories = [
-        Category(name, dtype="integer", rows=hash_rows, missing="error")
-        for name in criteo.CATEGORIES
-    ]
-    file_schema = FileSchema((*numbers, *categories))
-    columns = plan_columns(file_schema, is_hex=True, is_required=False)
-    return RecordEncoder(
-        file_schema,
-        columns,
-        ValueRules(number_pattern=re.compile(criteo.COUNT), has_fractions=False),
-        ignored=("label",),
-    )
 
 
 def _build_schema_encoder(schema: Schema) -> RecordEncoder:
@@ -685,7 +637,7 @@ def _build_schema_encoder(schema: Schema) -> RecordEncoder:
         fields.append(Number(f"dense_{i}", column=name))
         names[f"dense_{i}"] = name
     file_schema = FileSchema(tuple(fields))
-    columns = plan_columns(file_schema, is_hex=False, is_required=True)
+    columns = plan_columns(file_schema, is_required=True)
     return RecordEncoder(
         file_schema, columns, ValueRules(number_pattern=NUMBER), ignored=schema.labels, names=names
     )

@@ -193,6 +193,15 @@ class CsvFile(TableFile):
             raise build_field_error(
                 self.path, line_number, None, got="an empty line", wanted="a row", fix="Remove it"
             )
+        if b"\r" in row_text and self.dialect.quote is None:
+            raise build_field_error(
+                self.path,
+                line_number,
+                None,
+                got=f"a carriage return inside {format_excerpt(row_text)}",
+                wanted="none but at the end",
+                fix="Remove it",
+            )
         fields = self.split_row(row_text, line_number)
         if len(fields) != len(self.names):
             raise build_field_error(

@@ -403,8 +403,10 @@ def _mark_missing_values(
     missing = None
     if is_text_type(arrow_column.type):
         offsets, _ = view_text_buffers(arrow_column)
-        missing = offsets[1:] == offsets[:-1]
-        if null_texts:
+        lengths = np.diff(offsets)
+        missing = lengths == 0
+        # Texts of other lengths, such as hashes of 8 digits, need not be compared.
+        if any((lengths == len(text.encode())).any() for text in null_texts):
             missing |= _mark_texts(arrow_column, null_texts)
     if arrow_column.null_count:
         nulls = arrow_column.is_null().to_numpy(zero_copy_only=False)

@@ -38,8 +38,6 @@ class ValueRules:
     """Texts that are missing values, besides the empty one: `null_values` of CSV files."""
     number_pattern: re.Pattern[str] | None = None
     """Pattern of a number written as text; None: what Arrow parses."""
-    has_fractions: bool = True
-    """True if numbers may have fractions; Criteo's have none."""
     has_booleans: bool = False
     """True if true and false are the numbers 1 and 0, as in typed files. A CSV file has no such number."""
     has_float32: bool = False

@@ -34,7 +34,7 @@ open_parquet = build_opener(
 
     path                 a file, a folder (every file below it), a pattern, or a list of these; natural order of names
     schema               a FileSchema, its fields, plain values, or the path of a YAML file; None: the one in the
-                         footer, which `colonnade convert criteo` writes, else inferred
+                         footer, which `colonnade convert` writes of a typed header, else inferred
     label                the label's column, if the schema is inferred; default: one named label, click, target or y
     validation, test     separate files, or Arrow tables
     validation_fraction, test_fraction

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from colonnade.data.lines import GZIP_MAGIC, NEWLINE, check_regular_file, read_range
+from colonnade.data.lines import NEWLINE, check_not_gzipped, check_regular_file, read_range
 from colonnade.errors import DataError
 
 BLOCK_BYTES = 4 << 20
@@ -177,10 +177,7 @@ def _has_empty_row(
 def _check_is_text(path: Path) -> None:
     with path.open("rb") as file:
         text = file.read(4)
-    if text.startswith(GZIP_MAGIC):
-        raise DataError(
-            f"{path}: got a gzip file (it starts with 1f 8b), wanted plain text. Unpack it first: gunzip {path.name}"
-        )
+    check_not_gzipped(path, text)
     if text.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise DataError(
             f"{path}: got UTF-16 text, wanted UTF-8. Convert it: iconv -f utf-16 -t utf-8"
