@@ -97,6 +97,8 @@ samples by heart before the vectors of ids have grown; without the fields' vecto
 SMALL_SAMPLES = 20_000
 MAX_ROW_LR = 0.25
 """Largest learning rate of rows that is chosen: 1 / ids of a sample, because the steps of their rows add up."""
+MAX_CROSS_LR = 0.025
+"""The same for DCN, whose cross layers multiply these steps by each other."""
 COUNTED_SAMPLES = 1024
 LINEAR_MODELS = ("lr", "fm")
 """Models without hidden layers."""
@@ -383,7 +385,8 @@ def _choose_row_lr(
     num_ids = 0 if batch is None else sum(len(ids.values) for ids in batch.ids.values())
     if batch is None or num_ids == 0:
         return {}
-    return {"embedding.lr": _round_digits(min(MAX_ROW_LR, batch.size / num_ids))}
+    largest = MAX_CROSS_LR if config.model.name == "dcn" else MAX_ROW_LR
+    return {"embedding.lr": _round_digits(min(largest, batch.size / num_ids))}
 
 
 def _choose_accumulators(
