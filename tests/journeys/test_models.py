@@ -88,7 +88,7 @@ def write_plays(shell: Shell) -> None:
     shell.write_table("songs.csv", "song_id,genres,length", songs)
     people = [(f"user{user}", 20 + user % 40) for user in range(190)]
     shell.write_table("people.csv", "user_id,age", people)
-    shell.write_table("who.csv", "user", [("user5",), ("user10",), ("user199",)])
+    shell.write_table("who.csv", "user_id", [("user5",), ("user10",), ("user199",)])
 
 
 @pytest.mark.slow
@@ -108,8 +108,10 @@ def test_own_interactions_from_a_file_to_recommendations(shell, model):
     shell.check_same_metrics("whole", "killed")
     metrics = shell.read_summary("killed")["metrics"]
     assert metrics["test_ndcg@10"] > 2 * metrics["test_popularity_ndcg@10"]
-    assert "popularity ndcg@10" in shell.run("colonnade evaluate killed")
-    shell.run("colonnade recommend killed --users who.csv --k 2 --output best.parquet --key user")
+    assert "by popularity" in shell.run("colonnade evaluate killed")
+    shell.run(
+        "colonnade recommend killed --users who.csv --k 2 --output best.parquet --key user_id"
+    )
     answers = [line.split(",") for line in shell.run_python(READ_BEST).splitlines()]
     assert [answer[0] for answer in answers] == ["user5", "user10", "user199"]
     for user, *songs in answers:  # each taste has ten songs, of which eight were played
@@ -123,7 +125,7 @@ def test_own_interactions_from_a_file_to_recommendations(shell, model):
     address = f"http://127.0.0.1:{port}"
     server.wait_until(lambda: fetch(f"{address}/v2/health/ready") is not None, "a ready server")
     assert (
-        fetch(f"{address}/recommend", {"user": {"user": "user5"}, "k": 2})["items"]
+        fetch(f"{address}/recommend", {"user": {"user_id": "user5"}, "k": 2})["items"]
         == answers[0][1:]
     )
     new = {"user": {"history": ["song 01", "song 05", "song 09"], "age": 30}, "k": 2}

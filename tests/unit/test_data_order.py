@@ -76,6 +76,10 @@ def test_the_last_by_a_column_are_held_out(column, kind, tmp_path):
     assert parts == expected_parts(SECONDS, low, high)
     # Rows of one time are in one part, so a part may be a little larger.
     assert 40 <= len(parts[2]) < 50 and 20 <= len(parts[1]) < 30
+    first = TABLE["price"][int(np.argmax(SECONDS == high))] if column == "price" else high
+    words = f"{first.as_py():.15g}" if column == "price" else np.datetime64(int(first), "s")
+    assert splits.notes[-1].endswith(f", {len(parts[2])} test (from {words} on)")
+    assert f"{len(parts[0])} samples train, {len(parts[1])} validate (from " in splits.notes[-1]
 
 
 @pytest.mark.parametrize("kind", ["csv", "parquet"])
@@ -136,7 +140,7 @@ def test_times_of_the_test_part_do_not_reach_the_schema(tmp_path):
     ({"order_by": "price", "test_after": "2020-10-01"}, "wanted a number, because it holds no times"),
     ({"order_by": "when", "test_after": "1990-01-01"}, "leave no sample to train on"),
     ({"order_by": "wen", "test_fraction": 0.1}, "'wen', which split_by or order_by names; did you mean 'when'"),
-    ({"split_by": "when", "test_fraction": 0.1}, "split_by='when', a column of times.*order_by='when'"),
+    ({"split_by": "when", "test_fraction": 0.1}, "split_by='when', a column of times.*order_by=when"),
     ({"split_by": "timestamp", "test_fraction": 0.1}, "split_by='timestamp', a column of times"),
 ])  # fmt: skip
 def test_splits_that_cannot_be_are_refused(options, message, tmp_path):
@@ -180,6 +184,9 @@ def test_last_rows_that_are_not_the_newest_are_a_warning(order, tmp_path):
     messages = [str(w.message) for w in caught]
     if order == "by user":
         (message,) = messages
-        assert "are not the newest by 'timestamp'" in message and "order_by=timestamp" in message
+        assert (
+            "are not the newest by 'timestamp'" in message
+            and '--set "data.options.order_by=timestamp"' in message
+        )
     else:
         assert not messages

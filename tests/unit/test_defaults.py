@@ -30,6 +30,7 @@ from colonnade.run.defaults import (
     choose_initial_accumulator,
     choose_open_settings,
     choose_training_settings,
+    describe_settings,
     get_preset,
     open_data,
 )
@@ -37,6 +38,14 @@ from colonnade.run.run import open_run
 from colonnade.train.progress import describe_single_classes, describe_stuck_loss
 
 QUICK = {"train.threads": 1}
+
+
+def test_a_run_says_whose_metric_it_follows():
+    config = override_settings(RunConfig(), {"train.monitor": "auc"})
+    assert describe_settings(config, ["click"]).endswith("monitor auc")
+    assert describe_settings(config, ["click", "buy"]).endswith("monitor auc of click")
+    config = override_settings(config, {"train.monitor": "auc_buy"})
+    assert describe_settings(config, ["click", "buy"]).endswith("monitor auc_buy")
 
 
 @pytest.mark.parametrize(("model", "factor"), [("lr", 4), ("fm", 4), ("deepfm", 1), ("dcn", 1)])

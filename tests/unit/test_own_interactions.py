@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import csv
+import json
 import math
 import random
 import re
+from collections import Counter
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -333,6 +335,39 @@ def test_a_run_recommends_by_the_names_of_the_files(tmp_path, model, capsys):
             assert again.scores[0] == pytest.approx(best.scores[row], abs=1e-5)
 
 
+@pytest.mark.parametrize("model", ["two_tower", "sasrec"])
+def test_users_of_whom_nothing_is_known_get_the_most_popular_items(tmp_path, model, capsys):
+    """Records have the names of the file. Unknown items of a history are no history; evaluation has the same rule."""
+    rows = [[c, f"p{(c * k) % 7}", k] for c in range(10, 30) for k in range(5)]
+    rows += [[9, f"p{k}", 100] for k in range(3)]  # users of the test alone have no history
+    rows += [[8, "p5", 100]]
+    path, run = write_csv(tmp_path / "a.csv", ["customer_id", "sku", "bought_at"], rows), "run"
+    command = ["train", "--data", "interactions", "--path", str(path), "--run", str(tmp_path / run)]
+    for setting in (f"model.name={model}", "model.dim=4", "train.epochs=1", "data.options.split=time",
+                    "data.options.test_after=50", "data.options.validation_fraction=0"):  # fmt: skip
+        command += ["--set", setting]
+    assert app.run_command(command) == 0
+    output = " ".join(capsys.readouterr().out.split())
+    assert "0 validate, 4 test (from 100 on)" in output
+    for value, popular in re.findall(r"test \S+@10: (\S+) by popularity (\S+)", output):
+        assert value == popular
+    new = [{"customer_id": 77}, {"history": []}, {"customer_id": "x", "history": ["p99"]}]
+    (tmp_path / "users.jsonl").write_text(
+        "".join(json.dumps(record) + "\n" for record in [*new, {"customer_id": 10}])
+    )
+    options = ["--users", tmp_path / "users.jsonl", "--output", tmp_path / "best.parquet"]
+    assert app.run_command(["recommend", str(tmp_path / run), *map(str, options)]) == 0
+    assert "unknown: 3 users, who get" in (text := capsys.readouterr().out) and "; 1 items" in text
+    table = pq.read_table(tmp_path / "best.parquet")
+    assert table["by_popularity"].to_pylist() == [True, True, True, False]
+    counts = Counter(item for _, item, time in rows if time < 50)
+    wanted = sorted(counts, key=lambda item: (-counts[item], item))
+    assert table["items"].to_pylist()[:3] == [wanted] * 3
+    with Recommender.open(tmp_path / run) as recommender:
+        with pytest.raises(DataError, match=r"got a column 'user', .*'customer_id'"):
+            recommender.recommend([{"user": 10}])
+
+
 def read_rows(path: Path) -> list[list[str]]:
     with path.open() as file:
         return list(csv.reader(file))[1:]
@@ -439,6 +474,11 @@ def test_a_run_is_evaluated_by_several_protocols(tmp_path, capsys, monkeypatch):
         assert app.run_command(["evaluate", "run", "--at", "best", *more]) == 0
         outputs[negatives] = " ".join(capsys.readouterr().out.split())
     assert outputs[None] == outputs["4"] and "among 4 drawn items" in outputs["4"]
+    assert "fewer" not in outputs["4"]
+    assert app.run_command(["evaluate", "run", "--ranked-negatives", "500"]) == 0
+    assert "or all of these where there are fewer: 24 at least" in " ".join(
+        capsys.readouterr().out.split()
+    )
     assert "negatives of a.test.negative, at most 5 of a user" in outputs["a.test.negative"]
     assert "all items are ranked" in outputs["all"]
     hits = [re.search(r"hit rate@10: (\S+)", outputs[name])[1] for name in ("all", "4")]

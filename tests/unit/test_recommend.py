@@ -26,6 +26,7 @@ from colonnade.data import open_source
 from colonnade.errors import ConfigError
 from colonnade.models import retriever
 from colonnade.models.retriever import rank_items, recall_and_ndcg, to_column_major
+from colonnade.run import run as run_module
 from colonnade.run.run import load_run_config, open_run
 
 NUM_USERS, NUM_ITEMS = 40, 30
@@ -379,6 +380,13 @@ def test_a_model_of_scores_recommends_nothing(tmp_path):
         Recommender.open(tmp_path / "run")
 
 
+def test_a_run_of_a_version_that_numbered_ids_otherwise_says_so(data, tmp_path, colonnade):
+    with mock.patch.object(run_module, "build_portable_options", lambda options, _: options):
+        train(tmp_path / "run", data, TWO_TOWER, {})
+    status, _, text = colonnade("evaluate", str(tmp_path / "run"))
+    assert status == 2 and "has no data.options.schema, which runs on gowalla record" in text
+
+
 def test_the_command_writes_lists_in_the_order_of_the_users(towers, films, colonnade, tmp_path):
     users = [{"user": n % NUM_USERS, "history": [n % NUM_ITEMS]} for n in range(70)]
     pq.write_table(pa.Table.from_pylist(users), tmp_path / "users.parquet")
@@ -398,7 +406,7 @@ def test_the_command_writes_lists_in_the_order_of_the_users(towers, films, colon
         )  # fmt: skip
         assert status == 0 and "70 users, 30 items ranked" in text, text
         table = pq.read_table(path)
-        assert table.column_names == ["key", "items", "scores"]
+        assert table.column_names == ["key", "items", "scores", "by_popularity"]
         assert [str(key) for key in table["key"].to_pylist()] == [str(u["user"]) for u in users]
         assert table["items"].to_pylist() == items and table["scores"].to_pylist() == scores
     (tmp_path / "films.jsonl").write_text("".join(json.dumps(film) + "\n" for film in FILMS))

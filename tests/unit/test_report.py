@@ -36,11 +36,11 @@ from colonnade.report.pages import (
 from colonnade.report.reading import (
     collect_metrics,
     collect_table_figures,
-    find_best,
     is_judged,
     read_run_folder,
     sum_metrics_lines,
 )
+from colonnade.train.best import HIGHER, LOWER, get_direction
 
 
 def figures_in(html: str) -> list[dict]:
@@ -54,8 +54,6 @@ def test_what_is_read_is_what_was_written(tmp_path):
     assert run.status == "finished" and run.step == 400
     metrics = collect_metrics(run)
     assert [step for step, _ in metrics["auc"]["validation"]] == [100, 200, 300, 400]
-    assert find_best("auc", metrics["auc"]["validation"])[0] == 400
-    assert find_best("log_loss", metrics["log_loss"]["validation"])[0] == 400
     assert sum_metrics_lines(run, "rows") == {
         "resident": 180000,
         "read": 14000,
@@ -268,6 +266,26 @@ def test_comparison_shows_only_what_differs_and_marks_the_best(tmp_path):
     assert "3 runs compared" in render_comparison_page([*runs, empty])
 
 
+def test_metrics_of_the_user_are_marked_in_the_direction_of_the_monitor_alone(tmp_path):
+    runs = []
+    for name, value in (("a", 0.2), ("b", 0.3)):
+        write_run(tmp_path / name, evaluations=0)
+        line = {
+            "step": 400,
+            "kind": "evaluate",
+            "validation_cost": value,
+            "validation_profit": value,
+        }
+        (tmp_path / name / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+        runs.append(read_run_folder(tmp_path / name))
+    assert not any(line.best for line in build_figure_lines(runs) if "validation" in line.name)
+    for mode, best in (("min", (0,)), ("max", (1,))):
+        for run in runs:
+            run.config["train"] |= {"monitor": "cost", "monitor_mode": mode}
+        lines = {line.name: line.best for line in build_figure_lines(runs)}
+        assert lines["validation cost, chosen"] == best and lines["validation profit, chosen"] == ()
+
+
 def write_tested_run(folder, auc, blocks=None, digest="same"):
     write_run(folder, evaluations=0)
     lines = [{"step": 400, "kind": "evaluate", "test_auc": auc}]
@@ -353,7 +371,7 @@ def test_numbers_in_words(function, value, words):
 def test_which_way_a_metric_is_better(metric, judged, best):
     assert is_judged(metric) is judged
     if best is not None:
-        assert find_best(metric, [(1, 0.2), (2, 0.4)])[0] == best
+        assert get_direction(metric) == {1: LOWER, 2: HIGHER}[best]
 
 
 def test_a_page_takes_no_device_away_and_follows_links(tmp_path):

@@ -700,6 +700,9 @@ def test_a_retrieval_model_opens_its_rows_once(pairs, tmp_path, monkeypatch):
                 best.scores[0],
             )
         assert len([path for path in opened_files if live in path.parents]) == num_tables
+        assert answer.json()["by_popularity"] is False
+        answer = client("POST", "/recommend", json={"user": {"user": 10**6}, "k": 4})
+        assert answer.json()["by_popularity"] is True and len(answer.json()["items"]) == 4
 
 
 def test_an_approximate_index_is_rebuilt_at_each_checkpoint(pairs, tmp_path, monkeypatch):

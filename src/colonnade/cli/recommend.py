@@ -16,10 +16,11 @@ from colonnade.terminal import print_text
 EXAMPLES = (
     "A file of users has the columns that the model reads of a user, such as history, as the training file has them "
     "(Parquet, CSV, or one JSON object per line). The output has a row per user, in their order: lists of items and of "
-    "scores, best first. It appears when it is complete.\n\n"
+    "scores, best first, and whether these are the most popular items because nothing is known of the user. It appears "
+    "when it is complete.\n\n"
     "[bold]Examples[/bold]\n\n"
     "  colonnade recommend runs/mine --users users.parquet --k 10 --output best.parquet\n\n"
-    "  colonnade recommend runs/mine --users users.jsonl --items items.csv --output best.parquet --key user\n\n"
+    "  colonnade recommend runs/mine --users users.jsonl --items items.csv --output best.parquet --key user_id\n\n"
     "  colonnade recommend served --users users.csv --output best.parquet --with-seen"
 )
 
@@ -57,21 +58,33 @@ def recommend(
 
     started = time.perf_counter()
     catalogue = None if items is None else read_records(items)
-    num_users = 0
+    num_users = num_popular = num_left_out = 0
     with Recommender.open(model, items=catalogue, at=at) as recommender:
         item_type = pa.string() if recommender.catalogue.keys.dtype == object else pa.int64()
-        types = {"items": pa.list_(item_type), "scores": pa.list_(pa.float64())}
+        types = {
+            "items": pa.list_(item_type),
+            "scores": pa.list_(pa.float64()),
+            "by_popularity": pa.bool_(),
+        }
         empty = pa.table({name: pa.array([], kind) for name, kind in types.items()})
         with TableWriter(output, empty, (".parquet",)) as file:
             for records in read_record_batches(users, batch_size):
                 keys = None if key is None else take_keys(records, key, users, recommender.columns)
                 best = recommender.recommend(records, k, exclude_seen=not with_seen)
                 columns = {} if keys is None else {"key": pa.array(keys)}
-                columns["items"] = pa.array(best.items, types["items"])
-                columns["scores"] = pa.array(best.scores, types["scores"])
+                columns |= {
+                    name: pa.array(getattr(best, name), kind) for name, kind in types.items()
+                }
                 file.write(pa.table(columns))
                 num_users += len(records)
+                num_popular += sum(best.by_popularity)
+                num_left_out += best.num_left_out
     seconds = time.perf_counter() - started
+    if num_popular or num_left_out:
+        print_text(
+            f"unknown: {num_popular:,} users, who get the most popular items (by_popularity); {num_left_out:,} items "
+            "of histories, which are left out"
+        )
     print_text(
         f"step {recommender.step}: {num_users:,} users, {recommender.catalogue.num_items:,} items ranked, "
         f"{num_users / max(seconds, 1e-9):,.0f} users/s\nrecommendations: {output}"

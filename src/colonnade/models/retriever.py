@@ -96,11 +96,12 @@ class RetrievalObjective:
             items = embed_items(model, catalogue)
 
             def measure(batch: Batch) -> dict[str, Tensor]:
-                values = measure_ranking(
-                    rank_held_out(model.queries(batch), items, batch.key), batch.key
-                )
+                rankings = [rank_held_out(model.queries(batch), items, batch.key)]
                 if popularity is not None:
-                    values += measure_ranking(rank_by_popularity(popularity, batch.key), batch.key)
+                    popular = rank_by_popularity(popularity, batch.key)
+                    is_empty = model.mark_empty_queries(batch)[:, None]
+                    rankings = [torch.where(is_empty, popular, rankings[0]), popular]
+                values = [value for top in rankings for value in measure_ranking(top, batch.key)]
                 return dict(zip(names, values, strict=True))
 
             return average_metrics(
@@ -151,6 +152,12 @@ class Retriever(SplitModel):
     @abstractmethod
     def items(self, batch: Batch) -> Tensor:
         """Return the vectors of items, (B, D). The batch needs only the items' columns."""
+
+    def mark_empty_queries(self, batch: Batch) -> Tensor:
+        """Mark the queries (B,) without a number and without an id, as of users without a history: they are ranked by
+        popularity."""
+        counts = [batch.ids[name].counts for name in self.query_features]
+        return (torch.stack(counts).sum(0) == 0) & (not self.dense_columns)
 
     def build_contrastive_batch(
         self, batch: Batch, queries: Tensor, items: Tensor, item_ids: Tensor, known: Iterable[Ids]

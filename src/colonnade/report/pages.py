@@ -26,8 +26,8 @@ from colonnade.report.reading import (
     TableFigures,
     collect_metrics,
     collect_table_figures,
-    find_best,
     find_block_values,
+    find_direction,
     is_constant,
     is_judged,
     is_number,
@@ -35,6 +35,7 @@ from colonnade.report.reading import (
     sum_metrics_lines,
     value_at_selection,
 )
+from colonnade.train.best import NEITHER
 
 
 @dataclass(frozen=True)
@@ -87,13 +88,14 @@ def _build_metric_lines(runs: Sequence[RunRecord]) -> list[ComparisonLine]:
                 find_block_values(run, part, metric, c)
                 for run, c in zip(runs, selections, strict=True)
             ]
-            lines.append(_build_metric_line(f"{name}, chosen", metric, chosen, blocks))
+            direction = find_direction(metric, runs)
+            lines.append(_build_metric_line(f"{name}, chosen", metric, direction, chosen, blocks))
         elif is_constant(metric):
             continue
         if any(len(p) > 1 for p in points) or not is_judged(metric):
             last = [p[-1][1] if p else None for p in points]
             lines.append(
-                _build_metric_line(f"{name}, last", metric, last)
+                _build_metric_line(f"{name}, last", metric, direction, last)
                 if is_judged(metric)
                 else ComparisonLine(name, tuple(format_metric(metric, v) for v in last))
             )
@@ -164,15 +166,17 @@ def render_comparison_page(runs: Sequence[RunRecord]) -> str:
 def _build_metric_line(
     name: str,
     metric: str,
+    direction: int,
     values: Sequence[float | None],
     blocks: Sequence[BlockValues | None] = (),
 ) -> ComparisonLine:
-    """Return a line with the runs marked that are level with the best one; with none if all are."""
+    """Return a line with the runs marked that are level with the best one; with none if all are, or if it is unknown
+    which values are better (`direction` NEITHER)."""
     points = [(i, value) for i, value in enumerate(values) if value is not None]
     texts = tuple(format_metric(metric, value) for value in values)
     best: tuple[int, ...] = ()
-    if len(points) > 1:
-        top = find_best(metric, points)[0]
+    if len(points) > 1 and direction != NEITHER:
+        top = max(points, key=lambda point: direction * point[1])[0]
         best = tuple(
             i
             for i, _ in points

@@ -10,7 +10,7 @@ import math
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from colonnade.errors import CheckpointError
 from colonnade.formats import check_format_version, make_format_stamp, parse_yaml, read_text_file
 from colonnade.report.formatting import format_metric_name
 from colonnade.report.intervals import BlockValues
-from colonnade.train.best import Best, get_direction, is_judged
+from colonnade.train.best import HIGHER, LOWER, Best, get_direction, is_judged
 from colonnade.train.metrics_file import FILE_NAME, ROWS_FILE_NAME, read_metrics_lines
 
 MAX_ABSOLUTE = 1e18
@@ -239,9 +239,14 @@ def is_constant(metric: str) -> bool:
     return metric.startswith(("num_", "positive_rate"))
 
 
-def find_best(metric: str, points: list[tuple[int, float]]) -> tuple[int, float]:
-    """Return the best (step, value) of a metric; the first of equal ones."""
-    return max(points, key=lambda point: get_direction(metric) * point[1])
+def find_direction(metric: str, runs: Sequence[RunRecord]) -> int:
+    """Return which values of a metric are better, as `get_direction`: those that a run monitors it for, else the known
+    ones; NEITHER for other metrics of the user."""
+    settings = [run.config.get("train", {}) for run in runs]
+    modes = {s.get("monitor_mode") for s in settings if s.get("monitor") == metric} - {None}
+    if len(modes) == 1:
+        return LOWER if "min" in modes else HIGHER
+    return get_direction(metric, is_guessed=False)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
@@ -291,17 +291,21 @@ def resolve_settings(config: RunConfig, objective: Objective) -> RunConfig:
     )
 
 
-def describe_settings(config: RunConfig) -> str:
-    """Describe the main settings of a run, chosen or not, in one line."""
+def describe_settings(config: RunConfig, labels: Sequence[str]) -> str:
+    """Describe the main settings of a run, chosen or not, in one line. labels: those of its samples."""
     model = config.model
     rows = config.embedding
     dense = config.dense
     train = config.train
+    is_first = len(labels) > 1 and not str(train.monitor).endswith(
+        tuple(f"_{x}" for x in labels[1:])
+    )
+    label = f" of {labels[0]}" if is_first else ""
     days_or_epochs = "one day after another" if train.progressive else f"epochs {train.num_epochs}"
     return (
         f"model {model.name}, dim {model.dim}; rows: {rows.optimizer}, lr {rows.lr:g}; dense: {dense.optimizer}, "
         f"lr {dense.learning_rate:g}; batch size {train.samples_per_step:,}, {days_or_epochs}; "
-        f"monitor {train.monitor}"
+        f"monitor {train.monitor}{label}"
     )
 
 

@@ -258,9 +258,13 @@ def open_run(
         if console and chosen_settings:
             console.print(chosen_settings, highlight=False)
         # Write out an inferred schema, so that the recorded configuration opens the same data later.
-        config = override_settings(
-            config, {"data.options": build_portable_options(config.data.options, data)}
-        )
+        recorded_options = build_portable_options(config.data.options, data)
+        if read_only and (missing := recorded_options.keys() - config.data.options.keys()):
+            raise CheckpointError(
+                f"{folder} has no data.options.{min(missing)}, which runs on {config.data.name} record: the version "
+                "that trained it read the data otherwise. Train again in another folder (--run)"
+            )
+        config = override_settings(config, {"data.options": recorded_options})
     config = resolve_tower_settings(data.train.schema, config)
     data = read_in_processes(data, config.data.readers)
     model = build_model(data.train.schema, config)
@@ -311,7 +315,9 @@ def prepare_run(requested: RunSetup) -> TrainingRun:
         for note in setup.data.notes:
             setup.console.print(note, highlight=False, markup=False)
         if config.data.name != OWN:
-            setup.console.print(describe_settings(config), highlight=False)
+            setup.console.print(
+                describe_settings(config, setup.data.train.schema.labels), highlight=False
+            )
         warn_of_few_steps(config, run_steps, setup.console)
     schedules = _build_schedules(setup, rows, optimizer, run_steps)
     placed = _plan_rows(setup, optimizer)

@@ -13,6 +13,7 @@ Legend: B users, I items of the catalogue, U users of the training data, D dim.
 
 from __future__ import annotations
 
+import re
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -29,7 +30,7 @@ from colonnade.batch import Batch, Ids
 from colonnade.config.run import RunConfig
 from colonnade.data import open_source
 from colonnade.data.contract import Schema
-from colonnade.data.interactions.columns import to_positions
+from colonnade.data.interactions.columns import USER, to_positions
 from colonnade.data.interactions.samples import (
     InteractionSplit,
     concat_bags,
@@ -49,8 +50,6 @@ from colonnade.predict.approximate import (
 from colonnade.predict.refresh_thread import RefreshThread
 from colonnade.serve.records import Record, RecordEncoder, build_encoder, describe_value
 
-USER = "user"
-"""Column of a record with the number of a user of the training data, whose training items are not recommended."""
 MAX_K = 10_000
 
 
@@ -64,12 +63,14 @@ class Catalogue:
     """Ids of the items in answers (I,): integers, or texts as objects."""
     taken: Ids | None = None
     """Bags (U,) of the positions of the items that each user of the training data took; None: unknown."""
-    user_keys: NDArray | None = None
-    """Ids of these users in records (U,), ascending; None: they are numbered."""
+    user_keys: NDArray = field(default_factory=lambda: np.empty(0, np.int64))
+    """Ids of these users in records (U,), ascending."""
     users: Mapping[str, Ids] = field(default_factory=dict)
     """Features that the data has of each user (U,), with its history: for records that leave them out."""
     has_all_items: bool = False
     """True if the model was trained on no other item."""
+    popularity: Tensor | None = None
+    """Log of each item's share of the training interactions (I,); None: unknown."""
 
     @property
     def num_items(self) -> int:
@@ -101,8 +102,12 @@ class Recommendations:
 
     items: list[list[Any]]
     scores: list[list[float]]
+    by_popularity: list[bool]
+    """True for users of whom nothing is known: their items are the most popular ones, not those of the model."""
     step: int
     """Step of the checkpoint that they are computed with."""
+    num_left_out: int = 0
+    """Number of items of histories that the data of the model does not have."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -125,7 +130,8 @@ class Recommender:
     """Recommender of items by a retrieval model. Any thread may call it; calls wait for one another.
 
     Scores are the dots of the vectors of user and item, by which evaluation ranks. Of equal scores the lower id comes
-    first. With an index, a few of the best items may be missing (`recall`).
+    first. With an index, a few of the best items may be missing (`recall`). A user of whom neither the record nor the
+    data has anything but an id gets the most popular items of the training data.
     """
 
     def __init__(
@@ -144,6 +150,7 @@ class Recommender:
         self.encoder = encoder
         """Encoder of users' records: the columns of queries."""
         self._history = tuple(history)
+        self._user_column = encoder.find_columns(USER)[0]
         self._item_ids, self._item_order = item_index
         self._index_kind = index_kind
         self._recent_queries: deque[Tensor] = deque(maxlen=MAX_SAMPLE)
@@ -197,7 +204,9 @@ class Recommender:
         encoder = build_encoder(predictor.config, predictor.schema)
         catalogue = _open_catalogue(model, encoder, predictor.config, predictor.schema, items)
         dense = [predictor.schema.dense[i] for i in model.dense_columns]
-        queries = encoder.select([*model.query_features, *dense], ignored=(USER,))
+        queries = encoder.select(
+            [*model.query_features, *dense], ignored=encoder.find_columns(USER)
+        )
         active = _embed_catalogue(predictor, catalogue, index)
         ids, order = catalogue.features.ids[model.item_features[0]].values.sort(stable=True)
         return cls(active, catalogue, queries, _find_history(model), (ids, order), index)
@@ -249,10 +258,11 @@ class Recommender:
         """Recommend the k best items of the catalogue to each user.
 
         users         records with the raw columns of queries, as `RecordEncoder.encode` takes them; of a user of the
-                      training data, columns that a record leaves out are those of the data
+                      training data, columns that a record leaves out are those of the data, and of a user that the data
+                      does not have they are missing values
         exclude       ids of items that each user does not get; ids that the catalogue does not have are ignored
         exclude_seen  whether a user does not get the items of its own columns, such as `history`, and those that it
-                      took in training: the user whose number the record has as `user`
+                      took in training: the user whose id the record has, in the column of the training data
 
         Raises DataError naming user and column.
         """
@@ -260,21 +270,42 @@ class Recommender:
             raise DataError(
                 f"got k={describe_value(k)}, wanted 1 to {MAX_K:,} items. Send another k"
             )
-        positions = self._find_users(users)
-        batch = self._leave_out_unknown_items(self._encode_users(users, positions))
+        user_ids = [r.get(self._user_column) if isinstance(r, Mapping) else None for r in users]
+        positions = self._find_users(user_ids)
+        encoded = self._encode_users(users, user_ids, positions)
+        batch = self._leave_out_unknown_items(encoded)
         mask = self._build_mask(batch, positions, exclude, exclude_seen)
-        return self.recommend_batch(batch, k, mask)
+        best = self.recommend_batch(batch, k, mask, self._mark_unknown_users(users, positions))
+        sizes = [
+            (encoded.ids[name].values.numel(), batch.ids[name].values.numel())
+            for name in self._history
+        ]
+        return replace(best, num_left_out=sum(before - after for before, after in sizes))
 
-    def recommend_batch(self, batch: Batch, k: int, masked: Ids) -> Recommendations:
-        """Recommend the k best items to each query of a batch. `masked`: bags of positions that are not recommended."""
-        top, scores, step = self._rank_items(batch, k, masked)
+    def recommend_batch(
+        self, batch: Batch, k: int, masked: Ids, is_unknown: Tensor | bool = False
+    ) -> Recommendations:
+        """Recommend the k best items to each query of a batch.
+
+        masked: bags of positions that are not recommended; is_unknown: users (B,) who get the most popular items, as
+        those without any id do.
+        """
+        top, scores, is_empty, step = self._rank_items(batch, k, masked)
+        popularity = self.catalogue.popularity
+        is_popular = (is_empty | is_unknown) & (popularity is not None)
+        if popularity is not None and is_popular.any():
+            ranked = rank_items(torch.ones(batch.size, 1), popularity[:, None], masked, k)
+            top, scores = (
+                torch.where(is_popular[:, None], by_popularity, by_model)
+                for by_popularity, by_model in zip(ranked, (top, scores), strict=True)
+            )
         items = []
         values = []
         for row, row_scores in zip(top.numpy(), scores.tolist(), strict=True):
             row = row[row >= 0]
             items.append(self.catalogue.keys[row].tolist())
             values.append(row_scores[: len(row)])
-        return Recommendations(items, values, step)
+        return Recommendations(items, values, is_popular.tolist(), step)
 
     def refresh(self) -> bool:
         """Move to the newest checkpoint of the publication, and return whether there was another.
@@ -319,17 +350,20 @@ class Recommender:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _rank_items(self, batch: Batch, k: int, masked: Ids) -> tuple[Tensor, Tensor, int]:
-        """Return positions and scores (B, min(k, I)) of the best items, and the step that ranked them."""
+    def _rank_items(self, batch: Batch, k: int, masked: Ids) -> tuple[Tensor, Tensor, Tensor, int]:
+        """Return positions and scores (B, min(k, I)) of the best items by the model, a mask (B,) of the queries without
+        any id, and the step that ranked them."""
         while True:
             active = self._active
             with active.predictor.hold_checkpoint() as model:
                 if active is not self._active:
                     continue  # a refresh has closed it meanwhile
-                queries = cast("Retriever", model).queries(batch)
+                retriever = cast("Retriever", model)
+                queries = retriever.queries(batch)
                 if active.index is not None:
                     self._recent_queries.extend(queries.clone())
-                return *active.rank(queries, masked, k), active.predictor.step
+                best = active.rank(queries, masked, k)
+                return *best, retriever.mark_empty_queries(batch), active.predictor.step
 
     def _build_mask(
         self,
@@ -382,28 +416,33 @@ class Recommender:
         )
         return Ids(positions, ends[offsets])
 
-    def _find_users(self, records: Sequence[Record]) -> Tensor:
-        """Return the position of each record's user in the training data, (B,) int64; -1 for none."""
-        taken, keys = self.catalogue.taken, self.catalogue.user_keys
-        num_known = 0 if taken is None else len(taken.counts)
-        values = [record.get(USER) if isinstance(record, Mapping) else None for record in records]
-        if keys is None:
-            return torch.tensor(
-                [_parse_user(value, row, num_known) for row, value in enumerate(values)]
-            )
+    def _find_users(self, user_ids: Sequence[Any]) -> Tensor:
+        """Return the position of each user in the training data, (B,) int64; -1 for none."""
+        keys = self.catalogue.user_keys
         if keys.dtype != object:
-            return to_positions(keys, np.array([_parse_integer_key(value) for value in values]))
-        return to_positions(keys, np.array(["" if v is None else str(v) for v in values], object))
+            return to_positions(keys, np.array([_parse_integer_key(user) for user in user_ids]))
+        return to_positions(
+            keys, np.array(["" if user is None else str(user) for user in user_ids], object)
+        )
 
-    def _encode_users(self, records: Sequence[Record], positions: Tensor) -> Batch:
-        """Encode records; what one of a known user leaves out is taken from the data."""
+    def _mark_unknown_users(self, records: Sequence[Record], positions: Tensor) -> Tensor:
+        """Mark the users (B,) whom the data does not have, and whose records have nothing but an id."""
+        columns = [column for column in self.encoder.columns if column != self._user_column]
+        is_blank = [
+            all(_is_empty(record.get(c)) or not np.size(record[c]) for c in columns)
+            for record in records
+        ]
+        return (positions < 0) & torch.tensor(is_blank)
+
+    def _encode_users(
+        self, records: Sequence[Record], user_ids: Sequence[Any], positions: Tensor
+    ) -> Batch:
+        """Encode records; what one with a user leaves out is taken from the data, which has nothing of new users."""
         stored = self.catalogue.users
-        if not stored or not bool((positions >= 0).any()):
-            return self.encoder.encode(records)
-        names = self.encoder.columns
+        absent = dict.fromkeys(self.encoder.columns if stored else ())
         filled = [
-            {**dict.fromkeys(names), **record} if known else record
-            for record, known in zip(records, (positions >= 0).tolist(), strict=True)
+            record if _is_empty(user) else {**absent, **record}
+            for record, user in zip(records, user_ids, strict=True)
         ]
         batch = self.encoder.encode(filled)
         ids = dict(batch.ids)
@@ -458,30 +497,8 @@ def select_samples(one: Ids, other: Ids, is_other: Tensor) -> Ids:
 
 def _parse_integer_key(value: Any) -> int:
     """Return a user's integer id; the smallest integer, which no user has, for a value that is none."""
-    try:
-        number = int(str(value))
-    except ValueError:
-        return -(2**63)
-    return number if -(2**63) <= number < 2**63 else -(2**63)
-
-
-def _parse_user(user_value: Any, row_index: int, num_known_users: int) -> int:
-    """Return the number of a user of the training data; -1 for none."""
-    if user_value is None or user_value == "" or num_known_users == 0:
-        return -1
-    try:
-        is_valid = not isinstance(user_value, bool | float) and len(str(user_value)) < 20
-        number = int(user_value) if is_valid else -1
-    except (TypeError, ValueError):
-        is_valid = False
-        number = -1
-    if not is_valid:
-        raise DataError(
-            f"record {row_index}, column {USER}: got {describe_value(user_value)}, wanted the number of a "
-            "user. Leave it out for "
-            "a new user"
-        )
-    return number if 0 <= number < num_known_users else -1
+    is_key = re.fullmatch(r"[+-]?[0-9]{1,19}", str(value)) and -(2**63) <= int(value) < 2**63
+    return int(value) if is_key else -(2**63)
 
 
 def _embed_catalogue(
@@ -544,13 +561,16 @@ def open_data_catalogue(config: RunConfig) -> Catalogue:
     split = getattr(splits.train, "interactions", None)
     if not isinstance(split, InteractionSplit):
         return Catalogue(features, np.arange(features.num_samples))
-    if split.item_keys is None:
+    if split.item_keys is None or split.user_keys is None:
         taken = concat_bags(split.train, split.validation)
-        return Catalogue(features, np.arange(features.num_samples), taken)
+        numbers = np.arange(features.num_samples), taken, np.arange(len(taken.counts))
+        return Catalogue(features, *numbers, popularity=split.log_shares())
     taken = concat_bags(concat_bags(split.history, split.validation), split.test)
     history = truncate_to_newest_items(split.get_item_ids(taken), splits.train.max_history)  # type: ignore[attr-defined]
     users = {**split.users, "history": history}
-    return Catalogue(features, split.item_keys, taken, split.user_keys, users, has_all_items=True)
+    return Catalogue(
+        features, split.item_keys, taken, split.user_keys, users, True, split.log_shares()
+    )
 
 
 def build_catalogue(

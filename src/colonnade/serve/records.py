@@ -339,7 +339,7 @@ class RecordEncoder:
         self.ignored = (frozenset(ignored) | self._raw_columns.keys()) - read
         scalars = (column.name for column in columns if column.name in read and not column.is_list)
         self._needed = frozenset(scalars) or frozenset(self.columns)
-        self._column_names = frozenset(self.columns) | self.ignored
+        self._column_names = {*self.columns, *self.ignored}
         self.text_fields = {
             self._names.get(field.name, field.name): field
             for field in file_schema.categorical
@@ -371,9 +371,9 @@ class RecordEncoder:
         )
 
     def find_columns(self, name: str) -> tuple[str, ...]:
-        """Return the raw columns that a feature or dense column reads."""
-        field = next(f for f in self._file_schema.fields if self._names.get(f.name, f.name) == name)
-        return field.columns
+        """Return the raw columns that a feature or dense column reads: `name` itself if no field has that name."""
+        fields = self._file_schema.fields
+        return next((f.columns for f in fields if self._names.get(f.name, f.name) == name), (name,))
 
     def encode(self, records: Sequence[Record]) -> Batch:
         """Encode records to a batch of N samples, without labels.
@@ -526,7 +526,7 @@ class RecordEncoder:
     def _describe_unknown(self, column: Any) -> str:
         if not isinstance(column, str):
             return f"got {describe_value(column)} as the name of a column, wanted text. Send the columns by name"
-        hint = suggest_name(column[:MAX_NAME], list(self.columns))
+        hint = suggest_name(column[:MAX_NAME], self._column_names)
         return f"got a column {describe_value(column)}, which the model was not trained on; {hint}"
 
 
@@ -567,7 +567,7 @@ def build_encoder(config: RunConfig | None, schema: Schema) -> RecordEncoder:
 
     The model was trained on            a record has
     files with a schema (FORMATS)       the columns of the files
-    interactions                        user, item, history, and the columns of the files of users and items
+    interactions                        history, and the columns of users, of items and of the files that describe them
     any other reader, or its own loop   the features and dense columns of `schema`: integer ids, numbers, lists of ids
     """
     name = "" if config is None else config.data.name

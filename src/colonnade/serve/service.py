@@ -320,6 +320,7 @@ class Service:
         record.samples = 1
         record.step = best.step
         answer = {"items": best.items[0], "scores": best.scores[0], "step": best.step}
+        answer["by_popularity"] = best.by_popularity[0]
         return json.dumps({**answer, "run": self.model.run, "model": self.options.name}).encode()
 
     def add_feedback(self, body: bytearray, record: RequestRecord) -> dict[str, Any]:

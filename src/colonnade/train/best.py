@@ -28,15 +28,16 @@ LOWER_WORDS = ("loss", "entropy", "error", "mean rank", "mean_rank")
 """Words in the names of other metrics whose lower values are better."""
 
 
-def get_direction(metric: str) -> int:
+def get_direction(metric: str, *, is_guessed: bool = True) -> int:
     """Return HIGHER or LOWER, whichever value of a metric is better, or NEITHER.
 
-    With several tasks a metric's name ends in its label, which may contain any word.
+    With several tasks a metric's name ends in its label, which may contain any word. is_guessed: the direction of a
+    metric that DIRECTIONS does not have is guessed from its name; else it is NEITHER.
     """
     bases = [name for name in DIRECTIONS if f"{metric}_".startswith((f"{name}_", f"{name}@"))]
     if bases:
         return DIRECTIONS[max(bases, key=len)]
-    if metric.startswith("num_"):
+    if metric.startswith("num_") or not is_guessed:
         return NEITHER
     return LOWER if any(word in metric for word in LOWER_WORDS) else HIGHER
 

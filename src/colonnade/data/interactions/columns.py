@@ -140,12 +140,12 @@ def _index_values(chunks: list[pa.Array], kind: pa.DataType) -> tuple[NDArray, N
     return keys, np.concatenate([np.empty(0, np.int32), *positions])
 
 
-def build_ids(keys: NDArray, name: str) -> tuple[Category, Ids]:
+def build_ids(keys: NDArray, name: str, column: str) -> tuple[Category, Ids]:
     """Return the field of an entity's id in an open table, and the id of each key (K,): integers are ids themselves,
     texts are hashed, as in every file."""
-    category = Category(name, dtype="text" if keys.dtype == object else "integer")
+    category = Category(name, column=column, dtype="text" if keys.dtype == object else "integer")
     array = pa.array(keys, pa.string() if keys.dtype == object else pa.int64())
-    ids = encode_block(FileSchema((category,)), {name: array}, len(keys)).ids[0]
+    ids = encode_block(FileSchema((category,)), {column: array}, len(keys)).ids[0]
     assert isinstance(ids, np.ndarray)
     return category, Ids(torch.from_numpy(ids))
 
@@ -153,14 +153,16 @@ def build_ids(keys: NDArray, name: str) -> tuple[Category, Ids]:
 def add_features(
     entities: Entities,
     name: str,
+    column: str,
     fields: tuple[DeclaredField, ...],
     table: KeyedTable | None,
 ) -> tuple[Entities, tuple[DeclaredField, ...]]:
     """Return the entities with their ids and features, and the fields of these.
 
-    table: of entities; the features of a key that it does not have are missing values.
+    column: name of the id in files and records; table: of entities, the features of a key that it does not have are
+    missing values.
     """
-    category, ids = build_ids(entities.keys, name)
+    category, ids = build_ids(entities.keys, name, column)
     features = {name: ids}
     columns: tuple[Column, ...] = (Column(name),)
     if fields and table is not None:

@@ -51,7 +51,7 @@ from colonnade.errors import ConfigError, DataError
 NAMES: dict[str, tuple[str, ...]] = {
     USER: ("user", "users", "uid", "member", "customer", "visitor", "reviewer", "person", "session", "query"),
     ITEM: ("item", "items", "iid", "movie", "product", "asin", "track", "song", "artist", "book", "isbn", "business",
-           "article", "news", "location", "place", "venue", "poi", "recipe", "target"),
+           "article", "news", "location", "place", "venue", "poi", "recipe", "target", "sku"),
     "time": (*TIME_WORDS, "unixreviewtime"),
     "rating": ("rating", "ratings", "score", "stars", "overall"),
     "event": ("event", "eventtype", "type", "action", "behavior", "behaviour", "interaction"),
@@ -414,7 +414,9 @@ def read_interactions(
     entities = Entities(keys[USER]), Entities(keys[ITEM])
     data = Interactions(*entities, *(columns[name] for name in (USER, ITEM, "time", "part")))
     data = keep_core(data, core)
-    return *_add_entities(data, files, schema), _describe(size, data, roles, tables[-1][0].names)
+    return *_add_entities(data, files, roles, schema), _describe(
+        size, data, roles, tables[-1][0].names
+    )
 
 
 def _open_part(
@@ -507,9 +509,14 @@ def _read_entity_file(source: Any, role: str, options: FileOptions) -> KeyedTabl
 def _add_entities(
     interactions: Interactions,
     files: Mapping[str, KeyedTable | None],
+    columns: Mapping[str, str],
     schema: FileSchema | None,
 ) -> tuple[Interactions, FileSchema]:
-    """Leave out users and items that neither interact nor have a row, and add what models read of the others."""
+    """Leave out users and items that neither interact nor have a row, and add what models read of the others.
+
+    columns: names of the ids by role, as records will have them; a recorded `schema` has its own."""
+    if schema is not None:
+        columns = {f.name: f.columns[0] for f in schema.fields if f.name in (USER, ITEM)}
     entities, fields, numbers = {}, {}, {}
     taken = [USER, ITEM, HISTORY]
     for role, used in ((USER, interactions.user_n), (ITEM, interactions.item_n)):
@@ -527,7 +534,9 @@ def _add_entities(
                     f for f in _split_fields(schema.fields)[role] if isinstance(f, Categorical)
                 )
         taken += [field.name for field in own]
-        entities[role], fields[role] = add_features(whole.select(is_kept), role, own, file)
+        entities[role], fields[role] = add_features(
+            whole.select(is_kept), role, columns[role], own, file
+        )
         numbers[role] = used
         if not is_kept.all():
             numbers[role] = (np.cumsum(is_kept, dtype=np.int32) - np.int32(1))[used]

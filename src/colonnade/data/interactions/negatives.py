@@ -40,7 +40,12 @@ def replace_negatives(source: Source | None, negatives: int | str | Path) -> Que
         raise ConfigError(
             f"got ranked_negatives={words}, wanted the number of drawn items (99), or a file of negatives"
         )
+    split = source.interactions
+    num_known = split.history.counts + split.validation.counts + split.test.counts
+    fewest = split.num_items - int((num_known * (source.truth.counts > 0)).max())
     ranking = f"held-out items are ranked among {words} drawn items that the user has in no part"
+    if fewest < int(words):
+        ranking += f", or all of these where there are fewer: {fewest} at least"
     return replace(source, negatives=int(words), ranking=ranking)
 
 

@@ -19,7 +19,6 @@ from colonnade.data.interactions.samples import (
 )
 from colonnade.data.interactions.splits import (
     TEST,
-    TRAIN,
     VALIDATION,
     Parts,
     SplitKind,
@@ -30,7 +29,7 @@ from colonnade.data.interactions.splits import (
 )
 from colonnade.data.names import PARTS, find_part_files
 from colonnade.data.tabular.declaration import load_file_schema
-from colonnade.data.tabular.times import parse_time
+from colonnade.data.tabular.times import describe_parts, parse_time
 from colonnade.errors import ConfigError
 
 PRESET = {
@@ -171,8 +170,21 @@ def _describe_split(
 ) -> list[str]:
     """Describe the parts and the ranking, and warn in a line if training sees what is later than the test."""
     sizes = np.bincount(parts, minlength=TEST + 1)
+    times = interactions.time_n
+    first_keys = [
+        -np.inf
+        if split != "time" or times is None
+        else float(times.min(where=parts == part, initial=times.max()))
+        for part in (VALIDATION, TEST)
+    ]
     lines = [
-        f"split {split}: {sizes[TRAIN]:,} interactions train, {sizes[VALIDATION]:,} validate, {sizes[TEST]:,} test",
+        describe_parts(
+            split,
+            "interactions",
+            sizes[: TEST + 1].tolist(),
+            first_keys,
+            has_times=times is not None and times.dtype == np.int64,
+        ),
         f"test: {test.ranking}",
     ]
     if sees_future(interactions, parts):

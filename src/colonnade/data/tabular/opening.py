@@ -48,7 +48,7 @@ from colonnade.data.tabular.join import (
 )
 from colonnade.data.tabular.narrow import narrow_column
 from colonnade.data.tabular.source import ReaderOptions, Selection
-from colonnade.data.tabular.times import Unit, find_time_unit, format_time
+from colonnade.data.tabular.times import Unit, describe_parts, find_time_unit, format_time
 from colonnade.errors import ConfigError, DataError
 
 OLDER_SHARE = 0.1
@@ -108,6 +108,19 @@ def open_table_files(path: Any, name: str, options: ReaderOptions, **syntax: Any
     validation = open_held_out_part(options.validation)
     test = open_held_out_part(options.test)
     splits = options.split_files(bound, parts, [len(day) for day in days], validation, test)
+    if options.order_by is not None:
+        sources = (splits.train, splits.validation, splits.test)
+        first_keys = [getattr(getattr(s, "key_range", None), "low", -math.inf) for s in sources[1:]]
+        sizes = [0 if source is None else source.num_samples or 0 for source in sources]
+        notes.append(
+            describe_parts(
+                f"by {options.order_by}",
+                "samples",
+                sizes,
+                first_keys,
+                has_times=isinstance(bound.split_field, Time),
+            )
+        )
     return replace(splits, notes=tuple(notes))
 
 
@@ -216,16 +229,16 @@ def _resolve_split_field(files: TableFiles, options: ReaderOptions) -> SplitFiel
         if (unit or is_time(first.type)) and files.file_schema.encoding_version > 2:
             raise ConfigError(
                 f"got split_by={column!r}, a column of times, wanted one whose equal values stay together, such as a "
-                f"user. To hold out the newest samples use order_by={column!r}"
+                f"user. To hold out the newest samples use data.options.order_by={column} (in Python order_by=)"
             )
         return Key("part", column=column)
     cutoffs = (options.validation_after, options.test_after)
+    mixed = [cutoff for cutoff in cutoffs if isinstance(cutoff, int | float)]
     is_number = is_number_type(first.type)
-    if is_number and not any(isinstance(cutoff, str) for cutoff in cutoffs):
+    if is_number and (mixed or unit is None) and not any(isinstance(c, str) for c in cutoffs):
         return Number("order", column=column)
     best, share = find_time_unit(first) or ("s", 0.0)
     unit = unit or (best if share > 0.5 else None)
-    mixed = [cutoff for cutoff in cutoffs if isinstance(cutoff, int | float)]
     if mixed or (is_number and unit is None):
         raise ConfigError(
             f"got {mixed[0] if mixed else next(filter(None, cutoffs))!r} as a cutoff of order_by={column!r}, wanted "
@@ -252,8 +265,8 @@ def _warn_of_unordered_times(files: TableFiles, parts: Sequence[Selection]) -> N
         if older > OLDER_SHARE:
             warnings.warn(
                 f"{files.files[0].path}: the last rows, which are held out, are not the newest by {column!r}; to "
-                f"train on the past and test on what follows, set order_by={column} (or split_by=COLUMN, to hold out "
-                "whole users)",
+                f'train on the past and test on what follows, add --set "data.options.order_by={column}" (in Python '
+                "order_by=), or split_by to hold out whole users",
                 stacklevel=2,
             )
 

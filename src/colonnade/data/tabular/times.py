@@ -6,6 +6,7 @@ A time with a zone is converted to UTC; a time without a zone is UTC. Times are 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from datetime import datetime, timedelta
 from typing import Literal
 
@@ -139,6 +140,26 @@ def parse_time(text: str) -> int:
     if not re.match(TIME_TEXT, text):
         raise ValueError(text)
     return int(convert_to_microseconds(pa.array([text]))[0][0])
+
+
+def describe_parts(
+    split: str, unit: str, sizes: Sequence[int], first_keys: Sequence[float], *, has_times: bool
+) -> str:
+    """Describe a split in a line.
+
+    sizes: numbers of `unit` in the training, validation and test parts; first_keys: the microseconds since 1970
+    (`has_times`), or the number, from which on the validation and test parts are; -inf: there is none.
+    """
+    beginnings = [
+        f" (from {format_time(int(key)) if has_times else f'{key:.15g}'} on)"
+        if size and np.isfinite(key)
+        else ""
+        for size, key in zip(sizes[1:], first_keys, strict=True)
+    ]
+    return (
+        f"split {split}: {sizes[0]:,} {unit} train, {sizes[1]:,} validate{beginnings[0]}, "
+        f"{sizes[2]:,} test{beginnings[1]}"
+    )
 
 
 def format_time(micros: int) -> str:
