@@ -69,6 +69,12 @@ def read_measured(path: Path | None, bench: str, **extent: Any) -> list[Measured
     return [Measured(c["case"], c["system"], c["unit"], c["values"]) for c in result["cases"]]
 
 
+def replace_measured(measured: Sequence[Measured], new: Sequence[Measured]) -> list[Measured]:
+    """Return the rows with new ones, which replace those of the same case, system and unit."""
+    names = {(m.case, m.system, m.unit) for m in new}
+    return [m for m in measured if (m.case, m.system, m.unit) not in names] + list(new)
+
+
 class PieceFile:
     """Result file that grows by pieces, so that a long bench runs in several short calls at one commit.
 
@@ -108,9 +114,7 @@ class PieceFile:
 
     def add_piece(self, name: str, measured: Sequence[Measured], share: float) -> None:
         """Add a piece's rows; those of an earlier try are replaced."""
-        new = {(m.case, m.system, m.unit) for m in measured}
-        self.measured = [m for m in self.measured if (m.case, m.system, m.unit) not in new]
-        self.measured += measured
+        self.measured = replace_measured(self.measured, measured)
         self.shares[name] = round(share, 2)
 
 
@@ -142,8 +146,8 @@ class ArmFile:
         self.start = read_cpu_seconds()
 
     def add(self, measured: Sequence[Measured]) -> None:
-        """Add rows, and write the file."""
-        self.measured.extend(measured)
+        """Add rows, and write the file. Rows of an earlier try are replaced."""
+        self.measured = replace_measured(self.measured, measured)
         if self.path is not None:
             write_report(self.path, self.build_report())
 

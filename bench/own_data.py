@@ -34,7 +34,8 @@ Suite reading:
     peak_memory_gib      largest resident memory of the process that reads them
 
 Data come from $COLONNADE_DATA, else from ../shared/data beside the checkout; a data set that is absent is left out.
-`--suites`, `--models`, `--cases` and `--splits` take a part.
+`--suites`, `--models`, `--cases` and `--splits` take a part, which is added to the file of an earlier call: it is
+written after each case.
 """
 
 from __future__ import annotations
@@ -57,16 +58,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv
 import pyarrow.parquet as pq
-from harness import (
-    ROOT,
-    BenchError,
-    Measured,
-    describe_machine,
-    open_parser,
-    report,
-    run_script,
-    say,
-)
+import torch
+from harness import ROOT, ArmFile, BenchError, Measured, open_parser, run_script, say
 from rich.console import Console
 from rich.table import Table
 from workers.own_graphs import compute_graph_ratios, measure_thin_graph
@@ -74,7 +67,7 @@ from workers.own_ranking import CASES as RANKING_CASES
 from workers.own_ranking import compute_ranking_ratios, measure_case
 from workers.own_sequences import compute_sequence_ratios, measure_sequences
 
-from colonnade import Mesh, __version__
+from colonnade import Mesh
 from colonnade.config.run import override_settings
 from colonnade.data.sets.criteo import NAMES
 from colonnade.data.tabular.tfrecord import _build_example_class, masked_crc
@@ -386,52 +379,48 @@ def show(console: Console, measured: Sequence[Measured]) -> None:
     console.print(table)
 
 
-def measure_clicks(options: Namespace) -> tuple[list[Measured], dict[str, float]]:
+def measure_clicks(options: Namespace) -> Iterator[list[Measured]]:
     """Measure the chosen click models on the chosen cases."""
     chosen: Callable[[Case], bool] = lambda case: (  # noqa: E731
         any(text in case.name for text in options.cases)
         if options.cases
         else not (options.quick and case.name.startswith("ml-1m 100%"))
     )
-    results: dict[tuple[str, str, str], list[float]] = {}
     for case in filter(chosen, CASES):
+        results: dict[tuple[str, str, str], list[float]] = {}
         with leave_out_absent(case.name):
             for split in range(options.splits or (2 if options.quick else 5)):
                 compare(case, options.models, split, results)
-    measured = [Measured(*key, values) for key, values in results.items()]
-    show(Console(highlight=False, width=110), measured)
-    ratios = {
-        f"{unit}_max": max(
-            (upper_end(m.values) for m in measured if m.unit == unit), default=math.nan
-        )
+        measured = [Measured(*key, values) for key, values in results.items()]
+        show(Console(highlight=False, width=110), measured)
+        yield measured
+
+
+def compute_click_ratios(measured: Sequence[Measured]) -> dict[str, float]:
+    """Compute the largest upper end of the cases and models that were measured."""
+    ends = {
+        f"{unit}_max": [upper_end(m.values) for m in measured if m.unit == unit]
         for unit in ("auc_behind_lr", "log_loss_behind_lr")
     }
-    return measured, ratios
+    return {name: max(values) for name, values in ends.items() if values}
 
 
-def measure_rankings(options: Namespace) -> tuple[list[Measured], dict[str, float]]:
+def measure_rankings(options: Namespace) -> Iterator[list[Measured]]:
     """Measure the chosen cases of retrieval."""
-    measured: list[Measured] = []
     for case in RANKING_CASES:
         if not options.cases or any(text in case.name for text in options.cases):
             with leave_out_absent(case.name):
-                num_seeds = options.splits or (1 if options.quick else 3)
-                measured += measure_case(case, DATA, num_seeds)
-    return measured, compute_ranking_ratios(measured)
+                yield measure_case(case, DATA, options.splits or (1 if options.quick else 3))
 
 
 def measure_one(
-    name: str,
-    measure: Callable[[Path, int], list[Measured]],
-    compute_ratios: Callable[[list[Measured]], dict[str, float]],
-) -> Callable[[Namespace], tuple[list[Measured], dict[str, float]]]:
+    name: str, measure: Callable[[Path, int], list[Measured]]
+) -> Callable[[Namespace], Iterator[list[Measured]]]:
     """Return the suite of a single case."""
 
-    def measure_suite(options: Namespace) -> tuple[list[Measured], dict[str, float]]:
-        measured: list[Measured] = []
+    def measure_suite(options: Namespace) -> Iterator[list[Measured]]:
         with leave_out_absent(name):
-            measured = measure(DATA, options.splits or (1 if options.quick else 3))
-        return measured, compute_ratios(measured)
+            yield measure(DATA, options.splits or (1 if options.quick else 3))
 
     return measure_suite
 
@@ -447,19 +436,36 @@ def leave_out_absent(case: str) -> Iterator[None]:
         say(f"{case} is left out: {error}")
 
 
-def measure_reading(options: Namespace) -> tuple[list[Measured], dict[str, float]]:
+def measure_reading(options: Namespace) -> Iterator[list[Measured]]:
     """Measure the reading of one file."""
-    measured = measure_interactions(NUM_INTERACTIONS // (10 if options.quick else 1))
-    return measured, {m.unit: m.values[0] for m in measured}
+    yield measure_interactions(NUM_INTERACTIONS // (10 if options.quick else 1))
+
+
+def compute_reading_ratios(measured: Sequence[Measured]) -> dict[str, float]:
+    return {m.unit: m.values[0] for m in measured if m.system == "interactions"}
 
 
 SUITES = {
     "clicks": measure_clicks,
     "ranking": measure_rankings,
-    "sequences": measure_one("sequences", measure_sequences, compute_sequence_ratios),
-    "graphs": measure_one("thin graph", measure_thin_graph, compute_graph_ratios),
+    "sequences": measure_one("sequences", measure_sequences),
+    "graphs": measure_one("thin graph", measure_thin_graph),
     "reading": measure_reading,
 }
+
+
+def compute_ratios(measured: Sequence[Measured]) -> dict[str, float]:
+    """Compute the ratios of all that was measured."""
+    ratios: dict[str, float] = {}
+    for compute in (
+        compute_click_ratios,
+        compute_ranking_ratios,
+        compute_sequence_ratios,
+        compute_graph_ratios,
+        compute_reading_ratios,
+    ):
+        ratios |= compute(list(measured))
+    return ratios
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -471,20 +477,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--splits", type=int, help="number of splits, or of seeds")
     options = parser.parse_args(arguments)
-    measured: list[Measured] = []
-    ratios: dict[str, float] = {}
+    file = ArmFile(options.json, "own_data", compute_ratios, {"torch": torch.__version__})
     for suite in options.suites:
-        suite_measured, suite_ratios = SUITES[suite](options)
-        measured += suite_measured
-        ratios |= suite_ratios
-    report(
-        "own_data",
-        version=__version__,
-        machine=describe_machine(),
-        measured=measured,
-        ratios=ratios,
-        path=options.json,
-    )
+        for measured in SUITES[suite](options):
+            file.add(measured)
 
 
 if __name__ == "__main__":

@@ -197,9 +197,12 @@ def measure_case(case: RankingCase, folder: Path, num_seeds: int) -> list[Measur
 def compute_ranking_ratios(measured: list[Measured]) -> dict[str, float]:
     """Compute the ratios of the cases that were measured."""
     by_case: dict[str, dict[str, float]] = {}
-    for m in measured:
-        by_case.setdefault(m.case, {})[m.system] = float(np.mean(m.values))
     cases = {case.name: case for case in CASES}
+    for m in measured:
+        if m.case in cases:
+            by_case.setdefault(m.case, {})[m.system] = float(np.mean(m.values))
+    if not by_case:
+        return {}
     ratios = {
         "below_popularity": float(
             sum(

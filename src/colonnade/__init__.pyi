@@ -48,6 +48,7 @@ from colonnade.optimizers import (
 from colonnade.plan.build import build_plan as build_plan
 from colonnade.plan.constraints import shard_in_towers as shard_in_towers
 from colonnade.plan.plan import Plan as Plan
+from colonnade.predict.churn import measure_churn as measure_churn
 from colonnade.predict import Predictor as Predictor
 from colonnade.processors import count_usable_processors as count_usable_processors
 from colonnade.publish.model_writer import export_run as export_run

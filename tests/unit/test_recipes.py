@@ -105,6 +105,17 @@ def test_100_trillion_parameters_train_here(run, tmp_path):
         assert files <= 2 * rows * (128 * 4 + 4 + 8 + 16) + (1 << 20)
 
 
+def test_churn_grows_with_the_epochs(run):
+    churn = []
+    for line in run("churn.py").splitlines():
+        measured = dict(part.strip().rsplit(" ", 3)[:2] for part in line.split(":")[1].split(","))
+        assert float(measured["log loss 1"]) == pytest.approx(
+            float(measured["log loss 2"]), abs=0.03
+        )
+        churn.append(float(measured["churn"]))
+    assert 0.01 < churn[0] < churn[1] < 0.2
+
+
 def test_dmt_learns_as_much_with_half_of_the_floats(run):
     """Modules inside the towers: what travels between two ranks is half as much."""
     output = run("dmt.py", num_ranks=2)

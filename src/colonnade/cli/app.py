@@ -12,6 +12,7 @@ from typer.core import TyperGroup
 
 from colonnade.cli import (
     bench,
+    churn,
     compare,
     convert,
     demo,
@@ -73,6 +74,7 @@ VERBS: dict[str, Any] = {
     "serve": serve.serve,
     "report": report.report,
     "compare": compare.compare,
+    "churn": churn.churn,
     "inspect": inspect.inspect,
     "export": export.export,
     "verify": verify.verify,
@@ -91,6 +93,7 @@ EPILOGS = {
     "serve": serve.EXAMPLES,
     "report": report.EXAMPLES,
     "compare": compare.EXAMPLES,
+    "churn": churn.EXAMPLES,
     "inspect": inspect.EXAMPLES,
     "export": export.EXAMPLES,
     "verify": verify.EXAMPLES,

@@ -11,7 +11,7 @@ from colonnade.errors import ConfigError
 
 EXAMPLES = (
     "[bold]Examples[/bold]\n\n  colonnade compare runs/a runs/b\n\n"
-    "  colonnade compare runs/* --output compared.html"
+    "  colonnade compare runs/* --output compared.html\n\n  colonnade compare runs/a runs/b --churn"
 )
 
 
@@ -20,10 +20,18 @@ def compare(
     output: Annotated[
         Path | None, typer.Option(help="File to write a page with the curves of all runs to.")
     ] = None,
+    churn: Annotated[
+        bool,
+        typer.Option(
+            "--churn",
+            help="Predict the test parts, and print how much predictions differ from the first run's.",
+        ),
+    ] = False,
 ) -> None:
     """Compare final and best metrics, throughput, and the settings that differ."""
     from rich.text import Text
 
+    from colonnade.cli.churn import print_churn
     from colonnade.report.page import write_page
     from colonnade.report.pages import (
         build_figure_lines,
@@ -62,6 +70,8 @@ def compare(
         console.print(build_grid(["", *names], rows, title=title, title_justify="left"))
         if any(line.best for line in lines):
             console.print("* better than the runs without a mark", highlight=False)
+    if churn:
+        print_churn(console, runs)
     if output is not None:
         write_page(render_comparison_page(records), output)
         console.print(f"report: {output}", markup=False, soft_wrap=True)

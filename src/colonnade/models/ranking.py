@@ -43,6 +43,11 @@ GOLDEN_RATIO = np.uint64(0x9E3779B97F4A7C15)
 """Factor whose multiples spread neighbouring samples evenly over the blocks."""
 
 
+def assign_blocks(numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Assign samples to blocks by their numbers, (S,): neighbours to different ones."""
+    return ((numbers.astype(np.uint64) * GOLDEN_RATIO) >> np.uint64(58)).astype(np.int64)
+
+
 class BlockedMetrics(dict[str, float]):
     """Metrics by name, of all values; `compute_blocks` returns those of each fixed block of samples."""
 
@@ -72,7 +77,7 @@ class BlockedMetrics(dict[str, float]):
             return {}
         order = np.argsort(self._numbers, kind="stable")
         digest = blake2b(self._identity[order].tobytes(), digest_size=16).hexdigest()
-        block_of_value = (self._numbers.astype(np.uint64) * GOLDEN_RATIO) >> np.uint64(58)
+        block_of_value = assign_blocks(self._numbers)
         blocks = [self._compute(np.flatnonzero(block_of_value == b)) for b in range(NUM_BLOCKS)]
         return {
             "digest": digest,

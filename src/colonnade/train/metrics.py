@@ -347,8 +347,13 @@ def _log_loss(probabilities: Float64s, labels: Float64s, weights: Float64s) -> f
             f"got probabilities {probabilities[0]} .. {probabilities[-1]}, wanted 0 .. 1. "
             "Apply a sigmoid to the logits first"
         )
+    return _weighted_mean(compute_log_losses(probabilities, labels), weights)
+
+
+def compute_log_losses(probabilities: Float64s, labels: Float64s) -> Float64s:
+    """Compute -log of the probability of each sample's label 0 or 1, (S,), in nats, clipped to [CLIP, 1 - CLIP]."""
     clipped = np.clip(probabilities, CLIP, 1 - CLIP)
-    return _weighted_mean(-np.where(labels == 1, np.log(clipped), np.log1p(-clipped)), weights)
+    return -np.where(labels == 1, np.log(clipped), np.log1p(-clipped))
 
 
 def _group_auc(
