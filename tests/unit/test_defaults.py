@@ -85,8 +85,9 @@ def test_the_more_ids_a_sample_has_the_shorter_are_the_steps_of_rows(
     suggested = choose_training_settings(num_samples)
     config = get_preset("csv", "deepfm")
     assert choose_open_settings(config, suggested, data).get("embedding.lr") == lr
-    cross = choose_open_settings(get_preset("csv", "dcn"), suggested, data)
-    assert cross.get("embedding.lr") == (lr and min(lr, 0.025))
+    for model, largest in (("dlrm", 0.05), ("dcnv2", 0.05), ("dcn", 0.025)):
+        other = choose_open_settings(get_preset("csv", model), suggested, data)
+        assert other.get("embedding.lr") == (lr and min(lr, largest))
     own = override_settings(config, {"embedding.lr": 0.01})
     assert "embedding.lr" not in choose_open_settings(own, suggested, data)
 

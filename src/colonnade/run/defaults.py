@@ -96,7 +96,8 @@ SMALL_NETWORK = {"top": [32], "keep_fields": True}
 samples by heart before the vectors of ids have grown; without the fields' vectors it sees ids in products only."""
 SMALL_SAMPLES = 20_000
 MAX_ROW_LR = 0.25
-"""Largest learning rate of rows that is chosen: 1 / ids of a sample, because the steps of their rows add up."""
+"""Largest learning rate of rows that is chosen: 1 / ids of a sample, because the steps of their rows add up. Without
+first-order weights, it is DEFAULT_ROW_LR."""
 MAX_CROSS_LR = 0.025
 """Largest one for DCN, whose cross layers multiply these steps by each other."""
 COUNTED_SAMPLES = 1024
@@ -389,7 +390,8 @@ def _choose_row_lr(
     num_ids = 0 if batch is None else sum(len(ids.values) for ids in batch.ids.values())
     if batch is None or num_ids == 0:
         return {}
-    largest = MAX_CROSS_LR if config.model.name == "dcn" else MAX_ROW_LR
+    largest = DEFAULT_ROW_LR if _is_deep(config) else MAX_ROW_LR
+    largest = MAX_CROSS_LR if config.model.name == "dcn" else largest
     return {"embedding.lr": _round_digits(min(largest, batch.size / num_ids))}
 
 
