@@ -8,8 +8,14 @@ from typing import Annotated, Any
 
 import typer
 
-from colonnade.cli.convert import GRAPHS, DelimiterOption, NamesOption, build_text_options
-from colonnade.cli.train import LabelOption, get_single_label
+from colonnade.cli.train import (
+    GRAPHS,
+    DelimiterOption,
+    LabelOption,
+    NamesOption,
+    build_text_options,
+    get_single_label,
+)
 from colonnade.data.tabular.formats import FORMATS
 from colonnade.errors import CheckpointError, ConfigError, DataError
 from colonnade.report.formatting import format_bytes, format_count, format_seconds

@@ -52,8 +52,6 @@ from colonnade.data.tabular.hashing import HASH_VERSION
 from colonnade.errors import ConfigError
 from colonnade.formats import YamlDumper, YamlLoader, parse_yaml, read_text_file
 
-SCHEMA_KEY = b"colonnade.schema"
-"""Key in the metadata of an Arrow schema, as of a Parquet footer, of a file schema as YAML."""
 ENCODING_VERSION = 3
 """Version of the rules by which new schemas are read."""
 ENCODING = (

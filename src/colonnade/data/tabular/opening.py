@@ -130,14 +130,11 @@ def open_days(
 
 
 def infer_schema_from_files(files: Sequence[TableFile], label: str | None) -> InferredSchema:
-    """Return the schema embedded in the first file with rows (Parquet's footer may have one), else infer one."""
+    """Infer a schema from the first file with rows."""
     first = next((file for file in files if len(file.lengths)), None)
     if first is None:
         raise DataError(f"{files[0].path}: got no row, wanted at least one to infer a schema from")
     check_unique_column_names(first.path, first.names)
-    embedded = first.embedded_schema() if label is None else None
-    if embedded is not None:
-        return InferredSchema(embedded, {}, origin=f"in {first.path}")
     return infer_fields(first.path, first.read_head(INFER_ROWS), label, first.header_types)
 
 
