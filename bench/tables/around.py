@@ -15,14 +15,16 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet as pq
 from harness import Measured, close_workers, interleave, open_worker
 from workers.around import Around
 
 from colonnade import Mesh
 from colonnade.config.run import build_config
 from colonnade.data import open_source
-from colonnade.data.sets.criteo import CSV_OPTIONS
-from colonnade.data.tabular.convert import open_csv_conversion, write_parquet_file
+from colonnade.data.sets.criteo import CATEGORIES, NAMES
 from colonnade.run.run import open_run
 
 GROUPS = (("trainer", "bare loop"), ("parquet", "criteo text"), ("evaluate", "predict"))
@@ -60,9 +62,7 @@ def measure(
     batch_size = config["train"]["batch_size"]
     train_briefly(folder / "run", config)
     write_text(folder / "criteo.txt")
-    syntax = {name: CSV_OPTIONS[name] for name in ("delimiter", "quote", "names")}
-    conversion = open_csv_conversion(folder / "criteo.txt", **syntax)
-    write_parquet_file(conversion, folder / "criteo.parquet")
+    write_parquet(folder / "criteo.txt", folder / "criteo.parquet")
     measured = []
     for group in GROUPS:
         workers = []
@@ -107,6 +107,17 @@ def write_text(path: Path) -> None:
             label = batch.label.numpy().astype(int)[:, 0].astype(str)
             for row in zip(label, *dense.T, *words, strict=True):
                 file.write("\t".join(row) + "\n")
+
+
+def write_parquet(source: Path, target: Path) -> None:
+    """The same columns, typed, in row groups as large as a reader's blocks of text."""
+    table = pyarrow.csv.read_csv(
+        source,
+        pyarrow.csv.ReadOptions(column_names=NAMES),
+        pyarrow.csv.ParseOptions(delimiter="\t", quote_char=False),
+        pyarrow.csv.ConvertOptions(column_types=dict.fromkeys(CATEGORIES, pa.string())),
+    )
+    pq.write_table(table, target, row_group_size=1 << 17, compression="zstd")
 
 
 def ratios_of(measured: Sequence[Measured]) -> dict[str, float]:

@@ -54,7 +54,6 @@ def test_what_is_no_regular_file_is_named(make, path, colonnade, tmp_path):
     is_followed = path.endswith("day_2.csv") and make is make_broken_link
     check_refused(refused, "nowhere.csv" if is_followed else "day_2.csv")
     assert not (tmp_path / "run").exists()
-    check_refused(colonnade("convert", "csv", "data/day_2.csv", "out.parquet"), "day_2.csv")
     check_refused(colonnade("inspect", "data/day_2.csv"), "day_2.csv")
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+import pyarrow.csv
+import pyarrow.parquet as pq
 import pytest
 from click_files import write_shop
 from shell import fetch, pick_port
@@ -14,7 +16,6 @@ settings train                                                                  
 settings plan.memory.dram                                                                 | Default
 settings learning rate                                                                    | embedding.lr
 inspect clicks.csv                                                                        | user
-convert csv clicks.csv clicks.parquet                                                     | clicks.parquet
 inspect clicks.parquet                                                                    | user
 plan clicks.yaml --dram 8KiB                                                              | samples/s
 plan clicks.yaml --world 2x2 --uplink 1Gbit                                               | item
@@ -47,6 +48,8 @@ recommend runs/places --users users.csv --k 3 --output best.parquet             
 @pytest.mark.budget(300)
 def test_each_verb(shell):
     write_shop(shell)
+    clicks = pyarrow.csv.read_csv(shell.folder / "clicks.csv")
+    pq.write_table(clicks, shell.folder / "clicks.parquet")
     lines = (" ".join(map(str, [user, *range(user % 5, 40, 5)])) for user in range(60))
     shell.write("places/train.txt", "\n".join(lines) + "\n")
     shell.write("places/valid.txt", "".join(f"{user} {user % 5}\n" for user in range(60)))

@@ -13,7 +13,6 @@ from inspect import signature
 import pytest
 
 import colonnade as colonnade_package
-from colonnade.cli import convert
 from colonnade.cli import train as train_verb
 from colonnade.cli.app import run_command
 from colonnade.cli.ranks import choose_death_signal
@@ -21,7 +20,6 @@ from colonnade.cli.settings import MEANINGS
 from colonnade.cli.train import parse_set_options
 from colonnade.config.run import RunConfig
 from colonnade.data import SOURCES
-from colonnade.data.tabular import convert as data_convert
 
 SMALL = [
     "--data", "synthetic", "--set", "data.options.num_train=3000", "--set", "data.options.num_test=500",
@@ -78,8 +76,6 @@ SMALL = [
         (["predict", "nowhere", "--output", "x.csv"], "nothing to score"),
         (["predict", "nowhere", "--output", "x.csv", "--part", "test"], "nowhere"),
         (["predict", ".", "--output", "x.csv", "--part", "test"], "neither a run folder"),
-        (["convert", "csw", "a", "b"], "did you mean csv?"),
-        (["convert", "csv", "nowhere.csv", "b.parquet"], "nowhere.csv"),
         (["settings", "trian"], "did you mean train?"),
         (["settings", "callback"], "the sections are data, model, embedding, dense, plan, train\n"),
         (["settings", "plan.memory.drma"], "did you mean plan.memory.dram?"),
@@ -352,7 +348,7 @@ def test_doctor_says_what_follows(colonnade):
 
 
 VERBS = (
-    "demo train towers evaluate predict recommend convert report compare inspect export verify settings doctor bench"
+    "demo train towers evaluate predict recommend report compare inspect export verify settings doctor bench"
 ).split()
 
 
@@ -361,10 +357,6 @@ def test_help_teaches(verb, colonnade):
     status, output, _ = colonnade(verb, "--help")
     assert status == 0
     assert verb == "doctor" or f"colonnade {verb}" in output.split("Examples")[1]
-
-
-def test_converting_knows_its_default():
-    assert convert.ROWS_PER_GROUP == data_convert.ROWS_PER_GROUP
 
 
 def test_help_needs_no_torch():

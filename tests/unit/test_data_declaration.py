@@ -151,20 +151,6 @@ def test_fields_that_share_no_value_may_share_a_table_and_encode_differently():
     )
 
 
-def test_a_schema_of_before_opens_as_it_was_written_with_a_warning():
-    shared = {"film": {"type": "category", "dtype": "integer"},
-              "watched": {"type": "bag", "dtype": "text", "table": "film"}}  # fmt: skip
-    written = {"hash_version": 1, "fields": shared}
-    with pytest.warns(
-        RuntimeWarning, match="'film' and 'watched' share the table 'film': got dtype"
-    ):
-        assert FileSchema.from_dict(written).to_dict() == written
-    with pytest.raises(ConfigError, match="share the table"):
-        FileSchema.from_dict({"hash_version": 1, "encoding_version": 2, "fields": shared})
-    with pytest.raises(ConfigError, match="share the table"):
-        FileSchema.from_dict({"fields": shared})
-
-
 def test_a_schema_may_be_given_in_any_form(tmp_path):
     path = tmp_path / "schema.yaml"
     path.write_text(DECLARATION.to_yaml(), encoding="utf-8")
@@ -231,7 +217,7 @@ REFUSED = {
     "got null_values=None and null_values=('NA',), wanted the same": lambda: FileSchema(
         [Category("a"), Bag("b", null_values=["NA"], table="a")]
     ),
-    "encoding_version=4, wanted 1 to 3": lambda: FileSchema([Number("a")], 1, 4),
+    "encoding_version=2, wanted 3": lambda: FileSchema([Number("a")], 1, 2),
     "fields 'film' and 'watched' share the table 'film': got dtype=integer and dtype=text": lambda: FileSchema(
         [Category("film", dtype="integer"), Bag("watched", dtype="text", table="film")]
     ),

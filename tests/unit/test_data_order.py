@@ -10,7 +10,7 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 
-from colonnade.data import FileSchema, Key, Label, Number, Time, open_source
+from colonnade.data import Key, Label, Number, Time, open_source
 from colonnade.data.contract import Position
 from colonnade.errors import ConfigError, DataError
 
@@ -147,12 +147,6 @@ def test_splits_that_cannot_be_are_refused(options, message, tmp_path):
     folder = write(tmp_path / "data", "parquet")
     with pytest.raises((ConfigError, DataError), match=message):
         open_source("parquet", folder, schema=SCHEMA, **options)
-
-
-def test_a_recorded_split_by_times_opens_as_it_was(tmp_path):
-    folder = write(tmp_path / "data", "parquet")
-    schema = FileSchema(tuple(SCHEMA), encoding_version=2)
-    open_source("parquet", folder, schema=schema, split_by="when", test_fraction=0.1)
 
 
 def test_a_missing_time_is_named_with_its_row(tmp_path):

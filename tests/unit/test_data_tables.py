@@ -342,10 +342,6 @@ def test_the_id_of_missing_values_is_refused_by_name(value, tmp_path):
     for read in (*readers, lambda: encoder.encode([{"a": 7}, {"a": value}])):
         with pytest.raises(DataError, match=r"(line 3|row 1|record 1), column a: got -?9223372036"):
             read()
-    # A schema of before reads it as it did.
-    before = {"hash_version": 1, "fields": {"a": {"type": "category", "dtype": "integer"}}}
-    (batch,) = open_source("parquet", tmp_path / "a.parquet", schema=before).train.batches(9)
-    assert batch.ids["a"].values.tolist() == [7, MISSING_ID]
 
 
 def test_a_key_does_not_wrap_around(tmp_path):
@@ -383,13 +379,10 @@ def test_lists_of_every_kind_and_their_missing_elements(tmp_path):
     }
     pq.write_table(pa.table(columns), tmp_path / "a.parquet")
     declaration = FileSchema([Bag(name, vocabulary=("a", "b")) for name in columns])
-    before = FileSchema(declaration.fields, encoding_version=1)
     (batch,) = open_source("parquet", tmp_path, schema=declaration).train.batches(9)
-    (batch_before,) = open_source("parquet", tmp_path, schema=before).train.batches(9)
-    a, b, unknown, missing = 0, 1, 2, 3
+    a, b = 0, 1
     for name in ("list", "large", "text", "coded"):
         assert listed(batch.ids[name]) == [[a], [], [], [b, a]], name
-        assert listed(batch_before.ids[name]) == [[a, missing, missing, unknown], [], [], [b, a]]
     assert listed(batch.ids["fixed"]) == [[a], [b, a], [], [a]]
     assert listed(batch.ids["none"]) == listed(batch.ids["nothing"]) == [[]] * 4
     strict = [Bag("list", vocabulary=("a", "b"), missing="error")]
@@ -474,23 +467,19 @@ def test_missing_values_as_text(word, tmp_path, kind):
     assert {name: ids.values.tolist() for name, ids in served.ids.items()} == {
         name: ids.values[1:2].tolist() for name, ids in batch.ids.items()
     }
-    # A field may say which texts are missing, and a schema of before reads what it read.
+    # A field may say which texts are missing.
     declared = [Category("u", null_values=[word])]
     (batch,) = open_source(kind, path, schema=declared).train.batches(30)
     assert batch.ids["u"].values[1] == MISSING_ID
-    before = FileSchema([Category("u")], encoding_version=1)
-    (batch,) = open_source(kind, path, schema=before).train.batches(30)
-    assert batch.ids["u"].values[1] == hash_text(word.encode())
 
 
 def test_a_label_that_is_null_is_unknown_instead_of_negative(tmp_path):
     (tmp_path / "a.csv").write_text("x,y\n1,yes\n2,NULL\n3,no\n")
     label = Label("y", positive="yes", missing="unknown")
-    for version, expected in ((2, math.nan), (1, 0.0)):
-        schema = FileSchema([label, Number("x", std=1.0)], encoding_version=version)
-        (batch,) = open_source("csv", tmp_path / "a.csv", schema=schema).train.batches(9)
-        wanted = torch.tensor([1.0, expected, 0.0])
-        torch.testing.assert_close(batch.label.flatten(), wanted, equal_nan=True)
+    schema = [label, Number("x", std=1.0)]
+    (batch,) = open_source("csv", tmp_path / "a.csv", schema=schema).train.batches(9)
+    wanted = torch.tensor([1.0, math.nan, 0.0])
+    torch.testing.assert_close(batch.label.flatten(), wanted, equal_nan=True)
 
 
 def test_missing_labels_and_thresholds(tmp_path):
@@ -831,12 +820,9 @@ def test_a_declared_number_is_standardised_as_an_inferred_one(transform, tmp_pat
     assert batch.dense[:, 0].numpy() == pytest.approx(expected, abs=2e-3)
     again = open_source(kind, path, schema=source.file_schema.to_dict()).train
     assert again.file_schema == source.file_schema
-    # As it is, where the schema says so, and under rules of before.
     as_it_is = [Number("price", missing=0.0, transform=transform, std=1.0)]
-    before = FileSchema((Number("price", missing=0.0, transform=transform),), encoding_version=2)
-    for schema in (as_it_is, before):
-        (batch,) = open_source(kind, path, schema=schema, test_fraction=0.2).train.batches(80)
-        assert batch.dense[:, 0].tolist() == np.nan_to_num(x).astype(np.float32).tolist()
+    (batch,) = open_source(kind, path, schema=as_it_is, test_fraction=0.2).train.batches(80)
+    assert batch.dense[:, 0].tolist() == np.nan_to_num(x).astype(np.float32).tolist()
 
 
 def test_a_model_sees_that_a_number_is_missing(tmp_path, kind):

@@ -14,7 +14,6 @@ from colonnade.cli import (
     bench,
     churn,
     compare,
-    convert,
     demo,
     doctor,
     evaluate,
@@ -104,8 +103,6 @@ PASS_OPTIONS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 for _name, _verb in VERBS.items():
     _context = PASS_OPTIONS_ON if _name == "bench" else None
     app.command(_name, epilog=EPILOGS.get(_name), context_settings=_context)(_verb)
-    if _name == "predict":
-        app.add_typer(convert.app, name="convert", cls=VerbGroup, epilog=convert.EXAMPLES)
 app.command("rank", hidden=True)(ranks.run_rank)
 
 

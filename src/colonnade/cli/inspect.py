@@ -8,10 +8,16 @@ from typing import Annotated, Any
 
 import typer
 
-from colonnade.cli.convert import GRAPHS, DelimiterOption, NamesOption, build_text_options
-from colonnade.cli.train import LabelOption, get_single_label
+from colonnade.cli.train import (
+    GRAPHS,
+    DelimiterOption,
+    LabelOption,
+    NamesOption,
+    build_text_options,
+    get_single_label,
+)
 from colonnade.data.tabular.formats import FORMATS
-from colonnade.errors import CheckpointError, ConfigError, DataError
+from colonnade.errors import CheckpointError, ConfigError
 from colonnade.report.formatting import format_bytes, format_count, format_seconds
 from colonnade.terminal import PLAIN_GRID, Terminal, build_grid, print_text
 
@@ -68,8 +74,6 @@ def inspect(
             )
     elif path.suffix == ".json":
         _inspect_checkpoint(path)
-    elif path.suffix == ".safetensors":
-        _inspect_safetensors(path)
     else:
         _inspect_data(path, None, {})
 
@@ -180,20 +184,6 @@ def _inspect_export(path: Path) -> None:
     }
     _print_facts(facts)
     _print_table(("table", "dim", "ids", "dtype", "trained rows", "file"), rows)
-
-
-def _inspect_safetensors(path: Path) -> None:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, "pt") as file:
-            parts = [(name, file.get_slice(name)) for name in file.keys()]
-            rows = [(n, p.get_dtype(), " x ".join(map(str, p.get_shape()))) for n, p in parts]
-    except (SafetensorError, OSError) as error:
-        raise DataError(
-            f"{path}: not a safetensors file: {error}; fetch or export it again"
-        ) from None
-    _print_table(("tensor", "dtype", "shape"), rows)
 
 
 def _inspect_data(path: Path, kind: str | None, options: Mapping[str, Any]) -> None:

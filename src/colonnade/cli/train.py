@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from colonnade.cli.convert import DelimiterOption, NamesOption, build_text_options
 from colonnade.data import SOURCES
 from colonnade.data.tabular.formats import find_format
 from colonnade.errors import ConfigError
@@ -53,6 +52,20 @@ LabelOption = Annotated[
         metavar="TEXT", help="Label column of files without a schema: data.options.label."
     ),
 ]
+DelimiterOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Delimiter of text: one character, or tab. Default: what the first line has."
+    ),
+]
+TAB = {"\\t": "\t", "tab": "\t"}
+"""Spellings of a tab on the command line."""
+NamesOption = Annotated[
+    str | None,
+    typer.Option(help="Column names of text without a header: label,user,item."),
+]
+GRAPHS = ("triples", "edges")
+"""Kinds of data with the option `columns` for the names of columns."""
 DramOption = Annotated[
     str | None,
     typer.Option(
@@ -168,6 +181,16 @@ def take_towers(config: RunConfig, run_folder: Path) -> RunConfig:
     return override_settings(
         config, {"model.towers": [list(tower) for tower in towers.partition.towers]}
     )
+
+
+def build_text_options(
+    data_kind: str | None, delimiter: str | None, names: str | None
+) -> dict[str, Any]:
+    """Return the options of a reader that --delimiter and --names set; None: not given."""
+    return {
+        "delimiter": TAB.get(delimiter or "", delimiter),
+        "columns" if data_kind in GRAPHS else "names": names and names.split(","),
+    }
 
 
 def get_single_label(labels: list[str] | None) -> str | None:

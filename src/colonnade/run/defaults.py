@@ -484,10 +484,10 @@ def _fill_from_recorded(config: RunConfig, recorded_config: RunConfig) -> RunCon
 def _fill_schema_from_recorded(
     options: Mapping[str, Any], recorded_schema: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return `options` with the recorded schema, or with their own, read by the rules of the recorded one."""
+    """Return `options` with the recorded schema, or with their own and the recorded scales."""
     schema = load_file_schema(recorded_schema)
     if options.get("schema") is not None:
-        declared = load_file_schema(options["schema"], schema.encoding_version)
+        declared = load_file_schema(options["schema"])
         return {**options, "schema": fill_scales(declared, schema).to_dict()}
     filled = {**options, "schema": recorded_schema}
     # Another label needs an inferred schema, which differs from the recorded one and is refused.

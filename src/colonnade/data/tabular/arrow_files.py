@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from colonnade.data.tabular.arrow_types import combine_chunks, replace_views
 from colonnade.data.tabular.columns import check_unique_column_names
-from colonnade.data.tabular.declaration import SCHEMA_KEY, FileSchema
 from colonnade.data.tabular.files import TableFile
 from colonnade.errors import ConfigError, DataError
 
@@ -47,16 +46,6 @@ class ArrowTableFile(TableFile):
     @property
     def column_types(self) -> dict[str, pa.DataType]:
         return dict(zip(self.schema.names, self.schema.types, strict=True))
-
-    def embedded_schema(self) -> FileSchema | None:
-        """Return the schema in the footer, if any (`colonnade convert` writes it)."""
-        text = (self.schema.metadata or {}).get(SCHEMA_KEY)
-        try:
-            return None if text is None else FileSchema.from_yaml(text.decode())
-        except (ConfigError, UnicodeDecodeError) as error:
-            raise DataError(
-                f"{self.path}: its footer declares a schema that cannot be read ({error}). Give one with schema"
-            ) from None
 
     def read_head(self, num_rows: int) -> Mapping[str, pa.Array]:
         tables: list[pa.Table] = []

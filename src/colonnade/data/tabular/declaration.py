@@ -10,18 +10,11 @@
 
 A schema read from the output of `to_dict` or `to_yaml` equals the one that was written.
 
-encoding_version  in a schema that
-1                 states a hash_version alone, as all did that were written before encoding_version existed:
-                  * fields of one table may encode a value differently, with a warning
-                  * times without a unit are Unix seconds
-                  * NULL and \\N are texts like others, -2^63 is a missing value, missing elements of lists have a row
-2                 states it; a number without mean and std is not standardised, split_by may name a column of times
-3                 states it, or states no version, as schemas that people write
+A schema that states no version, as those that people write, has the newest ones. Others are refused.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -52,10 +45,8 @@ from colonnade.data.tabular.hashing import HASH_VERSION
 from colonnade.errors import ConfigError
 from colonnade.formats import YamlDumper, YamlLoader, parse_yaml, read_text_file
 
-SCHEMA_KEY = b"colonnade.schema"
-"""Key in the metadata of an Arrow schema, as of a Parquet footer, of a file schema as YAML."""
 ENCODING_VERSION = 3
-"""Version of the rules by which new schemas are read."""
+"""Version of the rules by which schemas are read."""
 ENCODING = (
     "declared_dtype",
     "rows",
@@ -77,18 +68,15 @@ class FileSchema:
     encoding_version: int = ENCODING_VERSION
 
     def __post_init__(self) -> None:
-        fields = tuple(self.fields)
-        if self.encoding_version in (1, 2):  # the numbers of these versions have mean 0 and std 1
-            fields = tuple(_fill_unit_scale(f) if isinstance(f, Number) else f for f in fields)
-        object.__setattr__(self, "fields", fields)
+        object.__setattr__(self, "fields", tuple(self.fields))
         if self.hash_version != HASH_VERSION or isinstance(self.hash_version, bool):
             raise ConfigError(
                 f"got hash_version={self.hash_version!r}, wanted {HASH_VERSION}: this version of Colonnade hashes "
                 "texts no other way. Use the version that wrote the schema"
             )
-        if self.encoding_version not in range(1, ENCODING_VERSION + 1):
+        if self.encoding_version != ENCODING_VERSION:
             raise ConfigError(
-                f"got encoding_version={self.encoding_version!r}, wanted 1 to {ENCODING_VERSION}. Use the version of "
+                f"got encoding_version={self.encoding_version!r}, wanted {ENCODING_VERSION}. Use the version of "
                 "Colonnade that wrote the schema"
             )
         by_name: dict[str, DeclaredField] = {}
@@ -121,11 +109,10 @@ class FileSchema:
                     f"{_describe_rows(other)} and {_describe_rows(field)}, wanted the same. Declare their ids alike, "
                     "or give them tables of their own"
                 )
-        if self.encoding_version > 1 and (difference := self.find_encoding_difference()):
-            raise ConfigError(difference)
+        self._check_encodings()
 
-    def find_encoding_difference(self) -> str:
-        """Describe two fields of one table in which a value has different rows; empty if there are none."""
+    def _check_encodings(self) -> None:
+        """Raise ConfigError for two fields of one table in which a value has different rows."""
         first: dict[tuple[str, ...], Categorical] = {}
         for field in self.categorical:
             if getattr(field, "namespace", False):  # shares no id with other fields
@@ -137,12 +124,11 @@ class FileSchema:
                 # The file decides a dtype of None.
                 if values[0] != values[1] and not (name == "declared_dtype" and None in values):
                     setting = name.removeprefix("declared_")
-                    return (
+                    raise ConfigError(
                         f"fields {other.name!r} and {field.name!r} share the table {field.table!r}: got "
                         f"{setting}={str(values[0])[:60]} and {setting}={str(values[1])[:60]}, wanted the same, so "
                         "that a value has one row. Declare their ids alike, or give them tables of their own"
                     )
-        return ""
 
     @property
     def numbers(self) -> tuple[Number, ...]:
@@ -188,20 +174,15 @@ class FileSchema:
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for YAML, JSON and the run folder's config."""
         fields = {field.name: field_to_dict(field) for field in self.fields}
-        if self.encoding_version < 3:  # as these versions wrote them
-            for settings in fields.values():
-                for name, default in (("mean", 0.0), ("std", 1.0)):
-                    if settings.get(name) == default:
-                        del settings[name]
-        version = {"encoding_version": self.encoding_version} if self.encoding_version > 1 else {}
-        return {"hash_version": self.hash_version, **version, "fields": fields}
+        versions = {
+            "hash_version": self.hash_version,
+            "encoding_version": self.encoding_version,
+        }
+        return {**versions, "fields": fields}
 
     @staticmethod
-    def from_dict(values: object, default_version: int = ENCODING_VERSION) -> FileSchema:
-        """Build a schema from plain values. Raises ConfigError naming field and setting, and the nearest known name.
-
-        default_version: encoding version of values that state no version.
-        """
+    def from_dict(values: object) -> FileSchema:
+        """Build a schema from plain values. Raises ConfigError naming field and setting, and the nearest known name."""
         if not isinstance(values, Mapping):
             raise ConfigError(
                 f"got {type(values).__name__} {str(values)[:60]!r} as a schema, wanted a mapping with `fields:`"
@@ -216,19 +197,11 @@ class FileSchema:
             raise ConfigError(
                 f"got fields: {str(fields)[:60]!r}, wanted one line per field, such as `price: {{type: number}}`"
             )
-        schema = FileSchema(
+        return FileSchema(
             tuple(field_from_dict(name, settings) for name, settings in fields.items()),
             values.get("hash_version", HASH_VERSION),
-            values.get("encoding_version", 1 if "hash_version" in values else default_version),
+            values.get("encoding_version", ENCODING_VERSION),
         )
-        if difference := schema.find_encoding_difference():
-            warnings.warn(
-                f"{difference}. This schema was written before such fields were refused; it is read as it stands. "
-                "Train a new run without hash_version in its schema",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-        return schema
 
     def to_yaml(self) -> str:
         """Return YAML with one line per field, which `from_yaml` and `load_file_schema` read."""
@@ -242,13 +215,13 @@ class FileSchema:
         return text
 
     @staticmethod
-    def from_yaml(text: str, default_version: int = ENCODING_VERSION) -> FileSchema:
+    def from_yaml(text: str) -> FileSchema:
         """Build a schema from YAML, as from_dict. Raises ConfigError, also for a repeated key."""
         try:
             values = parse_yaml(text, _Loader)
         except ValueError as error:
             raise ConfigError(f"not YAML: {error}") from None
-        return FileSchema.from_dict(values, default_version)
+        return FileSchema.from_dict(values)
 
 
 def fill_scales(declared: FileSchema, recorded: FileSchema) -> FileSchema:
@@ -265,16 +238,15 @@ def fill_scales(declared: FileSchema, recorded: FileSchema) -> FileSchema:
 
 def load_file_schema(
     schema: FileSchema | Mapping[str, Any] | Iterable[DeclaredField] | str | Path,
-    default_version: int = ENCODING_VERSION,
 ) -> FileSchema:
     """Return the file schema from any form a user may pass: itself, its fields, plain values, or a YAML file's path.
 
-    default_version: as in from_dict. Raises ConfigError.
+    Raises ConfigError.
     """
     if isinstance(schema, FileSchema):
         return schema
     if isinstance(schema, Mapping):
-        return FileSchema.from_dict(schema, default_version)
+        return FileSchema.from_dict(schema)
     if not isinstance(schema, str | Path):
         try:
             return FileSchema(tuple(schema))
@@ -284,7 +256,7 @@ def load_file_schema(
             ) from None
     path = Path(schema).expanduser()
     try:
-        return FileSchema.from_yaml(read_text_file(path), default_version)
+        return FileSchema.from_yaml(read_text_file(path))
     except OSError as error:
         raise ConfigError(
             f"schema {path}: {error.strerror}; give an existing YAML file, or leave schema out to infer one"
@@ -340,10 +312,6 @@ def _check_cross(field: Cross, fields_by_name: Mapping[str, DeclaredField]) -> N
             raise ConfigError(
                 f"field {field.name!r}, of: got {part!r}, a {kind}, wanted categories, buckets and times"
             )
-
-
-def _fill_unit_scale(field: Number) -> Number:
-    return replace(field, mean=field.mean or 0.0, std=field.std or 1.0)
 
 
 def _describe_rows(field: Categorical) -> str:

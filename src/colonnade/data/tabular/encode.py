@@ -21,7 +21,7 @@ from colonnade.data.tabular.arrow_types import (
     replace_null_type,
 )
 from colonnade.data.tabular.chunk import Bags, Chunk, Floats, Longs, gather_bags
-from colonnade.data.tabular.declaration import ENCODING_VERSION, FileSchema
+from colonnade.data.tabular.declaration import FileSchema
 from colonnade.data.tabular.fields import (
     NULL_VALUES,
     Bag,
@@ -232,12 +232,10 @@ def refuse_missing(
         refuse_values(missing, field.column, lambda _: "nothing", wanted)
 
 
-def encode_label(
-    field: Label, arrow_column: pa.Array, encoding_version: int = ENCODING_VERSION
-) -> Floats:
-    """Encode labels (S,) float32, NaN where unknown. encoding_version: of the schema's encoding."""
+def encode_label(field: Label, arrow_column: pa.Array) -> Floats:
+    """Encode labels (S,) float32, NaN where unknown."""
     if field.positive is not None:
-        x = _mark_positive_labels(field, arrow_column, encoding_version)
+        x = _mark_positive_labels(field, arrow_column)
     else:
         x = convert_to_numbers(field, arrow_column)
     missing = np.isnan(x)
@@ -259,13 +257,10 @@ def encode_label(
     return x.astype(np.float32)
 
 
-def _mark_positive_labels(
-    field: Label, arrow_column: pa.Array, encoding_version: int
-) -> NDArray[np.float64]:
+def _mark_positive_labels(field: Label, arrow_column: pa.Array) -> NDArray[np.float64]:
     """Return 1.0 where the value is the positive one, else 0.0, and NaN where it is missing (S,)."""
     texts = pc.utf8_trim_whitespace(arrow_column.cast(pa.string()))
-    null_values = NULL_VALUES if encoding_version > 1 else ()
-    missing = pc.is_in(texts, pa.array([None, "", *null_values], pa.string()))
+    missing = pc.is_in(texts, pa.array([None, "", *NULL_VALUES], pa.string()))
     is_positive = pc.equal(texts, str(field.positive)).fill_null(False)
     x = is_positive.to_numpy(zero_copy_only=False).astype(np.float64)
     x[missing.to_numpy(zero_copy_only=False)] = np.nan
@@ -284,18 +279,13 @@ def encode_weight(field: Weight, array: pa.Array) -> Floats:
     return x.astype(np.float32)
 
 
-def encode_ids(
-    field: Category | Bag | Sequence, array: pa.Array, version: int = ENCODING_VERSION
-) -> Longs:
-    """Encode values as rows of a table or as open ids: (S,) single values, or (E,) elements of lists.
-
-    version: of the schema's encoding.
-    """
+def encode_ids(field: Category | Bag | Sequence, array: pa.Array) -> Longs:
+    """Encode values as rows of a table or as open ids: (S,) single values, or (E,) elements of lists."""
     if pa.types.is_dictionary(array.type):
-        return _encode_dictionary_ids(field, array, version)
+        return _encode_dictionary_ids(field, array)
     array = _convert_to_integers(field, array)
     _check_id_text_lengths(field, array)
-    missing = _mark_missing_values(array, _get_null_values(field, version))
+    missing = _mark_missing_values(array, _get_null_values(field))
     if missing is not None:
         refuse_missing(field, missing)
     if field.vocabulary is not None:
@@ -316,7 +306,7 @@ def encode_ids(
     else:
         ids = to_open_ids(array)
         missing_id = MISSING_ID
-        if version > 1 and is_integer(array.type):
+        if is_integer(array.type):
             refuse_values(
                 ids == MISSING_ID,
                 field.column,
@@ -351,7 +341,7 @@ def _convert_to_integers(
 
 
 def _encode_dictionary_ids(
-    field: Category | Bag | Sequence, dictionary_column: pa.DictionaryArray, encoding_version: int
+    field: Category | Bag | Sequence, dictionary_column: pa.DictionaryArray
 ) -> Longs:
     """Encode each distinct value of a dictionary once. Unused invalid values are no error."""
     if (
@@ -359,11 +349,11 @@ def _encode_dictionary_ids(
         or len(dictionary_column.dictionary) > len(dictionary_column)
         or field.missing == "error"
     ):
-        return encode_ids(field, dictionary_column.dictionary_decode(), encoding_version)
+        return encode_ids(field, dictionary_column.dictionary_decode())
     try:
-        by_entry = encode_ids(field, dictionary_column.dictionary, encoding_version)
+        by_entry = encode_ids(field, dictionary_column.dictionary)
     except InvalidValue:
-        return encode_ids(field, dictionary_column.dictionary_decode(), encoding_version)
+        return encode_ids(field, dictionary_column.dictionary_decode())
     return by_entry.take(dictionary_column.indices.to_numpy(zero_copy_only=False))
 
 
@@ -383,12 +373,10 @@ def _check_id_text_lengths(field: Category | Bag | Sequence | Group | Key, array
         )
 
 
-def _get_null_values(field: Category | Bag | Sequence, version: int) -> tuple[str, ...]:
+def _get_null_values(field: Category | Bag | Sequence) -> tuple[str, ...]:
     if field.null_values is not None:
         return field.null_values
-    return tuple(
-        text for text in NULL_VALUES if version > 1 and text not in (field.vocabulary or ())
-    )
+    return tuple(text for text in NULL_VALUES if text not in (field.vocabulary or ()))
 
 
 def _mark_texts(array: pa.Array, texts: Collection[str]) -> NDArray[np.bool_]:
@@ -467,26 +455,21 @@ def encode_lists(
     field: Bag | Sequence,
     list_column: pa.Array,
     weight_column: pa.Array | None = None,
-    encoding_version: int = ENCODING_VERSION,
 ) -> Bags:
-    """Encode lists, or texts split at the separator; a missing list has no element.
-
-    Padding is no item. A missing element is none either, except in version 1 of the schema's encoding, where it has the
-    row of missing values.
-    """
+    """Encode lists, or texts split at the separator; a missing list has no element. Padding and missing elements are
+    no items."""
     lists = _split_text_lists(field, list_column)
     lengths = _list_lengths(lists)
     elements = replace_null_type(lists.flatten())  # skips values under a null list
     numbers = None if weight_column is None else _read_id_weights(field, weight_column, lengths)
     rows = np.repeat(np.arange(len(lengths)), lengths)
     try:
-        if encoding_version > 1 or field.padding is not None:
-            elements, is_item = _convert_and_mark_items(field, elements, encoding_version)
-            if not is_item.all():
-                elements = elements.filter(pa.array(is_item))
-                rows = rows[is_item]
-                numbers = None if numbers is None else numbers[is_item]
-                lengths = np.bincount(rows, minlength=len(lengths)).astype(np.int64)
+        elements, is_item = _convert_and_mark_items(field, elements)
+        if not is_item.all():
+            elements = elements.filter(pa.array(is_item))
+            rows = rows[is_item]
+            numbers = None if numbers is None else numbers[is_item]
+            lengths = np.bincount(rows, minlength=len(lengths)).astype(np.int64)
         ends = np.cumsum(lengths)
         begins = ends - lengths
         offsets = np.append(begins, ends[-1:] if len(ends) else [0])
@@ -498,22 +481,22 @@ def encode_lists(
             offsets = indices.offsets
             rows = rows[indices.values]
             numbers = None if numbers is None else numbers.take(indices.values)
-        return Bags(encode_ids(field, elements, encoding_version), offsets, numbers)
+        return Bags(encode_ids(field, elements), offsets, numbers)
     except InvalidValue as fault:
         fault.row = int(rows[fault.row])
         raise
 
 
 def _convert_and_mark_items(
-    field: Bag | Sequence, list_elements: pa.Array, encoding_version: int
+    field: Bag | Sequence, list_elements: pa.Array
 ) -> tuple[pa.Array, NDArray[np.bool_]]:
     """Return the elements of lists, integers parsed, and a mask (E,) of those that are items."""
     if pa.types.is_dictionary(list_elements.type):
         list_elements = list_elements.dictionary_decode()
     list_elements = _convert_to_integers(field, list_elements)
     is_item = np.ones(len(list_elements), np.bool_)
-    if encoding_version > 1 and field.missing == "row":
-        missing = _mark_missing_values(list_elements, _get_null_values(field, encoding_version))
+    if field.missing == "row":
+        missing = _mark_missing_values(list_elements, _get_null_values(field))
         is_item = is_item if missing is None else ~missing
     if isinstance(field.padding, str):
         is_item &= ~_mark_texts(list_elements, [field.padding])
@@ -646,7 +629,6 @@ def encode_block(
     """
     columns = {name: replace_null_type(array) for name, array in columns.items()}
     numbers = file_schema.numbers
-    version = file_schema.encoding_version
     dense = np.empty((num_samples, len(numbers)), dtype=np.float32)
     for j, field in enumerate(numbers):
         encode_number(field, columns[field.column], dense[:, j])
@@ -664,14 +646,14 @@ def encode_block(
         elif isinstance(id_field, Time):
             ids[id_field.name] = encode_time(id_field, array)
         elif isinstance(id_field, Category):
-            ids[id_field.name] = encode_ids(id_field, array, version)
+            ids[id_field.name] = encode_ids(id_field, array)
         else:
             weights = (
                 columns[id_field.weights]
                 if isinstance(id_field, Bag) and id_field.weights
                 else None
             )
-            ids[id_field.name] = encode_lists(id_field, array, weights, version)
+            ids[id_field.name] = encode_lists(id_field, array, weights)
     for cross in file_schema.categorical:
         if isinstance(cross, Cross):
             crossed = combine_ids([ids[part] for part in cross.of])  # type: ignore[misc]
@@ -681,7 +663,7 @@ def encode_block(
     if file_schema.labels:
         label = np.empty((num_samples, len(file_schema.labels)), dtype=np.float32)
         for j, task in enumerate(file_schema.labels):
-            label[:, j] = encode_label(task, columns[task.column], version)
+            label[:, j] = encode_label(task, columns[task.column])
     weight, group, key = (file_schema.find_field(kind) for kind in (Weight, Group, Key))
     return Chunk(
         dense,

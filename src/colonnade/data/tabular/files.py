@@ -71,10 +71,6 @@ class TableFile(ABC):
         """Delimiter of text; "" in files of other formats."""
         return ""
 
-    def embedded_schema(self) -> FileSchema | None:
-        """Return the schema stored in the file, if any."""
-        return None
-
     def read_head(self, num_rows: int) -> Mapping[str, pa.Array]:
         """Return the first rows of a file with rows, all columns. Raises DataError."""
         return read_first_rows(self, num_rows)

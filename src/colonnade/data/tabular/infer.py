@@ -90,7 +90,6 @@ class InferredSchema:
     left_out: dict[str, str]
     notes: tuple[str, ...] = ()
     """Lines about columns that are perhaps not what they are taken for."""
-    origin: str = "inferred from the first rows"
 
     def __str__(self) -> str:
         weights = [
@@ -100,7 +99,7 @@ class InferredSchema:
         ]
         reasons = [f"{name} ({reason})" for name, reason in self.left_out.items()]
         left_out = [f"left out: {', '.join(reasons[:5])}"] if reasons else []
-        fields = f"schema {self.origin}: {len(self.file_schema.fields)} fields"
+        fields = f"schema inferred from the first rows: {len(self.file_schema.fields)} fields"
         return "; ".join([fields, *weights, *left_out])
 
 

@@ -143,14 +143,11 @@ def open_days(
 
 
 def infer_schema_from_files(files: Sequence[TableFile], label: str | None) -> InferredSchema:
-    """Return the schema embedded in the first file with rows (Parquet's footer may have one), else infer one."""
+    """Infer a schema from the first file with rows."""
     first = next((file for file in files if len(file.lengths)), None)
     if first is None:
         raise DataError(f"{files[0].path}: got no row, wanted at least one to infer a schema from")
     check_unique_column_names(first.path, first.names)
-    embedded = first.embedded_schema() if label is None else None
-    if embedded is not None:
-        return InferredSchema(embedded, {}, origin=f"in {first.path}")
     return infer_fields(first.path, first.read_head(INFER_ROWS), label, first.header_types)
 
 
@@ -160,16 +157,14 @@ def resolve_schema(
     """Bind files to the schema with every dtype, unit and time set, so that it reads changed files the same, and select
     the samples for training, validation and testing."""
     bound = bind_files_to_schema(files, file_schema, options.split_column)
-    if file_schema.encoding_version > 1:
-        bound = replace(bound, file_schema=_resolve_time_units(bound))
+    bound = replace(bound, file_schema=_resolve_time_units(bound))
     if options.split_column is not None:
         bound = replace(bound, split_field=_resolve_split_field(bound, options))
     parts = options.select_parts(bound)
     if options.split_column is None:
         _warn_of_unordered_times(bound, parts)
     bound = replace(bound, file_schema=_resolve_newest_times(bound, parts[0]))
-    if file_schema.encoding_version > 2:
-        bound = replace(bound, file_schema=_resolve_scales(bound, parts[0]))
+    bound = replace(bound, file_schema=_resolve_scales(bound, parts[0]))
     return bound, parts
 
 
@@ -225,8 +220,7 @@ def _resolve_split_field(files: TableFiles, options: ReaderOptions) -> SplitFiel
     )
     unit = find_integer_time_unit(column, first) if time_field is None else time_field.unit
     if options.split_by is not None:
-        # A run that was recorded before this was refused resumes as it was.
-        if (unit or is_time(first.type)) and files.file_schema.encoding_version > 2:
+        if unit or is_time(first.type):
             raise ConfigError(
                 f"got split_by={column!r}, a column of times, wanted one whose equal values stay together, such as a "
                 f"user. To hold out the newest samples use data.options.order_by={column} (in Python order_by=)"

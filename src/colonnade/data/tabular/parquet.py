@@ -33,8 +33,7 @@ open_parquet = build_opener(
     """Open Parquet files under a declared schema, or one inferred from the first file.
 
     path                 a file, a folder (every file below it), a pattern, or a list of these; natural order of names
-    schema               a FileSchema, its fields, plain values, or the path of a YAML file; None: the one in the
-                         footer, which `colonnade convert` writes of a typed header, else inferred
+    schema               a FileSchema, its fields, plain values, or the path of a YAML file; None: inferred
     label                the label's column, if the schema is inferred; default: one named label, click, target or y
     validation, test     separate files, or Arrow tables
     validation_fraction, test_fraction
