@@ -22,6 +22,7 @@ from own_data import NUM_TEST, read_samples, write_file
 from rich.console import Console
 
 from colonnade import Mesh, __version__, measure_churn
+from colonnade.cli.churn import Predictions, predict_part
 from colonnade.config.run import override_settings
 from colonnade.predict.churn import Estimate
 from colonnade.run.defaults import get_preset
@@ -33,8 +34,8 @@ SHARE = 0.01
 """Part of the training samples that is trained on."""
 
 
-def train_and_predict(folder: Path, seed: int) -> tuple[NDArray, NDArray]:
-    """Train on the files of a folder; return the probabilities and the labels of the test samples, (S,) float64."""
+def train_and_predict(folder: Path, seed: int) -> Predictions:
+    """Train on the files of a folder; predict the test samples at the best step."""
     settings = {
         "data.path": str(folder / "train.parquet"),
         "data.options.test": str(folder / "test.parquet"),
@@ -42,19 +43,13 @@ def train_and_predict(folder: Path, seed: int) -> tuple[NDArray, NDArray]:
         "train.seed": seed,
     }
     config = override_settings(get_preset("parquet", "deepfm"), settings)
-    run = open_run(config, Mesh(), None, console=Console(quiet=True))
+    run_folder = folder / f"run{seed}"
+    run = open_run(config, Mesh(), run_folder, console=Console(quiet=True))
     try:
         run.train()
-        trainer = run.trainer
-        batches = list(trainer.data.test.batches(NUM_TEST))
-        trainer.model.eval()
-        scores = [trainer.objective.predict(trainer.model, batch)[:, 0] for batch in batches]
     finally:
         run.close()
-    return (
-        np.concatenate([s.detach().numpy() for s in scores]),
-        np.concatenate([batch.label[:, 0].double().numpy() for batch in batches]),
-    )
+    return predict_part(run_folder, "test", at=None, group=None)
 
 
 def measure_halves(
@@ -88,9 +83,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         write_file(samples.take(order[: int(SHARE * num_train)]), folder / "train.parquet")
         write_file(samples.take(order[num_train:][:NUM_TEST]), folder / "test.parquet")
         for pair in range(3 if options.quick else NUM_PAIRS):
-            (first, labels), (second, _) = (
-                train_and_predict(folder, seed) for seed in (2 * pair, 2 * pair + 1)
-            )
+            runs = [train_and_predict(folder, seed) for seed in (2 * pair, 2 * pair + 1)]
+            first, second = (run.scores[:, 0] for run in runs)
+            labels = runs[0].labels[:, 0]
             halves = measure_halves(first, second, labels, pair)
             rows["churn"].append(float(np.abs(first - second).mean()))
             rows["log_loss"].append(float(compute_log_losses(first, labels).mean()))
