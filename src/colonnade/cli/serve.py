@@ -202,10 +202,7 @@ def check_serve_settings(
     tls_key: Path | None,
 ) -> None:
     """Check settings of the model and its certificate; else raise ConfigError."""
-    from colonnade.checkpoint.completeness import print_missing_seal
-
     check_model_path(model, copy, at, wait)
-    print_missing_seal(Path(model), at)
     if (tls_cert is None) != (tls_key is None):
         raise ConfigError("--tls-cert, --tls-key: got one of the two, wanted both or none")
     if tls_cert is not None and tls_key is not None:
