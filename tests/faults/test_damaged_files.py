@@ -13,7 +13,7 @@ import yaml
 
 from colonnade.checkpoint.header import header_path, list_checkpoints, state_folder
 from colonnade.checkpoint.states import load_state
-from colonnade.cli import main, serve
+from colonnade.cli import main
 from colonnade.errors import CorruptionError
 from colonnade.files.disk import Disk
 from colonnade.files.durable import append_checksum, read_verified, write_durably
@@ -230,27 +230,25 @@ def test_an_edit_that_changes_scores_is_named_and_others_are_not(edited, trained
         assert "config.yaml was edited" in " ".join(capsys.readouterr().err.split())
 
 
-def test_a_run_without_a_seal_opens_and_says_so(trained, tmp_path, capsys, monkeypatch):
+def test_a_checkpoint_without_settings_is_refused_by_name(trained, tmp_path, capsys):
     folder = tmp_path / "run"
     shutil.copytree(trained / "run", folder)
     for step in list_checkpoints(folder):
         fields = json.loads(read_verified(header_path(folder, step)))
         assert fields.pop("settings")["train.seed"] == 0
         write_durably(Disk(), header_path(folder, step), json.dumps(fields).encode())
-    monkeypatch.setattr(serve, "run_server", lambda *_: None)
     scores = ("--path", trained / "d.csv", "--output", tmp_path / "scores.csv")
     for command in (
         ("verify", folder),
         ("evaluate", folder, "--part", "train"),
         ("predict", folder, *scores),
-        ("serve", folder),
+        ("serve", folder, "--port", 0),
         train(trained, folder, "train.epochs=3"),
     ):
         capsys.readouterr()
-        assert run(*command) == 0, command
-        assert "did not record the settings" in " ".join(capsys.readouterr().out.split()), command
-    assert run("verify", folder) == 0  # the new checkpoint has a seal
-    assert "did not record" not in capsys.readouterr().out
+        assert run(*command) == 2, command
+        out, error = capsys.readouterr()
+        assert "a bad settings: Field required" in " ".join((out + error).split()), command
 
 
 def test_a_setting_that_changed_on_resume_is_no_edit(trained, tmp_path, capsys):

@@ -114,7 +114,8 @@ def test_a_profile_of_another_model_is_ignored_by_name(harm, tmp_path, unmeasure
     assert "profile.json is ignored, and the data profiled anew" in words
     assert ("elsewhere" in words) == (harm == "other tables")
     assert plan.placement == "profiled"
-    assert read_profile(tmp_path, [Table(t.name, 4, rows=10**6) for t in plan.tables])[0]
+    tables = [Table(t.name, 4, rows=10**6) for t in plan.tables]
+    assert read_profile(tmp_path, tables, values["digest"])[0]
 
 
 @pytest.mark.parametrize(
@@ -144,11 +145,12 @@ def test_a_profile_of_tables_of_the_same_names_is_used_only_for_the_same_data(
     )
     assert is_ignored == bool(changes)
     assert (json.loads((other / PROFILE_FILE).read_text()) != content) == bool(changes)
-    # Profiles of before have no digest, and are used.
+    # A profile without a digest is of unknown data.
     del content["digest"]
     (other / PROFILE_FILE).write_text(json.dumps(content))
     tables = [Table(stats["name"], 4, rows=10**6) for stats in content["tables"]]
-    assert read_profile(other, tables, "another")[0]
+    profile, note = read_profile(other, tables, "another")
+    assert profile is None and "of other data" in note
 
 
 def test_a_data_set_that_may_count_its_batches_is_not_read_for_a_sample(tmp_path, capsys):

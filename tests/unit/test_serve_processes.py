@@ -603,7 +603,6 @@ def test_what_cannot_be_served_is_said_in_one_line(trained, server, tmp_path):
             ),
             ([published, "--port", "0", "--state", taken], "which another server uses"),
             ([published, "--port", "0", "--access-log", tmp_path / "no" / "log"], "No such file"),
-            ([published, "--index", "faiss"], "choose from 'exact', 'hnsw'"),
             ([tmp_path / "nothing"], "has no model"),
             ([published, "--at", "4"], "leave --at out"),
             ([published, "--host", "0.0.0.0"], "--token-file"),

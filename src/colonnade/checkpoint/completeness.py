@@ -26,7 +26,6 @@ from colonnade.checkpoint.header import (
     header_path,
     list_checkpoints,
     read_header,
-    resolve_step,
     state_folder,
 )
 from colonnade.comm.differences import MAX_SHOWN, format_ranks
@@ -41,7 +40,6 @@ from colonnade.files.durable import (
 )
 from colonnade.store.log.commits import verify_store
 from colonnade.store.log.manifest import manifest_file_name
-from colonnade.terminal import print_text
 
 if TYPE_CHECKING:
     from colonnade.comm.mesh import Mesh
@@ -169,10 +167,10 @@ EDITED = "config.yaml was edited"
 def find_edited_setting(run_folder: Path, header: Mapping[str, Any]) -> str | None:
     """Describe how a run's config.yaml, which has no checksum, differs from what a checkpoint was trained with.
 
-    None: it does not, or the header does not record it, as those of collections and of an older Colonnade. Raises
-    ConfigError if it is missing or cannot be read.
+    None: it does not, or the header is of a loop of your own, which has no settings. Raises ConfigError if it is
+    missing or cannot be read.
     """
-    if not header.get("settings"):
+    if not header["settings"]:
         return None
     defaults = list_fixed_settings(RunConfig())  # for settings that a later Colonnade has added
     got = defaults | list_fixed_settings(load_config(run_folder / "config.yaml"))
@@ -182,18 +180,6 @@ def find_edited_setting(run_folder: Path, header: Mapping[str, Any]) -> str | No
         return None
     values = f"got {edited[0]}={got.get(edited[0])!r}, wanted {wanted.get(edited[0])!r}"
     return f"{EDITED}: {values}, as this checkpoint was trained"
-
-
-def print_missing_seal(run_folder: Path, checkpoint_choice: int | str | None) -> None:
-    """Print if a run's checkpoint does not record the settings that decide its scores. checkpoint_choice: as of
-    `resolve_step`."""
-    if (run_folder / "checkpoints").is_dir() and (run_folder / "config.yaml").is_file():
-        step = resolve_step(run_folder, checkpoint_choice)
-        if not read_header(run_folder, step).get("settings"):
-            print_text(
-                f"The checkpoint of step {step} is of an older Colonnade, which did not record the settings that "
-                f"decide scores: edits of {run_folder / 'config.yaml'} are not noticed. New checkpoints record them"
-            )
 
 
 def _raise_checkpoint_problems(run_folder: Path, step: int | None, problems: Iterable[str]) -> None:

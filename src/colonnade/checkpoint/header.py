@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter, ValidationError
-from typing_extensions import NotRequired, TypedDict
+from typing_extensions import TypedDict
 
 from colonnade.errors import CheckpointError, CorruptionError
 from colonnade.files.durable import read_verified
@@ -52,7 +52,7 @@ class _Header(TypedDict):
     shardings: dict[str, _Sharding]
     states: dict[StateName, str]
     rows: dict[FileName, list[list[FileName]]]
-    settings: NotRequired[dict[str, Any]]
+    settings: dict[str, Any]  # those that decide scores; {} for a loop of your own
 
 
 _HEADER = TypeAdapter(_Header)

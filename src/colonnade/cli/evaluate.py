@@ -38,7 +38,6 @@ def evaluate(
     """Compute the metrics of a checkpoint: AUC and log loss, or the model's own.
 
     The checkpoint may come from any number of ranks. The folder is not changed."""
-    from colonnade.checkpoint.completeness import print_missing_seal
     from colonnade.checkpoint.header import explain_chosen_step, resolve_step
     from colonnade.cli.table import describe_popularity
     from colonnade.comm.mesh import Mesh
@@ -78,7 +77,6 @@ def evaluate(
         raise DataError(
             f"got no samples in the {part} part, wanted some; choose another with --part"
         )
-    print_missing_seal(run, step)
     console = Terminal()
     console.print(f"{run}, step {step} ({explain_chosen_step(run, step)}), {part}:")
     if ranking := getattr(source, "ranking", ""):

@@ -64,7 +64,6 @@ def predict(
     """Score files with a trained model.
 
     Scores equal those of evaluating the same checkpoint, bit for bit. Rows are mapped read-only."""
-    from colonnade.checkpoint.completeness import print_missing_seal
     from colonnade.checkpoint.header import explain_chosen_step
     from colonnade.cli.score_files import ScoreFile
     from colonnade.cli.score_inputs import open_inputs
@@ -96,7 +95,6 @@ def predict(
                 file.add(batch, scores)
                 progress.update(task, completed=file.num_samples)
         seconds = time.perf_counter() - started
-        print_missing_seal(model, predictor.step)
         choice = f" ({explain_chosen_step(model, predictor.step)})" if is_run else ""
         print_text(
             f"step {predictor.step}{choice}: {file.num_samples:,} samples scored, "

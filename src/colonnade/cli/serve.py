@@ -48,12 +48,6 @@ ItemsOption = Annotated[
     Path | None,
     typer.Option(help="File of all items that may be recommended; default: those of the data."),
 ]
-IndexOption = Annotated[
-    str,
-    typer.Option(
-        help="Ranking of a retrieval model's items: exact, or hnsw for an approximate one (usearch)."
-    ),
-]
 NetworkOption = Annotated[
     str | None,
     typer.Option(help="FILE.py:FUNCTION that builds the network of a run of colonnade.fit."),
@@ -133,7 +127,6 @@ def serve(
     name: NameOption = "model",
     at: AtOption = None,
     items: ItemsOption = None,
-    index: IndexOption = "exact",
     network: NetworkOption = None,
     copy: CopyOption = None,
     wait: WaitOption = False,
@@ -166,12 +159,11 @@ def serve(
     from colonnade.serve.options import ServeOptions
     from colonnade.serve.security import read_token
 
-    check_serve_settings(index, model, copy, at, wait, tls_cert, tls_key)
+    check_serve_settings(model, copy, at, wait, tls_cert, tls_key)
     options = ServeOptions(
         path=model,
         name=name,
         copy=copy,
-        index=index,
         network=network,
         at=at,
         poll_seconds=poll,
@@ -202,7 +194,6 @@ def serve(
 
 
 def check_serve_settings(
-    index: str,
     model: str,
     copy: str | None,
     at: str | None,
@@ -210,13 +201,8 @@ def check_serve_settings(
     tls_cert: Path | None,
     tls_key: Path | None,
 ) -> None:
-    """Check settings of the model, its index and its certificate; else raise ConfigError."""
-    from colonnade.checkpoint.completeness import print_missing_seal
-    from colonnade.predict.approximate import check_index_kind
-
-    check_index_kind(index)
+    """Check settings of the model and its certificate; else raise ConfigError."""
     check_model_path(model, copy, at, wait)
-    print_missing_seal(Path(model), at)
     if (tls_cert is None) != (tls_key is None):
         raise ConfigError("--tls-cert, --tls-key: got one of the two, wanted both or none")
     if tls_cert is not None and tls_key is not None:

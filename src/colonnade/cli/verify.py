@@ -38,11 +38,7 @@ def verify(
 
     All bytes are read, rows included; of a run's other checkpoints, without --at, headers and lists of rows. Nothing is
     changed."""
-    from colonnade.checkpoint.completeness import (
-        print_missing_seal,
-        verify_checkpoint,
-        verify_other_checkpoints,
-    )
+    from colonnade.checkpoint.completeness import verify_checkpoint, verify_other_checkpoints
     from colonnade.checkpoint.header import resolve_step
     from colonnade.publish.model_files import MODEL
     from colonnade.report.formatting import format_bytes
@@ -84,7 +80,6 @@ def verify(
         raise CorruptionError(
             f"{run}: {len(damaged):,} of {num_files:,} files are damaged or missing. {remedy}"
         )
-    print_missing_seal(run, at or "last")
     print_text(f"{subject}: intact; {num_files:,} files, {format_bytes(num_bytes)} read")
 
 

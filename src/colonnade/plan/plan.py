@@ -20,9 +20,6 @@ from colonnade.sizes import StorageLocation
 from colonnade.staleness import RowClock, TableCache
 from colonnade.topology.sharding import HotRows, Sharding
 
-COMPUTED = ("rest",)
-"""Fields of a table in files of earlier versions that are computed now."""
-
 
 @dataclass(frozen=True, slots=True)
 class Codecs:
@@ -193,7 +190,7 @@ class Plan:
         tables = tuple(
             TablePlan(
                 **{
-                    **{name: value for name, value in table.items() if name not in COMPUTED},
+                    **table,
                     "sharding": _read_sharding(table["sharding"]),
                     "cache": _read_cache(table.get("cache")),
                 }

@@ -148,12 +148,12 @@ def _divide_evenly(plan: Plan, reason: str) -> Placement:
 
 
 def read_profile(
-    folder: Path | None, tables: Sequence[Table], data_digest: str = ""
+    folder: Path | None, tables: Sequence[Table], data_digest: str
 ) -> tuple[Profile | None, str]:
     """Read the profile of a run folder. Returns None, and a remark, for one that is damaged or of other tables or
     data.
 
-    data_digest: of the run's tables and data. Profiles of earlier versions have none, and are used."""
+    data_digest: of the run's tables and data."""
     if folder is None or not (folder / PROFILE_FILE).is_file():
         return None, ""
     try:
@@ -172,7 +172,7 @@ def read_profile(
             f"{PROFILE_FILE} is ignored, and the data profiled anew: it is of another model, with tables "
             f"{', '.join(names)}; this one has {', '.join(wanted)}"
         )
-    if data_digest and profile.digest and profile.digest != data_digest:
+    if profile.digest != data_digest:
         return None, (
             f"{PROFILE_FILE} is ignored, and the data profiled anew: it is of tables of the same names with other "
             "rows, dimensions or features, or of other data"

@@ -15,8 +15,7 @@ from colonnade.report.figures import (
 from colonnade.report.formatting import format_bytes, format_count
 from colonnade.report.reading import RunRecord
 
-LINK_WORDS = {"local": "same host", "remote": "other hosts", "": "any link"}
-"""Names of links. Records of older versions, without links, have ""."""
+LINK_WORDS = {"local": "same host", "remote": "other hosts"}
 COLUMNS = ("channel", "link", "bytes a step", "messages a step", "bytes in all")
 MIB = 2**20
 

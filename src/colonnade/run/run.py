@@ -27,11 +27,7 @@ from colonnade.checkpoint.checkpoints import (
     open_checkpoints,
     restore_trainer,
 )
-from colonnade.checkpoint.completeness import (
-    check_folder_is_shared,
-    find_edited_setting,
-    print_missing_seal,
-)
+from colonnade.checkpoint.completeness import check_folder_is_shared, find_edited_setting
 from colonnade.checkpoint.header import list_checkpoints, read_header, resolve_step
 from colonnade.checkpoint.stores import RowFiles
 from colonnade.comm.mesh import Mesh
@@ -485,8 +481,6 @@ def _open_checkpoints_and_rows(
         )
         checkpoints.sealed_settings = list_fixed_settings(setup.config)
         if step is not None and not setup.read_only:
-            if console is not None:
-                print_missing_seal(folder, step)
             lost_checkpoints = describe_lost_checkpoints(checkpoints)  # collective
             if console is not None:
                 for line in lost_checkpoints:

@@ -102,13 +102,6 @@ class Metrics:
             multiprocess_mode="livemax",
             **registry,
         )
-        self.recall = Gauge(
-            "colonnade_index_recall",
-            "Measured recall of a retrieval model's ranking; the lowest of all workers.",
-            ["index"],
-            multiprocess_mode="livemin",
-            **registry,
-        )
         self.lost_lines = Gauge(
             "colonnade_log_lines_lost",
             "Lines of the access log that could not be written.",
@@ -153,8 +146,6 @@ class Metrics:
         self.has_problem.set(model.problem is not None)
         for place, count in zip(("memory", "file"), model.row_counts, strict=True):
             self.rows.labels(place).set(count)
-        if (index := model.describe_index()) is not None:
-            self.recall.labels(index["kind"]).set(index["recall"])
 
     def count_feedback(self, num_pairs: int, num_positives: int) -> None:
         """Count pairs of score and label by their label."""

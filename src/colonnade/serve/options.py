@@ -17,8 +17,6 @@ class ServeOptions:
     at: str | None = None
     items_file: str | None = None
     """JSON array with the records of all items that a retrieval model may recommend; None: its data's catalogue."""
-    index: str = "exact"
-    """Ranking of a retrieval model's items: "exact", or "hnsw" for an approximate one."""
     network: str | None = None
     """FILE.py:FUNCTION that builds the network of a run of `colonnade.fit`; None: the configuration does."""
     poll_seconds: float = 0.5

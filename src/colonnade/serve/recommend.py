@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import re
 import threading
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -40,13 +39,6 @@ from colonnade.data.tensors import TensorColumns, gather_ids
 from colonnade.errors import ConfigError, DataError
 from colonnade.models.retriever import Retriever, embed_items, rank_items, to_column_major
 from colonnade.predict import Predictor
-from colonnade.predict.approximate import (
-    EXACT,
-    MAX_SAMPLE,
-    ApproximateIndex,
-    build_index,
-    check_index_kind,
-)
 from colonnade.predict.refresh_thread import RefreshThread
 from colonnade.serve.records import Record, RecordEncoder, build_encoder, describe_value
 
@@ -116,22 +108,14 @@ class EmbeddedCatalogue:
 
     predictor: Predictor
     vectors: Tensor  # (I, D)
-    index: ApproximateIndex | None
-    """Index of the vectors; None: they are ranked exactly."""
-
-    def rank(self, queries: Tensor, masked: Ids, k: int) -> tuple[Tensor, Tensor]:
-        """Return positions and scores (B, min(k, I)) of the best items, as `rank_items`."""
-        if self.index is not None:
-            return self.index.rank(queries, masked, k)
-        return rank_items(queries, self.vectors, masked, k)
 
 
 class Recommender:
     """Recommender of items by a retrieval model. Any thread may call it; calls wait for one another.
 
     Scores are the dots of the vectors of user and item, by which evaluation ranks. Of equal scores the lower id comes
-    first. With an index, a few of the best items may be missing (`recall`). A user of whom neither the record nor the
-    data has anything but an id gets the most popular items of the training data.
+    first. A user of whom neither the record nor the data has anything but an id gets the most popular items of the
+    training data.
     """
 
     def __init__(
@@ -141,10 +125,9 @@ class Recommender:
         encoder: RecordEncoder,
         history: Sequence[str],
         item_index: tuple[Tensor, Tensor],
-        index_kind: str = EXACT,
     ) -> None:
         """Create a recommender; `open` and `from_predictor` do. `history`: the query's features of items; `item_index`:
-        the ids of the items, ascending, and their positions in the catalogue; `index_kind`: "exact" or "hnsw"."""
+        the ids of the items, ascending, and their positions in the catalogue."""
         self._active = active
         self.catalogue = catalogue
         self.encoder = encoder
@@ -152,9 +135,6 @@ class Recommender:
         self._history = tuple(history)
         self._user_column = encoder.find_columns(USER)[0]
         self._item_ids, self._item_order = item_index
-        self._index_kind = index_kind
-        self._recent_queries: deque[Tensor] = deque(maxlen=MAX_SAMPLE)
-        """Queries by which an index is measured."""
         self._refresh_lock = threading.Lock()
         self._follower = RefreshThread(self.refresh, "recommend")
 
@@ -164,32 +144,26 @@ class Recommender:
         path: str | Path,
         *,
         items: Sequence[Record] | Catalogue | None = None,
-        index: str = EXACT,
         **options: Any,
     ) -> Recommender:
         """Open an export, a run folder or a publication; `options` are those of `Predictor.open`.
 
         `items`: records of all items, with the raw columns of their features; default: the catalogue of the data that
-        the model was trained on. `index`: "hnsw" ranks approximately, by the package usearch. Raises ConfigError for a
-        model that is no retrieval model, or without a catalogue, and the errors of `Predictor.open`.
+        the model was trained on. Raises ConfigError for a model that is no retrieval model, or without a catalogue, and
+        the errors of `Predictor.open`.
         """
         predictor = Predictor.open(path, **options)
         try:
-            return cls.from_predictor(predictor, items=items, index=index)
+            return cls.from_predictor(predictor, items=items)
         except BaseException:
             predictor.close()
             raise
 
     @classmethod
     def from_predictor(
-        cls,
-        predictor: Predictor,
-        *,
-        items: Sequence[Record] | Catalogue | None = None,
-        index: str = EXACT,
+        cls, predictor: Predictor, *, items: Sequence[Record] | Catalogue | None = None
     ) -> Recommender:
         """Build a recommender that takes a predictor over: only it may refresh and close the predictor from now on."""
-        check_index_kind(index)
         model = predictor.model
         if not isinstance(model, Retriever):
             raise ConfigError(
@@ -207,9 +181,9 @@ class Recommender:
         queries = encoder.select(
             [*model.query_features, *dense], ignored=encoder.find_columns(USER)
         )
-        active = _embed_catalogue(predictor, catalogue, index)
+        active = _embed_catalogue(predictor, catalogue)
         ids, order = catalogue.features.ids[model.item_features[0]].values.sort(stable=True)
-        return cls(active, catalogue, queries, _find_history(model), (ids, order), index)
+        return cls(active, catalogue, queries, _find_history(model), (ids, order))
 
     @property
     def step(self) -> int:
@@ -220,17 +194,6 @@ class Recommender:
     def predictor(self) -> Predictor:
         """Predictor of that checkpoint. It is closed soon after a refresh."""
         return self._active.predictor
-
-    @property
-    def recall(self) -> float:
-        """Recall@10 of its answers against exact ones, measured on a sample at this checkpoint; 1: they are exact."""
-        index = self._active.index
-        return 1.0 if index is None else index.recall
-
-    @property
-    def index_kind(self) -> str:
-        """Kind of ranking: "exact" or "hnsw"."""
-        return self._index_kind
 
     @property
     def columns(self) -> frozenset[str]:
@@ -320,10 +283,7 @@ class Recommender:
             predictor = previous.predictor.fork()
             try:
                 predictor.refresh()
-                queries = torch.stack(list(self._recent_queries)) if self._recent_queries else None
-                self._active = _embed_catalogue(
-                    predictor, self.catalogue, self._index_kind, queries
-                )
+                self._active = _embed_catalogue(predictor, self.catalogue)
             except BaseException:
                 predictor.close()
                 raise
@@ -359,10 +319,7 @@ class Recommender:
                 if active is not self._active:
                     continue  # a refresh has closed it meanwhile
                 retriever = cast("Retriever", model)
-                queries = retriever.queries(batch)
-                if active.index is not None:
-                    self._recent_queries.extend(queries.clone())
-                best = active.rank(queries, masked, k)
+                best = rank_items(retriever.queries(batch), active.vectors, masked, k)
                 return *best, retriever.mark_empty_queries(batch), active.predictor.step
 
     def _build_mask(
@@ -501,15 +458,11 @@ def _parse_integer_key(value: Any) -> int:
     return int(value) if is_key else -(2**63)
 
 
-def _embed_catalogue(
-    predictor: Predictor, catalogue: Catalogue, index_kind: str, queries: Tensor | None = None
-) -> EmbeddedCatalogue:
-    """Compute the vectors of all items and their index. queries (S, D): a sample to measure it by."""
+def _embed_catalogue(predictor: Predictor, catalogue: Catalogue) -> EmbeddedCatalogue:
+    """Compute the vectors of all items."""
     with predictor.hold_checkpoint() as model:
         vectors = embed_items(cast("Retriever", model), catalogue.features)
-        if index_kind == EXACT:
-            return EmbeddedCatalogue(predictor, to_column_major(vectors), None)
-        return EmbeddedCatalogue(predictor, vectors, build_index(vectors, queries))
+        return EmbeddedCatalogue(predictor, to_column_major(vectors))
 
 
 def _find_history(model: Retriever) -> tuple[str, ...]:

@@ -171,10 +171,7 @@ class Service:
         steps = self.model.list_steps()
         if step is not None and step not in steps:
             raise RequestError(404, f"version: got {step}, wanted one of {steps}")
-        fields = describe_model(signature, name=self.options.name, steps=steps, run=self.model.run)
-        if (index := self.model.describe_index()) is not None:
-            fields["parameters"]["index"] = index
-        return fields
+        return describe_model(signature, name=self.options.name, steps=steps, run=self.model.run)
 
     def describe_config(self) -> dict[str, Any]:
         """Return the configuration that clients of Triton ask for. Raises NotReady."""

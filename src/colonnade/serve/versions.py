@@ -31,7 +31,6 @@ from colonnade.errors import (
 from colonnade.models.link_prediction import KnowledgeGraph
 from colonnade.models.retriever import Retriever
 from colonnade.predict import Predictor
-from colonnade.predict.approximate import EXACT, RECALL_K
 from colonnade.publish.delivery import is_url, list_published_steps
 from colonnade.publish.deltas import CURRENT, read_current
 from colonnade.publish.model_files import MODEL
@@ -361,13 +360,6 @@ class ServedModel:
         cache = None if newest is None else newest.rows.cache
         return (0, 0) if cache is None else cache.counts[:2]
 
-    def describe_index(self) -> dict[str, Any] | None:
-        """Return how a retrieval model's items are ranked, and the recall; None for a model that scores."""
-        recommender = self._recommender
-        if recommender is None:
-            return None
-        return {"kind": recommender.index_kind, "recall": recommender.recall, "k": RECALL_K}
-
     @property
     def num_open_versions(self) -> int:
         """Number of open older steps."""
@@ -437,7 +429,7 @@ class ServedModel:
                     f"version {step}: got {newer_bytes:,} bytes of rows newer than its base, wanted at most "
                     f"{self.options.max_version_bytes:,}; raise --version-memory"
                 )
-            recommender = self._build_recommender(predictor, EXACT)
+            recommender = self._build_recommender(predictor)
             with self._lock:
                 self._versions[step] = OpenVersion(predictor, recommender)
                 version = self._count_version_use(step)
@@ -534,12 +526,12 @@ class ServedModel:
             model=self._build_network(),
             row_memory=options.row_memory_bytes,
         )
-        self._recommender = self._build_recommender(predictor, options.index)
+        self._recommender = self._build_recommender(predictor)
         self._newest = predictor
         self._problem = None
         self._note_step()
 
-    def _build_recommender(self, predictor: Predictor, index: str) -> Recommender | None:
+    def _build_recommender(self, predictor: Predictor) -> Recommender | None:
         """Build the recommender of a checkpoint; None for one that scores, or of `--network`. All have one catalogue.
 
         Raises ConfigError, and then closes the predictor."""
@@ -557,7 +549,7 @@ class ServedModel:
                 items = self._recommender.catalogue
             elif self.options.items_file is not None:
                 items = json.loads(Path(self.options.items_file).read_text(encoding="utf-8"))
-            return Recommender.from_predictor(predictor, items=items, index=index)
+            return Recommender.from_predictor(predictor, items=items)
         except BaseException:
             predictor.close()
             raise
