@@ -98,7 +98,7 @@ SMALL_SAMPLES = 20_000
 MAX_ROW_LR = 0.25
 """Largest learning rate of rows that is chosen: 1 / ids of a sample, because the steps of their rows add up."""
 MAX_CROSS_LR = 0.025
-"""The same for DCN, whose cross layers multiply these steps by each other."""
+"""Largest such rate for DCN: its cross layers multiply these steps by each other."""
 COUNTED_SAMPLES = 1024
 LINEAR_MODELS = ("lr", "fm")
 """Models without hidden layers."""
