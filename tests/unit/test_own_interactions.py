@@ -260,6 +260,25 @@ def test_ids_of_two_types_in_two_files_are_texts(tmp_path):
     ]
 
 
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_lists_of_one_length_are_lists_beside_others(tmp_path, size):
+    """A test file with equally many items a user has the rows of a table of ratings."""
+    (tmp_path / "train.txt").write_text("0 1 2 3\n1 2\n")
+    items = list(range(4, 4 + size))
+    line = " ".join(map(str, items))
+    (tmp_path / "test.txt").write_text(f"0 {line}\n1 {line}\n")
+    split = open_interactions(tmp_path).train.interactions
+    assert [split.item_keys[bag].tolist() for bag in lists_of(split.test)] == [items] * 2
+
+
+def test_ids_without_a_row_in_the_files_about_them_are_counted(tmp_path):
+    path = write_own(tmp_path)
+    splits = open_interactions(path, users=tmp_path / "users.csv", items=tmp_path / "items.csv")
+    items = len({item for _, item, _ in read_rows(path)})
+    assert "; 21 of 24 users have no row in " in splits.notes[0]
+    assert f"; {items - 5} of {items} items have no row in " in splits.notes[0]
+
+
 def test_a_pair_of_both_parts_is_in_the_training_part(tmp_path):
     (tmp_path / "train.txt").write_text("0 1 2 3\n1 2\n\n")
     (tmp_path / "test.txt").write_text("0 3 4\n1 5\n")
@@ -384,11 +403,15 @@ def in_order(path: Path, user: str) -> list[int]:
         ([["a", 1, 5], ["b", 2, 5], ["c", 3, 5]], {"split": "time"}, "left to train on"),
         ([["a", 1, 5], ["", 2, 6]], {}, "column 'user', value 2: got nothing"),
         ([["a", 1, 5], ["b", 2, ""]], {}, "row 2: got no time"),
-        ([["a", 1, 5], ["b", 2, "soon"]], {}, "as a time"),
+        ([["a", 1, 5], ["b", 2, "soon"]], {}, "got 'soon' as a time"),
         ([["a", 1, 5]], {"user": "person"}, "no column 'person'"),
         ([["a", 1, 5]], {"at_least": 4}, "no column named like ratings"),
         ([["a", 1, 5]], {"events": ["buy"]}, "no column named like events"),
         ([["a", 1, 5], ["b", 2, 6]], {"split": "time", "test_after": "noon"}, "as a cutoff"),
+        ([["a", 1, 5], ["b", 2, 6]], {"test_after": 6}, "6 as a cutoff for split=leave_one_out, wanted split=time"),
+        ([["a", 1, 5], ["b", 2, 6]], {"split": "time", "test_after": "2024-05-31"}, "wanted a number"),
+        ([["a", 1, 1_700_000_000], ["b", 2, 1_700_000_009]], {"split": "time", "test_after": 1_700_000_005},
+         "1700000005 as a cutoff, wanted a time such as"),
     ],
 )  # fmt: skip
 def test_bad_input_is_one_clear_error(tmp_path, rows, options, message):

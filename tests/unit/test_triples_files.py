@@ -193,6 +193,17 @@ def test_parts_of_a_folder_must_be_clear(tmp_path):
         open_source("triples", tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("header", "bipartite"),
+    [("customer_id,sku", True), ("userId,movieId", True), ("follower,followee", False)],
+)
+def test_headers_of_edges_are_no_edges(tmp_path, header, bipartite):
+    path = tmp_path / "e.csv"
+    path.write_text(f"{header}\n1,2\n3,4\n5,6\n")
+    data = open_source("edges", path, bipartite=bipartite)
+    assert json.loads(data.options["node_names"]) == ([1, 3, 5] if bipartite else [*range(1, 7)])
+
+
 @settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 10**6), size=st.integers(1, 60), bipartite=st.booleans())
 def test_edges_are_those_of_a_plain_reader(tmp_path_factory, seed, size, bipartite):

@@ -80,6 +80,8 @@ def recommend(
                 num_popular += sum(best.by_popularity)
                 num_left_out += best.num_left_out
     seconds = time.perf_counter() - started
+    if items is not None:
+        print_text("with --items, users are known by their records alone, not by the training data")
     if num_popular or num_left_out:
         print_text(
             f"unknown: {num_popular:,} users, who get the most popular items (by_popularity); {num_left_out:,} items "

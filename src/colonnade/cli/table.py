@@ -128,6 +128,12 @@ def show_outcome(console: Console, summary: Mapping[str, Any], folder: Path | No
         console.print(f"{name.replace('_', ' ')}: {value:.4f}{beside}", style="bold")
     if metrics:
         console.print(describe_metrics_step(summary))
+    elif summary["step"]:
+        console.print(
+            "no metrics, because no sample is held out: see data.options.test_fraction, data.options.test and "
+            "data.options.split",
+            highlight=False,
+        )
     for line in describe_single_classes(summary["metrics"]):
         console.print(line, markup=False)
     if is_below:

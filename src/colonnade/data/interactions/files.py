@@ -45,7 +45,13 @@ from colonnade.data.tabular.infer import TIME_WORDS, infer_column_fields, split_
 from colonnade.data.tabular.join import KeyedTable, index_table
 from colonnade.data.tabular.narrow import narrow_column
 from colonnade.data.tabular.text_rows import guess_delimiter
-from colonnade.data.tabular.times import convert_to_microseconds, find_time_unit, format_time
+from colonnade.data.tabular.times import NUMBER as TIME_NUMBER
+from colonnade.data.tabular.times import (
+    TIME_TEXT,
+    convert_to_microseconds,
+    find_time_unit,
+    format_time,
+)
 from colonnade.errors import ConfigError, DataError
 
 NAMES: dict[str, tuple[str, ...]] = {
@@ -73,6 +79,8 @@ class FileOptions:
     columns: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
     delimiter: str | None = None
     names: Sequence[str] | None = None
+    has_item_lists: bool = False
+    """True: lines of whole numbers are a user and its items, also where all have the same length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +118,8 @@ def open_table(source: Any, options: FileOptions) -> _Table:
 
 
 def _open_file(path: Path, options: FileOptions) -> _Table:
-    if find_format(path.suffix) is None and options.names is None and _has_item_lists(path):
+    lengths = _find_line_lengths(path) if options.names is None else set()
+    if lengths and (options.has_item_lists or _is_ragged(lengths) or lengths <= {0, 1, 2}):
         table = read_item_lists(path)
         return _Table(str(path), table.column_names, {}, table.select)
     return _open_table_file(
@@ -175,16 +184,22 @@ def _name_columns(
     return [USER, ITEM, *(["time"] if is_time else ["rating", "time"])][: len(cells)]
 
 
-def _has_item_lists(path: Path) -> bool:
-    """Return whether the lines of a text file are a user and any number of items, with blanks between them."""
-    lengths = set()
-    with path.open("rb") as file:
-        for line in islice(file, LINES_SEEN):
-            fields = line.split()
-            if not all(field.isdigit() for field in fields):
-                return False
-            lengths.add(len(fields))
-    return len(lengths - {0}) > 1 or lengths <= {1, 2}
+def _find_line_lengths(path: Path) -> set[int]:
+    """Return how many numbers the first lines of a text file have, with blanks between them; none for other files."""
+    lengths: set[int] = set()
+    if find_format(path.suffix) is None:
+        with path.open("rb") as file:
+            for line in islice(file, LINES_SEEN):
+                fields = line.split()
+                if not all(field.isdigit() for field in fields):
+                    return set()
+                lengths.add(len(fields))
+    return lengths
+
+
+def _is_ragged(lengths: set[int]) -> bool:
+    """Return whether lines of these lengths are lists, because rows of a table have one length."""
+    return len(lengths - {0}) > 1
 
 
 def read_item_lists(path: Path) -> pa.Table:
@@ -286,11 +301,18 @@ def read_times(
     for array in times:
         if not is_number_type(array.type):
             raise DataError(
-                f"{source}: got {str(array[0])[:40]!r} as a time, wanted timestamps, ISO texts or numbers; name "
-                "another column (data.options.time)"
+                f"{source}: got {_find_odd_time(array)[:40]!r} as a time, wanted timestamps, ISO texts or numbers in "
+                "all rows; repair it, or name another column (data.options.time)"
             )
     numbers = [array.cast(pa.float64()).to_numpy(zero_copy_only=False) for array in times]
     return np.concatenate([np.empty(0), *numbers])
+
+
+def _find_odd_time(array: pa.Array) -> str:
+    """Return the first value that looks neither like a number nor like a time, else the first one."""
+    texts = array.cast(pa.string())
+    odd = texts.filter(pc.invert(pc.match_substring_regex(texts, f"{TIME_NUMBER}|{TIME_TEXT}")))
+    return str((odd if len(odd) else texts)[0])
 
 
 def select_rows(
@@ -378,6 +400,10 @@ def read_interactions(
     Returns the interactions, the schema, and a line that says what was recognised and left out. Raises DataError,
     ConfigError.
     """
+    files_of_parts = (Path(s) for s in parts.values() if isinstance(s, str | Path))
+    # A part whose users have equally many items looks like a table; another part shows that it is none.
+    if any(_is_ragged(_find_line_lengths(file)) for file in files_of_parts if file.is_file()):
+        options = replace(options, has_item_lists=True)
     tables = [_open_part(source, options, at_least, events, has_times) for source in parts.values()]
     roles = tables[-1][1]
 
@@ -414,9 +440,8 @@ def read_interactions(
     entities = Entities(keys[USER]), Entities(keys[ITEM])
     data = Interactions(*entities, *(columns[name] for name in (USER, ITEM, "time", "part")))
     data = keep_core(data, core)
-    return *_add_entities(data, files, roles, schema), _describe(
-        size, data, roles, tables[-1][0].names
-    )
+    note = _describe(size, data, roles, tables[-1][0].names) + _describe_absent(data, files)
+    return *_add_entities(data, files, roles, schema), note
 
 
 def _open_part(
@@ -572,3 +597,16 @@ def _describe(size: int, data: Interactions, roles: Mapping[str, str], names: Se
         f"{data.size:,} interactions of {len(data.users.keys):,} users with {len(data.items.keys):,} items "
         f"({data.size / cells:.2%} of all pairs){times}{left_out}; columns: {columns}{not_read}"
     )
+
+
+def _describe_absent(data: Interactions, files: Mapping[str, KeyedTable | None]) -> str:
+    """Describe how many of the users and items that interact have no row in the files about them."""
+    absent = ""
+    entities = (data.users, data.user_n), (data.items, data.item_n)
+    for (role, file), (entity, positions) in zip(files.items(), entities, strict=True):
+        if file is not None:
+            keys = entity.keys[np.bincount(positions, minlength=len(entity.keys)) > 0]
+            num_absent = int((file.find_rows(pa.array(keys)) < 0).sum())
+            if num_absent:
+                absent += f"; {num_absent:,} of {len(keys):,} {role}s have no row in {file.source}"
+    return absent

@@ -13,17 +13,19 @@ import torch
 from colonnade.data.contract import Splits
 from colonnade.data.counter import stream_key
 from colonnade.data.graph import FAN_OUTS, open_edge_parts
+from colonnade.data.interactions.columns import ITEM, USER
+from colonnade.data.interactions.files import NAMES
 from colonnade.data.names import assign_rows, draw_parts, number_names, read_name_columns
 
 NODES = {
-    "source": ("source", "src", "from", "head", "u", "node1", "id1"),
-    "target": ("target", "dst", "to", "tail", "v", "node2", "id2"),
+    "source": ("source", "src", "from", "head", "u", "node1", "id1", "follower"),
+    "target": ("target", "dst", "to", "tail", "v", "node2", "id2", "followee", "followed"),
 }
 USERS = {
-    "user": ("user", "source", "u", "from"),
-    "item": ("item", "target", "i", "v", "to"),
+    "user": (*NAMES[USER], "source", "u", "from"),
+    "item": (*NAMES[ITEM], "i", "v", "to"),
 }
-"""Columns of an edge, with their usual names in headers as `interactions.files.NAMES` has them."""
+"""Columns of an edge, with their usual names in headers."""
 SPLIT_KEY = stream_key(0, 41)
 
 PRESET = {

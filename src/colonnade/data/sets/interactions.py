@@ -115,7 +115,7 @@ def open_interactions(
     )
     is_ordered = _has_order(data, order)
     kind = _choose_split(split, len(parts), is_ordered)
-    cutoffs = _parse_cutoff(test_after), _parse_cutoff(validation_after)
+    cutoffs = _parse_cutoff(test_after, kind, data), _parse_cutoff(validation_after, kind, data)
     shares = test_fraction, validation_fraction
     divided = assign_parts(data, SplitOptions(kind, *shares, *cutoffs, split_seed))
     splits = open_interaction_splits(
@@ -195,11 +195,24 @@ def _describe_split(
     return lines
 
 
-def _parse_cutoff(cutoff: str | float | None) -> float | None:
-    """Return a cutoff in microseconds since 1970 if it is an ISO time, else the number. Raises ConfigError."""
+def _parse_cutoff(
+    cutoff: str | float | None, split: SplitKind, interactions: Interactions
+) -> float | None:
+    """Return a cutoff in microseconds since 1970 if the interactions have times, else a number. Raises ConfigError."""
+    if cutoff is None:
+        return None
+    if split != "time" or interactions.time_n is None:
+        raise ConfigError(
+            f"got {cutoff!r} as a cutoff for split={split}, wanted split=time and a column of times; set "
+            "data.options.split=time, or leave the cutoff out"
+        )
+    has_times = interactions.time_n.dtype == np.int64
     try:
+        if isinstance(cutoff, str) != has_times:
+            raise ValueError(cutoff)
         return parse_time(cutoff) if isinstance(cutoff, str) else cutoff
     except ValueError:
+        wanted = "a time such as '2024-05-31T12:00:00'" if has_times else "a number"
         raise ConfigError(
-            f"got {cutoff!r} as a cutoff, wanted a time such as '2024-05-31T12:00:00', or a number"
+            f"got {cutoff!r} as a cutoff, wanted {wanted}, because the column of times has such values"
         ) from None
