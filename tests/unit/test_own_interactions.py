@@ -8,6 +8,7 @@ import math
 import random
 import re
 from collections import Counter
+from dataclasses import asdict
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -24,6 +25,7 @@ from hypothesis import strategies as st
 from colonnade import ConfigError, DataError, Recommender
 from colonnade.batch import Ids
 from colonnade.cli import app
+from colonnade.cli.record_files import read_records
 from colonnade.data import (
     Position,
     SplitOptions,
@@ -352,6 +354,19 @@ def test_a_run_recommends_by_the_names_of_the_files(tmp_path, model, capsys):
         ):
             again = recommender.recommend([record], k=50)
             assert again.scores[0] == pytest.approx(best.scores[row], abs=1e-5)
+        popular = recommender.recommend([{"user": "none"}], k=50)
+    # Items of a file are those of the data by their ids, texts in CSV: with its users, what they took, and popularity.
+    rows = {row["item"]: row for row in read_records(tmp_path / "items.csv")}
+    rows = [rows.get(str(i), {"item": str(i), "genres": "", "year": ""}) for i in range(24)]
+    with Recommender.open(run, items=rows) as recommender:
+        assert asdict(recommender.recommend([known, new], k=50)) == asdict(best)
+        assert asdict(recommender.recommend([{"user": "none"}], k=50)) == asdict(popular)
+    with Recommender.open(run, items=[*rows[:9], {**rows[0], "item": "99"}]) as recommender:
+        again = recommender.recommend([known, new], k=50).items
+        assert [[i for i in items if i != 99] for items in again] == [
+            [i for i in items if i < 9] for items in best.items
+        ]
+        assert recommender.recommend([{"user": "none"}], k=50).items[0][-1] == 99
 
 
 @pytest.mark.parametrize("model", ["two_tower", "sasrec"])
@@ -587,6 +602,16 @@ def test_values_of_options_are_checked(option, value, hint, tmp_path):
     for call in (partial(open_source, "interactions"), open_interactions):
         with pytest.raises(ConfigError, match=rf"{option}: got '{value}'.*Did you mean '{hint}'"):
             call(path, **{option: value})
+
+
+def test_shares_of_a_split_without_any_are_refused(tmp_path):
+    table = pa.table({"user": [1, 1, 1], "item": [1, 2, 3], "time": [1.0, 2.0, 3.0]})
+    for share in ("test_fraction", "validation_fraction"):
+        with pytest.raises(
+            ConfigError, match=rf"{share}=0\.5 for split=leave_one_out, wanted none"
+        ):
+            open_interactions(table, **{share: 0.5})
+    assert open_interactions(table, split="time", test_fraction=0.3).test.num_samples == 1
 
 
 def test_times_are_recognised_by_a_last_word_and_other_columns_are_listed(tmp_path):

@@ -80,7 +80,7 @@ def recommend(
                 num_popular += sum(best.by_popularity)
                 num_left_out += best.num_left_out
     seconds = time.perf_counter() - started
-    if items is not None:
+    if items is not None and recommender.catalogue.taken is None:
         print_text("with --items, users are known by their records alone, not by the training data")
     if num_popular or num_left_out:
         print_text(

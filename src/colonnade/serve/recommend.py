@@ -485,12 +485,20 @@ def _open_catalogue(
     if isinstance(items, Catalogue):
         return items
     if items is not None:
-        return build_catalogue(model, encoder, schema, items)
+        return build_catalogue(model, encoder, schema, items, _find_data_catalogue(config))
     if config is None:
         raise ConfigError(
             "got a model without a configuration, wanted its catalogue. Give the records of all items: items=[...]"
         )
     return open_data_catalogue(config)
+
+
+def _find_data_catalogue(config: RunConfig | None) -> Catalogue | None:
+    """Open the catalogue of the model's data; None where the data are not, as beside an export on another host."""
+    try:
+        return None if config is None else open_data_catalogue(config)
+    except ConfigError:
+        return None
 
 
 def open_data_catalogue(config: RunConfig) -> Catalogue:
@@ -527,27 +535,68 @@ def open_data_catalogue(config: RunConfig) -> Catalogue:
 
 
 def build_catalogue(
-    model: Retriever, encoder: RecordEncoder, schema: Schema, records: Sequence[Record]
+    model: Retriever,
+    encoder: RecordEncoder,
+    schema: Schema,
+    records: Sequence[Record],
+    known: Catalogue | None = None,
 ) -> Catalogue:
     """Build a catalogue from records of items, which have the raw columns of the item's features.
 
-    The item's id is the column of the first of `model.item_features`. Raises DataError for a missing or repeated id.
+    known: catalogue of the model's data, whose users and popularity the new one takes over. The item's id is the column
+    of the first of `model.item_features`. Raises DataError for a missing or repeated id.
     """
     dense = [] if model.log_q is None else [schema.dense[model.log_q]]
     items = encoder.select([*model.item_features, *dense])
     id_column = items.find_columns(model.item_features[0])[0]
-    # Without frequencies of their own, items are ranked by their vectors alone.
-    absent = dict.fromkeys(dense, 0.0)
-    batch = items.encode([{**absent, **record} for record in records])
     keys = [record.get(id_column) for record in records]
+    if known is not None and known.keys.dtype != object:
+        keys = [_read_integer(key) for key in keys]  # as in the data: a CSV file has texts
+    shares = _find_shares(keys, known)
+    batch = items.encode(
+        [{**dict.fromkeys(dense, x), **record} for x, record in zip(shares, records, strict=True)]
+    )
     order = _sort_keys(keys, id_column)
     features = TensorColumns(dense=batch.dense, ids=batch.ids)
     ordered = features.gather_rows(torch.from_numpy(order))
     dtype: Any = object if isinstance(keys[0], str) else np.int64
-    return Catalogue(
+    catalogue = Catalogue(
         replace(features, dense=ordered.dense, ids=ordered.ids),
         np.array([keys[i] for i in order], dtype=dtype),
     )
+    if known is None or known.popularity is None or known.keys.dtype != catalogue.keys.dtype:
+        return catalogue
+    return _add_users(catalogue, known, torch.tensor([shares[i] for i in order]))
+
+
+def _find_shares(item_ids: Sequence[Any], known: Catalogue | None) -> list[float]:
+    """Return the log of each item's share of the training interactions, the least for items that had none; zeros where
+    shares are unknown, so that items are ranked by their vectors alone."""
+    if known is None or known.popularity is None:
+        return [0.0] * len(item_ids)
+    shares = dict(zip(known.keys.tolist(), known.popularity.tolist(), strict=True))
+    least = min(shares.values())
+    return [shares.get(key, least) if isinstance(key, str | int) else least for key in item_ids]
+
+
+def _add_users(catalogue: Catalogue, known: Catalogue, popularity: Tensor) -> Catalogue:
+    """Return the catalogue with the users of another one, what they took of its items, and a popularity (I,)."""
+    if known.taken is None:
+        return replace(catalogue, popularity=popularity)
+    positions = to_positions(catalogue.keys, known.keys)[known.taken.values.long()]
+    is_there = positions >= 0
+    sizes = torch.bincount(known.taken.samples[is_there], minlength=len(known.taken.counts))
+    taken = Ids(positions[is_there], torch.cat([sizes.new_zeros(1), sizes.cumsum(0)]))
+    users = known.user_keys, known.users
+    return Catalogue(catalogue.features, catalogue.keys, taken, *users, popularity=popularity)
+
+
+def _read_integer(key: Any) -> Any:
+    """Return the integer that a text has the digits of; other values as they are."""
+    try:
+        return int(key) if isinstance(key, str) else key
+    except ValueError:
+        return key
 
 
 def _sort_keys(item_ids: Sequence[Any], key_column: str) -> NDArray[np.int64]:

@@ -67,8 +67,8 @@ def open_interactions(
     validation: Any = None,
     test: Any = None,
     split: SplitKind | None = None,
-    test_fraction: float = 0.2,
-    validation_fraction: float = 0.1,
+    test_fraction: float | None = None,
+    validation_fraction: float | None = None,
     test_after: str | float | None = None,
     validation_after: str | float | None = None,
     split_seed: int = 0,
@@ -89,6 +89,7 @@ def open_interactions(
     core                               least number of interactions of a user, and of an item
     validation, test                   files of these parts; default: those of a folder that has train and test
     split                              as in `interactions.splits`; default: files, leave_one_out (ordered) or per_user
+    test_fraction, validation_fraction share of the test part, default 0.2, and of validation in the rest, default 0.1
     test_after, validation_after       cutoffs of split=time: ISO times, or numbers
     split_seed                         seed of drawn parts; `seed` orders the samples of an epoch
     samples                            "pairs" (user, item), or "sequences" of a user's items
@@ -116,7 +117,7 @@ def open_interactions(
     is_ordered = _has_order(data, order)
     kind = _choose_split(split, len(parts), is_ordered)
     cutoffs = _parse_cutoff(test_after, kind, data), _parse_cutoff(validation_after, kind, data)
-    shares = test_fraction, validation_fraction
+    shares = _choose_shares(kind, test_fraction, validation_fraction)
     divided = assign_parts(data, SplitOptions(kind, *shares, *cutoffs, split_seed))
     splits = open_interaction_splits(
         build_split(data, divided, is_ordered=is_ordered),
@@ -163,6 +164,19 @@ def _choose_split(split: SplitKind | None, num_parts: int, is_ordered: bool) -> 
     if num_parts > 1:
         return "files"
     return "leave_one_out" if is_ordered else "per_user"
+
+
+def _choose_shares(
+    split: SplitKind, test: float | None, validation: float | None
+) -> tuple[float, float]:
+    """Return the shares of the parts, with defaults. Raises ConfigError if the split has none."""
+    for name, share in (("test_fraction", test), ("validation_fraction", validation)):
+        if share is not None and split == "leave_one_out":
+            raise ConfigError(
+                f"got {name}={share} for split=leave_one_out, wanted none: it holds out the last items of each user. "
+                "Leave it out, or set data.options.split=time, per_user, rows or users"
+            )
+    return 0.2 if test is None else test, 0.1 if validation is None else validation
 
 
 def _describe_split(
