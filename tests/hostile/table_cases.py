@@ -60,6 +60,7 @@ def _csv_fields() -> list[Case]:
                     _run("csv", "a.csv"),
                     ("a.csv", f"line {AT}", column, "got", "wanted"),
                     files,
+                    may_leave=("run",),
                 )
             )
     return listed
@@ -84,6 +85,7 @@ def _csv_shapes() -> list[Case]:
                     # An open quote takes the rest of the file with it: where it began, nobody can say.
                     ("a.csv", "quote" if name == "an open quote" else f"line {at}"),
                     files,
+                    may_leave=("run",),
                 )
             )
     return listed
@@ -108,6 +110,7 @@ def _csv_files() -> list[Case]:
             _run("csv", "a.csv"),
             (word,),
             {"a.csv": content, "schema.yaml": SCHEMA.encode()},
+            may_leave=("run",),
         )
         for name, (content, word) in contents.items()
     ]
