@@ -89,8 +89,7 @@ def open_interactions(
     core                               least number of interactions of a user, and of an item
     validation, test                   files of these parts; default: those of a folder that has train and test
     split                              as in `interactions.splits`; default: files, leave_one_out (ordered) or per_user
-    test_fraction, validation_fraction share of the test part, default 0.2, and of validation in the rest, default 0.1
-    test_after, validation_after       cutoffs of split=time: ISO times, or numbers
+    test_fraction, test_after, ...     shares (0.2, 0.1 of the rest), or cutoffs of split=time: ISO times or numbers
     split_seed                         seed of drawn parts; `seed` orders the samples of an epoch
     samples                            "pairs" (user, item), or "sequences" of a user's items
     max_history, max_pairs             most items of a history, and pairs of a user in an epoch (default: all)
