@@ -117,7 +117,27 @@ class RatioInTurns:
         return f"{measured['median'] / base['median']:.2f}{level}"
 
 
-Figure = Best | UplinkOfBest | Ratio | RatioInTurns
+@dataclass(frozen=True)
+class Mean:
+    """Mean of a case's values."""
+
+    file: str
+    case: str
+    system: str
+    unit: str
+    digits: int = 4
+    is_timing = False
+
+    def text(self) -> str:
+        values = next(
+            c["values"]
+            for c in read_results(self.file)["cases"]
+            if (c["case"], c["system"], c["unit"]) == (self.case, self.system, self.unit)
+        )
+        return f"{sum(values) / len(values):.{self.digits}f}"
+
+
+Figure = Best | UplinkOfBest | Ratio | RatioInTurns | Mean
 
 
 @dataclass(frozen=True)
@@ -294,6 +314,16 @@ def hybrid_rows() -> Iterable[tuple[str | Figure, ...]]:
                 f"{units} units, {LINKS[link]}",
                 *(Best("hybrid", case, system) for system in systems),
             )
+
+
+CLICK_MODELS = ("lr", "fm", "nfm", "wide_deep", "deepfm", "dlrm", "dcn", "dcnv2")
+
+
+def own_data_rows() -> Iterable[tuple[str | Figure, ...]]:
+    cases = dict.fromkeys(c["case"] for c in read_results("own_data")["cases"])
+    for case in cases:
+        for label, unit in (("AUC", "auc_behind_lr"), ("log loss", "log_loss_behind_lr")):
+            yield (f"{case}, {label}", *(Mean("own_data", case, m, unit) for m in CLICK_MODELS))
 
 
 def late_quality() -> Iterable[tuple[str | Figure, ...]]:
@@ -586,6 +616,7 @@ TABLES = {
         tuple(exchange_rows()),
     ),
     "hybrid": Table(("", "synchronous", "`bounded(4)`", "`bounded(1)`", "TorchRec's best"), tuple(hybrid_rows())),
+    "own_data": Table(("files", *CLICK_MODELS), tuple(own_data_rows())),
     "late_quality": Table(("", "AUC lost", "± (95 %)"), tuple(late_quality())),
     "theory": Table(
         ("", "part of the differences that is explained (R²)"),
