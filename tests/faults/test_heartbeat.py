@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import threading
@@ -334,7 +335,8 @@ def test_survivors_name_it_on_every_thread_and_end(sent, kind, tmp_path):
             rank.process.join(100)
             text = rank.read_output()
             assert rank.code == 0, text
-            assert "lost rank 2 in" in text and "step 57" in text, text
+            # A survivor that is done first is gone, too.
+            assert re.search(r"lost ranks? ([01], )?2 in", text) and "step 57" in text, text
             assert f"pid {ranks[2].process.pid}" in text, text
             assert (
                 "is gone, as if killed" if sent == "SIGKILL" else "is stopped (SIGSTOP)"
