@@ -28,6 +28,13 @@ MAX_OTHERS_SHARE = 0.05
 """Share of the machine that other processes may have used while times were taken."""
 
 
+def read_case(file: str, case: str, system: str, unit: str) -> dict[str, Any]:
+    """Return the row of a result file. Raises StopIteration if it has none."""
+    wanted = (case, system, unit)
+    rows = read_results(file)["cases"]
+    return next(row for row in rows if (row["case"], row["system"], row["unit"]) == wanted)
+
+
 @dataclass(frozen=True)
 class Best:
     """The best median of a case, over all systems whose name matches: the largest rate, or the shortest time."""
@@ -105,11 +112,7 @@ class RatioInTurns:
 
     def text(self) -> str:
         measured, base = (
-            next(
-                c
-                for c in read_results(self.file)["cases"]
-                if (c["case"], c["system"], c["unit"]) == (self.case, system, self.unit)
-            )
+            read_case(self.file, self.case, system, self.unit)
             for system in (self.system, self.base)
         )
         turns = [a / b for a, b in zip(measured["values"], base["values"], strict=True)]
@@ -129,11 +132,7 @@ class Mean:
     is_timing = False
 
     def text(self) -> str:
-        values = next(
-            c["values"]
-            for c in read_results(self.file)["cases"]
-            if (c["case"], c["system"], c["unit"]) == (self.case, self.system, self.unit)
-        )
+        values = read_case(self.file, self.case, self.system, self.unit)["values"]
         return f"{sum(values) / len(values):.{self.digits}f}"
 
 

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
-from colonnade.cli.app import app
+from colonnade.cli import app
 from colonnade.errors import DataError
 from colonnade.models.ranking import NUM_BLOCKS, assign_blocks
 from colonnade.predict.churn import TOP, Estimate, estimate_ratio, measure_churn
@@ -120,32 +119,25 @@ def runs(tmp_path_factory):
     ):
         if name != "retrieval":
             arguments += ["--set", "data.options.test_fraction=0.3"]
-        call("train", *arguments, "--run", str(folder / name))
+        assert app.run_command(["train", *arguments, "--run", str(folder / name)]) == 0
     return folder
 
 
-def call(*arguments: str, exit_code: int = 0) -> str:
-    result = CliRunner().invoke(app, list(arguments))
-    assert result.exit_code == exit_code or result.exception is not None, result.output
-    return result.output if result.exception is None else f"{result.output}{result.exception}"
-
-
-def test_two_runs_are_compared_and_a_run_agrees_with_itself(runs):
-    a, b = str(runs / "a"), str(runs / "b")
-    output = call("churn", a, b, "--group", "user")
-    assert "180 samples" in output and f"jaccard@{TOP}" in output and "log loss 2 - 1" in output
-    same = call("churn", a, a)
-    lines = {
-        line.split("│")[1].strip(): line.split("│")[2].strip()
-        for line in same.splitlines()
-        if "│" in line
-    }
-    assert {lines[name] for name in ("churn", "relative churn", "flips", "log loss 2 - 1")} == {
+def test_two_runs_are_compared_and_a_run_agrees_with_itself(runs, colonnade):
+    a, b = runs / "a", runs / "b"
+    status, output, _ = colonnade("churn", a, b, "--group", "user")
+    assert status == 0 and "180 samples" in output
+    assert f"jaccard@{TOP}" in output and "log loss 2 - 1" in output
+    same = [
+        line.split("│")[1:3] for line in colonnade("churn", a, a)[1].splitlines() if "│" in line
+    ]
+    values = {name.strip(): value.strip() for name, value in same}
+    assert {values[n] for n in ("churn", "relative churn", "flips", "log loss 2 - 1")} == {
         "0.00000"
     }
-    assert lines["log loss 1"] == lines["log loss 2"] != "-"
-    compared = call("compare", a, b, "--churn")
-    assert "settings that differ" in compared and "relative churn" in compared
+    assert values["log loss 1"] == values["log loss 2"] != "-"
+    status, output, _ = colonnade("compare", a, b, "--churn")
+    assert status == 0 and "settings that differ" in output and "relative churn" in output
 
 
 @pytest.mark.parametrize(
@@ -157,5 +149,6 @@ def test_two_runs_are_compared_and_a_run_agrees_with_itself(runs):
         ("a", "retrieval", [], "TwoTower gives no logits"),
     ],
 )
-def test_what_cannot_be_compared_is_refused(runs, first, second, options, message):
-    assert message in call("churn", str(runs / first), str(runs / second), *options, exit_code=2)
+def test_what_cannot_be_compared_is_refused(runs, colonnade, first, second, options, message):
+    status, _, text = colonnade("churn", runs / first, runs / second, *options)
+    assert status == 2 and message in text

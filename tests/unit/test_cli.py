@@ -229,7 +229,7 @@ def test_settings_fit_80_columns_and_are_filtered_by_words(colonnade, monkeypatc
     assert max(map(len, everything.splitlines())) <= 80
     assert "train.keep_checkpoints = 2" in everything
     _, several, _ = colonnade("settings", "learning rate")
-    assert "embedding.lr = 0.02" in several and "train.batch_size" not in several
+    assert "embedding.lr = none" in several and "train.batch_size" not in several
 
 
 def test_every_option_of_data_is_described(colonnade):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from unittest import mock
 
 import pytest
 import torch
@@ -79,6 +80,20 @@ def test_a_run_records_it_as_csv(tmp_path):
     }  # fmt: skip
     (batch,) = splits.test.batches(300)
     check_batch(batch, criteo_lines(3000)[2700:])
+
+
+def test_a_run_of_a_version_that_read_it_otherwise_is_refused(tmp_path, colonnade):
+    file, run = write_criteo(tmp_path, 400) / "train.txt", str(tmp_path / "run")
+    with mock.patch("colonnade.run.defaults._resolve_preset", lambda config: config):
+        train = ("train", "--data", "criteo", "--path", str(file), "--run", run)
+        assert colonnade(*train, "--set", "train.max_steps=2")[0] == 0
+    for command in (
+        ("evaluate", run),
+        ("predict", run, "--part", "test", "--output", str(tmp_path / "s.csv")),
+        ("churn", run, run),
+    ):
+        status, _, text = colonnade(*command)
+        assert status == 2 and "the version that trained it read the data otherwise" in text, text
 
 
 def test_readers_and_any_start_yield_the_same_batches(tmp_path, monkeypatch):

@@ -74,7 +74,7 @@ def test_few_samples_have_a_small_last_network(model, num_samples, top):
 
 @pytest.mark.parametrize(
     ("num_columns", "bag_size", "num_samples", "lr"),
-    [(40, 0, 8000, 0.025), (3, 0, 8000, 0.25), (20, 0, 10**6, 0.05), (1, 9, 8000, 0.1), (40, 0, 1900, None)],
+    [(40, 0, 8000, 0.025), (3, 0, 8000, 0.25), (20, 0, 10**6, 0.05), (1, 9, 8000, 0.1), (40, 0, 1900, 0.05)],
 )  # fmt: skip
 def test_the_more_ids_a_sample_has_the_shorter_are_the_steps_of_rows(
     num_columns, bag_size, num_samples, lr
@@ -84,12 +84,13 @@ def test_the_more_ids_a_sample_has_the_shorter_are_the_steps_of_rows(
     data = Splits(open_tensors(ids=ids, label=torch.ones(9)))
     suggested = choose_training_settings(num_samples)
     config = get_preset("csv", "deepfm")
-    assert choose_open_settings(config, suggested, data).get("embedding.lr") == lr
+    assert choose_open_settings(config, suggested, data)["embedding.lr"] == lr
     for model, largest in (("dlrm", 0.05), ("dcnv2", 0.05), ("dcn", 0.025)):
         other = choose_open_settings(get_preset("csv", model), suggested, data)
-        assert other.get("embedding.lr") == (lr and min(lr, largest))
-    own = override_settings(config, {"embedding.lr": 0.01})
-    assert "embedding.lr" not in choose_open_settings(own, suggested, data)
+        assert other["embedding.lr"] == min(lr, largest if num_samples >= 2000 else lr)
+    for own in (0.01, 0.05):
+        own_config = override_settings(config, {"embedding.lr": own})
+        assert "embedding.lr" not in choose_open_settings(own_config, suggested, data)
 
 
 @given(st.integers(1, 10**11))

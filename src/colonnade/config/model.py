@@ -47,10 +47,11 @@ class ModelConfig(Section):
     bottom: list[Width] | None = None
     """Hidden widths of the MLP over the dense columns (dlrm); default [64, 32]."""
     top: list[Width] | None = None
-    """Hidden widths of the last MLP; default [128, 64]. For two_tower, of each tower's MLP; default []."""
+    """Hidden widths of the last MLP; default [128, 64], for dlrm, dcn and dcnv2 [32] on files of fewer than 200,000
+    samples. For two_tower, of each tower's MLP; default []."""
     keep_fields: bool | None = None
     """Feed the last MLP the field vectors in addition to their dot products (dlrm); default: where the data has no
-    numbers."""
+    numbers, and on files of fewer than 200,000 samples."""
     cross_layers: int | None = Field(None, ge=1)
     """Number of cross layers (dcn, dcnv2); default 3."""
     cross_rank: int | None = Field(None, ge=1)

@@ -147,8 +147,9 @@ class TableEmbeddingConfig(RowOptimizerConfig):
 class EmbeddingConfig(RowOptimizerConfig):
     optimizer: Annotated[RowOptimizerName, FIXED] = "rowwise_adagrad"
     """Optimizer of embedding rows."""
-    lr: float = Field(0.02, ge=0)
-    """Learning rate of embedding rows."""
+    lr: float | None = Field(None, ge=0)
+    """Learning rate of embedding rows. Default: for data in files 1 / ids of a sample, 0.25 at most (0.05 without
+    first-order weights); else 0.02."""
     init_scale: Annotated[float | None, FIXED] = Field(None, ge=0)
     """Half-width of the uniform distribution of new rows, +-init_scale; default 1/sqrt(dim)."""
     dtype: Annotated[Literal["float32", "bfloat16", "float16"], FIXED] = "float32"
@@ -179,6 +180,11 @@ class EmbeddingConfig(RowOptimizerConfig):
     Default: no clipping."""
     clip_value: float | None = Field(None, gt=0)
     """Bound to which every element of a row's summed gradient is clamped first, +-clip_value. Default: no clipping."""
+
+    @property
+    def learning_rate(self) -> float:
+        """Learning rate `lr`, or 0.02 if it is not set."""
+        return 0.02 if self.lr is None else self.lr
 
 
 class DenseConfig(Section):

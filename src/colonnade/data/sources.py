@@ -29,6 +29,9 @@ DATA_SETS = (
 )
 """Data sets other than files of a format in FORMATS. The module `data/sets/NAME.py` has `open_NAME`."""
 
+CSV_PRESETS = ("criteo",)
+"""Data sets that are CSV files: the module has `CSV_OPTIONS` and `locate_file`, and runs record them as csv."""
+
 
 class SourceRegistry(Mapping[str, "Callable[..., Splits]"]):
     """Mapping of the name of each data set to the function that opens it, which is imported at its first use."""
@@ -53,15 +56,13 @@ SOURCES = SourceRegistry()
 def resolve_preset(
     name: str, path: str | Path | None, options: Mapping[str, Any]
 ) -> tuple[str, str | Path | None, Mapping[str, Any]]:
-    """Return name, path and options by which a data set that is CSV files is opened as such; others unchanged.
+    """Return name, path and options by which one of CSV_PRESETS is opened as CSV; others unchanged.
 
-    The module of such a data set has `CSV_OPTIONS` and `locate_file`. Raises DataError for missing files.
+    Raises DataError for missing files.
     """
-    if name not in DATA_SETS:
+    if name not in CSV_PRESETS:
         return name, path, options
     module = import_module(f"colonnade.data.sets.{name}")
-    if not hasattr(module, "CSV_OPTIONS"):
-        return name, path, options
     return "csv", str(module.locate_file(path)), {**module.CSV_OPTIONS, **options}
 
 

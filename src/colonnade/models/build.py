@@ -193,7 +193,7 @@ def build_row_optimizer(config: RunConfig, table_name: str | None = None) -> Spa
             f"embedding.by_table.{table_name}", rows.by_table[table_name], rows
         )
     settings = {name: getattr(rows, name) for name in OPTIMIZER_SETTINGS}
-    return _build_optimizer("embedding", rows.optimizer, rows.lr, settings)
+    return _build_optimizer("embedding", rows.optimizer, rows.learning_rate, settings)
 
 
 def build_wide_optimizer(config: RunConfig) -> SparseOptimizer:
@@ -208,7 +208,7 @@ def _build_overridden_optimizer(
 ) -> SparseOptimizer:
     """Build the optimizer that a section configures; settings it leaves out are those of all rows."""
     settings = {name: getattr(own_settings, name) for name in OPTIMIZER_SETTINGS}
-    lr = row_settings.lr if own_settings.lr is None else own_settings.lr
+    lr = row_settings.learning_rate if own_settings.lr is None else own_settings.lr
     if own_settings.optimizer is not None:
         return _build_optimizer(config_section, own_settings.optimizer, lr, settings)
     settings = {

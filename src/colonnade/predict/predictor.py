@@ -25,6 +25,7 @@ from colonnade.batch import Batch, share_samples
 from colonnade.checkpoint.fingerprint import dense_weights, load_dense
 from colonnade.config.run import OWN, RunConfig, build_config, override_settings
 from colonnade.data.contract import Schema
+from colonnade.data.sources import CSV_PRESETS
 from colonnade.embedding import EmbeddingCollection, find_collection
 from colonnade.errors import CheckpointError, ConfigError, CorruptionError, StorageError
 from colonnade.files.untrusted import folder_inside
@@ -445,12 +446,20 @@ def _parse_row_memory(value: int | str | None) -> int | None:
 
 
 def _build_network(export: Export, config: RunConfig | None, folder: Path) -> nn.Module:
-    """Build the network, after checking its shapes on the meta device against the files. Raises CheckpointError if they
-    differ, or if the export has no configuration."""
+    """Build the network, after checking its shapes on the meta device against the files.
+
+    Raises CheckpointError if they differ, and for an export without configuration or of data that are read otherwise
+    now.
+    """
     if config is None or config.data.name == OWN:
         raise CheckpointError(
             f"{folder} has no configuration to build its network from, since it was not trained by `colonnade train`; "
             "give the network: Predictor.open(path, model=...), or colonnade serve --network FILE.py:FUNCTION"
+        )
+    if config.data.name in CSV_PRESETS:
+        raise CheckpointError(
+            f"{folder} records data.name={config.data.name}, which runs record as csv: the version that trained it "
+            "read the data otherwise. Train again in another folder (--run)"
         )
     with torch.device("meta"):
         shapes = build_model(export.schema, config)

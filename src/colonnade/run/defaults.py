@@ -32,10 +32,9 @@ from colonnade.publish.mirror import open_url
 from colonnade.train.best import check_monitor_metric
 from colonnade.train.objective import Objective
 
-DEFAULT_ROW_LR = 0.05
 DEFAULT_SECTIONS = {
     "model": {"name": "deepfm", "dim": 16},
-    "embedding": {"lr": DEFAULT_ROW_LR, "init_scale": 0.01},
+    "embedding": {"init_scale": 0.01},
 }
 """Default sections for files with a known schema only; the other settings depend on their size."""
 
@@ -95,6 +94,8 @@ SMALL_NETWORK = {"top": [32], "keep_fields": True}
 """Settings of models without first-order weights for fewer than FEW_SAMPLES samples. A larger last network learns the
 samples by heart before the vectors of ids have grown; without the fields' vectors it sees ids in products only."""
 SMALL_SAMPLES = 20_000
+DEFAULT_ROW_LR = 0.05
+"""Learning rate of rows where it does not follow the ids of a sample."""
 MAX_ROW_LR = 0.25
 """Largest learning rate of rows that is chosen: 1 / ids of a sample, because the steps of their rows add up. Without
 first-order weights, it is DEFAULT_ROW_LR."""
@@ -242,7 +243,8 @@ def _fit_preset_to_size(config: RunConfig, data: Splits) -> dict[str, Any]:
     num_entities = getattr(data.train, "num_entities", 0)
     if num_entities and config.model.name in ("transe", "rotate"):
         factor = TRIPLES_PER_ENTITY * num_entities / max(num_samples, 1)
-        lr = max(preset.embedding.lr, min(preset.embedding.lr * factor, 0.06))
+        rate = preset.embedding.learning_rate
+        lr = max(rate, min(rate * factor, 0.06))
         suggested["embedding.lr"] = _round_digits(lr)
     chosen = {
         name: value
@@ -287,6 +289,7 @@ def resolve_settings(config: RunConfig, objective: Objective) -> RunConfig:
             "train.patience": train.patience or 0,
             "train.monitor": train.monitor or objective.monitor,
             "dense.lr": config.dense.learning_rate,
+            "embedding.lr": config.embedding.learning_rate,
             "dense.weight_decay": config.dense.weight_decay or 0.0,
         },
     )
@@ -304,9 +307,9 @@ def describe_settings(config: RunConfig, labels: Sequence[str]) -> str:
     label = f" of {labels[0]}" if is_first else ""
     days_or_epochs = "one day after another" if train.progressive else f"epochs {train.num_epochs}"
     return (
-        f"model {model.name}, dim {model.dim}; rows: {rows.optimizer}, lr {rows.lr:g}; dense: {dense.optimizer}, "
-        f"lr {dense.learning_rate:g}; batch size {train.samples_per_step:,}, {days_or_epochs}; "
-        f"monitor {train.monitor}{label}"
+        f"model {model.name}, dim {model.dim}; rows: {rows.optimizer}, lr {rows.learning_rate:g}; "
+        f"dense: {dense.optimizer}, lr {dense.learning_rate:g}; batch size {train.samples_per_step:,}, "
+        f"{days_or_epochs}; monitor {train.monitor}{label}"
     )
 
 
@@ -357,7 +360,8 @@ def choose_open_settings(
     ):
         chosen["embedding.pooling"] = BAG_POOLING
     chosen |= _choose_small_network(config, suggested_training)
-    chosen |= _choose_row_lr(config, suggested_training, data)
+    if config.embedding.lr is None:
+        chosen["embedding.lr"] = _choose_row_lr(config, suggested_training, data)
     batch_size = chosen.get("train.batch_size") or train.samples_per_step
     return chosen | _choose_accumulators(config, suggested_training, batch_size)
 
@@ -373,26 +377,22 @@ def _choose_small_network(config: RunConfig, suggested_training: Training) -> di
     }
 
 
-def _choose_row_lr(
-    config: RunConfig, suggested_training: Training, data: Splits
-) -> dict[str, float]:
+def _choose_row_lr(config: RunConfig, suggested_training: Training, data: Splits) -> float:
     """Choose the learning rate of rows by the number of ids of a sample: of the first ones to evaluate, if there are.
 
     The training part would be read until a window is full that is shuffled.
     """
-    embedding = config.embedding
-    is_open = embedding.lr == DEFAULT_ROW_LR and embedding.optimizer in ACCUMULATORS
-    if not is_open or suggested_training.patience == 0:
-        return {}
+    if config.embedding.optimizer not in ACCUMULATORS or suggested_training.patience == 0:
+        return DEFAULT_ROW_LR
     parts = (data.validation, data.test, data.train)
     first = (next(iter(part.batches(COUNTED_SAMPLES)), None) for part in filter(has_samples, parts))
     batch = next(filter(None, first), None)
     num_ids = 0 if batch is None else sum(len(ids.values) for ids in batch.ids.values())
     if batch is None or num_ids == 0:
-        return {}
+        return DEFAULT_ROW_LR
     largest = DEFAULT_ROW_LR if _is_deep(config) else MAX_ROW_LR
     largest = MAX_CROSS_LR if config.model.name == "dcn" else largest
-    return {"embedding.lr": _round_digits(min(largest, batch.size / num_ids))}
+    return _round_digits(min(largest, batch.size / num_ids))
 
 
 def _choose_accumulators(
@@ -466,6 +466,7 @@ def _fill_from_recorded(config: RunConfig, recorded_config: RunConfig) -> RunCon
         "dense.lr",
         "dense.weight_decay",
         *(f"model.{name}" for name in SMALL_NETWORK),
+        "embedding.lr",
         "embedding.pooling",
         "embedding.initial_accumulator",
         "embedding.wide.initial_accumulator",
@@ -476,8 +477,6 @@ def _fill_from_recorded(config: RunConfig, recorded_config: RunConfig) -> RunCon
         )
         if _get_setting(config, name) is None and not is_other:
             settings[name] = _get_setting(recorded_config, name)
-    if config.embedding.lr == DEFAULT_ROW_LR:
-        settings["embedding.lr"] = recorded_config.embedding.lr
     return override_settings(config, settings)
 
 

@@ -250,15 +250,17 @@ def open_run(
         if edit := find_edited_setting(folder, header):
             raise CheckpointError(f"{folder}: {edit}. Restore it from a copy")
     if data is None:
+        recorded_config = config
         config, data, chosen_settings = open_data(config, folder)
         if console and chosen_settings:
             console.print(chosen_settings, highlight=False)
         # Write out an inferred schema, so that the recorded configuration opens the same data later.
         recorded_options = build_portable_options(config.data.options, data)
-        if read_only and (missing := recorded_options.keys() - config.data.options.keys()):
+        missing = recorded_options.keys() - recorded_config.data.options.keys()
+        if read_only and missing:
             raise CheckpointError(
-                f"{folder} has no data.options.{min(missing)}, which runs on {config.data.name} record: the version "
-                "that trained it read the data otherwise. Train again in another folder (--run)"
+                f"{folder} has no data.options.{min(missing)}, which runs on {recorded_config.data.name} record: the "
+                "version that trained it read the data otherwise. Train again in another folder (--run)"
             )
         config = override_settings(config, {"data.options": recorded_options})
     config = resolve_tower_settings(data.train.schema, config)

@@ -115,9 +115,9 @@ def open_interactions(
     )
     is_ordered = _has_order(data, order)
     kind = _choose_split(split, len(parts), is_ordered)
-    cutoffs = _parse_cutoff(test_after, kind, data), _parse_cutoff(validation_after, kind, data)
-    shares = _choose_shares(kind, test_fraction, validation_fraction)
-    divided = assign_parts(data, SplitOptions(kind, *shares, *cutoffs, split_seed))
+    shares = {"test_fraction": test_fraction, "validation_fraction": validation_fraction}
+    cutoffs = {"test_after": test_after, "validation_after": validation_after}
+    divided = assign_parts(data, _build_split_options(kind, data, shares, cutoffs, split_seed))
     splits = open_interaction_splits(
         build_split(data, divided, is_ordered=is_ordered),
         samples=samples,
@@ -165,17 +165,24 @@ def _choose_split(split: SplitKind | None, num_parts: int, is_ordered: bool) -> 
     return "leave_one_out" if is_ordered else "per_user"
 
 
-def _choose_shares(
-    split: SplitKind, test: float | None, validation: float | None
-) -> tuple[float, float]:
-    """Return the shares of the parts, with defaults. Raises ConfigError if the split has none."""
-    for name, share in (("test_fraction", test), ("validation_fraction", validation)):
-        if share is not None and split == "leave_one_out":
-            raise ConfigError(
-                f"got {name}={share} for split=leave_one_out, wanted none: it holds out the last items of each user. "
-                "Leave it out, or set data.options.split=time, per_user, rows or users"
-            )
-    return 0.2 if test is None else test, 0.1 if validation is None else validation
+def _build_split_options(
+    split: SplitKind,
+    interactions: Interactions,
+    shares: Mapping[str, float | None],
+    cutoffs: Mapping[str, str | float | None],
+    seed: int,
+) -> SplitOptions:
+    """Return the options of a split; None: the default. Raises ConfigError for shares or cutoffs that it has not."""
+    chosen: dict[str, Any] = {name: share for name, share in shares.items() if share is not None}
+    if chosen and split == "leave_one_out":
+        name, share = next(iter(chosen.items()))
+        raise ConfigError(
+            f"got {name}={share} for split=leave_one_out, wanted none: it holds out the last items of each user. "
+            "Leave it out, or set data.options.split=time, per_user, rows or users"
+        )
+    for name, cutoff in cutoffs.items():
+        chosen[name] = _parse_cutoff(cutoff, split, interactions)
+    return SplitOptions(split, **chosen, seed=seed)
 
 
 def _describe_split(

@@ -55,18 +55,20 @@ UNIQUE_ROWS = 100
 """Minimal number of values of a unique column."""
 UNIQUE_SHARE = 0.999
 """Minimal share of distinct values in a unique column."""
-OUTCOME_WORDS = frozenset((
-    *LABELS, "purchase", "purchased", "buy", "bought", "conversion", "converted", "install", "installed", "like",
-    "liked", "follow", "share", "rating", "response", "outcome",
-))  # fmt: skip
+OUTCOME_WORDS = frozenset(
+    "purchase purchased buy bought conversion converted install installed like liked follow share rating response "
+    "outcome".split()
+).union(LABELS)
 """Words in the names of columns of 0 and 1 that are probably outcomes, as the label is."""
+COMMA_NUMBER = r"^\s*[+-]?([0-9]+|[0-9]{1,3}([.][0-9]{3})+)(,[0-9]+)?\s*$"
+ODD_DATE = (
+    r"^\s*([0-9]{1,2}[./-][0-9]{1,2}[./-][0-9]{4}|[0-9]{4}[./-][0-9]{1,2}[./-][0-9]{1,2}"
+    r"|[0-9]{1,2}/[0-9]{1,2}/[0-9]{2})(\s.*)?$"
+)
 LOOKALIKES = (
-    (r"^\s*[+-]?([0-9]+|[0-9]{1,3}([.][0-9]{3})+)(,[0-9]+)?\s*$", ",", "numbers with a decimal comma", "3.14"),
-    (
-        r"^\s*([0-9]{1,2}[./-][0-9]{1,2}[./-][0-9]{4}|[0-9]{4}[./-][0-9]{1,2}[./-][0-9]{1,2}"
-        r"|[0-9]{1,2}/[0-9]{1,2}/[0-9]{2})(\s.*)?$", "", "dates", "2024-05-31 or 31.05.2024",
-    ),
-)  # fmt: skip
+    (COMMA_NUMBER, ",", "numbers with a decimal comma", "3.14"),
+    (ODD_DATE, "", "dates", "2024-05-31 or 31.05.2024"),
+)
 """Texts that are probably something else: the pattern of all values, a part of some, what they are, how to write it."""
 WEIGHTS = "weights: "
 """Prefix of the type of a column of weighted ids; the name of the column of weights follows."""
