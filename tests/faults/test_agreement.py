@@ -88,7 +88,7 @@ def test_every_rank_names_the_difference_and_the_ranks(tmp_path):
     reported = run_ranks(3, started_differently, str(tmp_path))
     assert reported[0] == reported[1] == reported[2]
     settings, samples, schema, optimizer, loss, parts, model, epochs = reported[0]
-    assert "rank 2 has embedding.lr=0.5, ranks 0, 1 have 0.02" in settings
+    assert "rank 2 has embedding.lr=0.5, ranks 0, 1 have null" in settings
     assert "rank 2 has train.batch_size=200, ranks 0, 1 have 100" in settings
     assert "rank 2 has samples.train=1400, ranks 0, 1 have 1500" in samples
     assert ".cardinality=9, ranks 0, 1 have 3000" in schema

@@ -47,7 +47,7 @@ def test_evaluate_takes_the_part_that_there_is(colonnade, clicks, tmp_path):
 def test_settings_finds_words_in_options_of_data_too(colonnade):
     _, together, _ = colonnade("settings", "learning", "rate")
     assert (
-        together == colonnade("settings", "learning rate")[1] and "embedding.lr = 0.02" in together
+        together == colonnade("settings", "learning rate")[1] and "embedding.lr = none" in together
     )
     _, output, _ = colonnade("settings", "shuffle")
     assert "data.options.shuffle_window" in output
