@@ -418,3 +418,52 @@ def test_plan_says_of_each_consumer_what_travels(capsys, tmp_path, monkeypatch, 
 
 def never(*_, **__):
     raise AssertionError("measured")
+
+
+ADVISE = ["plan", *EIGHT_TABLES, "--set", "model.dim=4", "--advise", "--uplink", "1Gbit"]
+
+
+def test_advice_is_a_table_and_a_sentence_for_each_lemma(capsys, tmp_path, monkeypatch, quick):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "300")
+    assert app.run_command([*ADVISE, "--world", "2x1", "--hosts-up-to", "4"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[2:5]] == ["1", "2", "4"]
+    assert lines[2].split()[3:5] == ["1.00", "100%"]
+    for line, words in zip(
+        lines[5:], ("ranks: ", "servers: 1 for 2 trainers: link ", "batch: "), strict=True
+    ):
+        assert line.startswith(words)
+    assert "not hidden" in lines[6] and "no run measured the noise of gradients" in lines[7]
+    assert not list(tmp_path.iterdir())
+
+
+def test_advice_as_json_has_the_curve_that_it_is_read_from(capsys, tmp_path, monkeypatch, quick):
+    monkeypatch.chdir(tmp_path)
+    options = ["--hosts-up-to", "300", "--efficiency", "1", "--json", "--dram", "100KiB"]
+    options += ["--set", "plan.staleness_steps=1"]
+    assert app.run_command([*ADVISE, *options]) == 0
+    result = json.loads(capsys.readouterr().out)
+    points = result["curve"]
+    assert [point["num_ranks"] for point in points] == [1, 2, 4, 8, 16, 32, 64]  # 100 samples
+    for point in points:
+        assert point["speedup"] == points[0]["step_seconds"] / point["step_seconds"]
+    assert result["num_servers"] >= result["servers"]["row_bytes"] / (100 << 10) > 1
+    assert result["batch"]["fixed_seconds"] >= 0 and result["noise"] is None
+    assert result["staleness_steps"] == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--efficiency", "0"], "--efficiency: got 0, wanted a number above 0"),
+        (["--efficiency", "1.1"], "--efficiency: got 1.1"),
+        (["--hosts-up-to", "0"], "--hosts-up-to: got 0, wanted 1 or more"),
+        (["--world", "101x1"], "got a batch of 100 samples for 101 ranks"),
+    ],
+)
+def test_advice_refuses_what_has_no_answer(capsys, tmp_path, monkeypatch, options, message):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(planner, "measure_device", lambda places: pytest.fail("measured"))
+    assert app.run_command([*ADVISE, *options]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
