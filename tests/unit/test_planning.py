@@ -33,6 +33,7 @@ from colonnade.run.run import open_run, plan_run
 from colonnade.store.budget import slot_bytes
 from colonnade.store.log.backing import LogBacking
 from colonnade.topology.world import World
+from colonnade.train.metrics_file import read_metrics_lines
 
 CONFIG = build_config(
     {
@@ -451,6 +452,51 @@ def test_advice_as_json_has_the_curve_that_it_is_read_from(capsys, tmp_path, mon
     assert result["num_servers"] >= result["servers"]["row_bytes"] / (100 << 10) > 1
     assert result["batch"]["fixed_seconds"] >= 0 and result["noise"] is None
     assert result["staleness_steps"] == 1
+
+
+@pytest.mark.parametrize(
+    ("square", "words"),
+    [
+        (0.5, "B_noise = 800 by the gradients of steps 31 to 150"),
+        (-0.5, "batch: it could be larger than measured"),
+    ],
+)
+def test_the_noise_of_a_run_advises_a_batch(capsys, tmp_path, monkeypatch, quick, square, words):
+    monkeypatch.setenv("COLUMNS", "400")
+    lines = [{"step": 150, "kind": "noise", "steps": 120, "variance": 400.0, "square": square}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert app.run_command([*ADVISE, "--hosts-up-to", "1", "--run", str(tmp_path)]) == 0
+    assert words in capsys.readouterr().out
+
+
+def test_a_run_with_micro_batches_measures_noise_and_one_without_none(tmp_path):
+    lines = {}
+    for parts in (1, 2):
+        folder = tmp_path / str(parts)
+        trained(
+            override_settings(CONFIG, {"train.accumulate": parts, "plan.memory.dram": None}), folder
+        )
+        lines[parts] = [
+            line for line in read_metrics_lines(folder / "metrics.jsonl") if line["kind"] == "noise"
+        ]
+    assert lines[1] == []
+    assert sum(line["steps"] for line in lines[2]) == 40
+    assert sum(line["variance"] for line in lines[2]) > 0
+
+
+def test_a_model_without_dense_weights_is_advised_too(capsys, tmp_path, monkeypatch, quick):
+    monkeypatch.setenv("COLUMNS", "400")
+    command = [
+        *ADVISE,
+        "--set",
+        "model.name=fm",
+        "--set",
+        "model.bottom=none",
+        "--set",
+        "model.top=none",
+    ]
+    assert app.run_command([*command, "--hosts-up-to", "2", "--run", str(tmp_path)]) == 0
+    assert "no run measured" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
