@@ -6,11 +6,13 @@ import json
 import math
 import warnings
 from dataclasses import replace
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 from own_model import Net, columns
+from ranks import console_of, run_ranks
 from rich.console import Console
 
 from colonnade import Plan, PlanConfig, Table, build_plan, fit
@@ -21,7 +23,7 @@ from colonnade.config.plan import CacheConfig, TablePlanConfig
 from colonnade.config.run import build_config, override_settings
 from colonnade.data import open_source, open_tensors
 from colonnade.embedding import find_collection
-from colonnade.errors import BudgetExceeded, DataError
+from colonnade.errors import BudgetExceeded, ConfigError, DataError
 from colonnade.models.build import build_model
 from colonnade.plan.caching import build_table_caches, remote_copy_bytes
 from colonnade.plan.cost.prediction import StepCosts
@@ -419,6 +421,50 @@ def test_plan_says_of_each_consumer_what_travels(capsys, tmp_path, monkeypatch, 
 
 def never(*_, **__):
     raise AssertionError("measured")
+
+
+def train_with_auto_servers(mesh, folder):
+    """Train with one server, then resume where the choice would be another; return both plans' servers."""
+    servers = []
+    config = override_settings(CONFIG, {"plan.servers": "auto", "plan.memory.dram": None})
+    for choice, epochs in ((1, 1), (0, 2)):
+        with patch.object(planner, "choose_servers", lambda *_, count=choice, **__: count):
+            settings = override_settings(config, {"train.epochs": epochs})
+            run = open_run(settings, mesh, folder, console=console_of(mesh))
+        servers.append((run.trainer.collection.plan.servers, run.config.plan.servers))
+        run.train()
+        run.close()
+    return servers
+
+
+def test_auto_servers_are_recorded_and_kept(tmp_path):
+    for servers in run_ranks(2, train_with_auto_servers, tmp_path / "run"):
+        assert servers == [((1,), 1), ((1,), 1)]
+
+
+def test_auto_servers_are_planned_for_the_links(tmp_path, quick, monkeypatch):
+    """Seconds of 0, 1 and 2 servers of three ranks decide; what no plan can do is no choice."""
+    real = planner.plan_world
+    seconds = {0: 3.0, 1: 2.0, 2: 1.99}
+
+    def plan(setup, world, **options):
+        if world.servers_per_host == 2 and is_refused:
+            raise ConfigError("got rows that do not fit")
+        planned = real(setup, world, **options)
+        predicted = replace(planned.prediction, step_seconds=seconds[world.servers_per_host])
+        return replace(planned, prediction=predicted)
+
+    monkeypatch.setattr(planner, "plan_world", plan)
+    config = override_settings(CONFIG, {"plan.servers": "auto", "plan.memory.dram": None})
+    for is_refused, last in ((False, 1.0), (True, 1.0), (False, 1.99)):
+        seconds[2] = last
+        expected = 2 if last == 1.0 and not is_refused else 1
+        result, _ = plan_run(config, tmp_path, World(ranks_per_host=3))
+        assert result.world.servers_per_host == len(result.plan.servers) == expected
+    result, _ = plan_run(config, tmp_path, World())
+    assert not result.plan.servers
+    with pytest.raises(ConfigError, match=r"got plan\.servers=auto"):
+        build_plan([Table("a", 4, rows=10)], 2, config.plan)
 
 
 ADVISE = ["plan", *EIGHT_TABLES, "--set", "model.dim=4", "--advise", "--uplink", "1Gbit"]

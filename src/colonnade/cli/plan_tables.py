@@ -91,7 +91,7 @@ def _describe_ranks(advice: Advice, min_efficiency: float) -> str:
         fastest = max(advice.curve, key=lambda point: point.speedup)
         return f"{advised}; the fastest of these, {fastest.num_ranks}, are {fastest.speedup:.2f} times as fast as one"
     return (
-        f"{advised}; R = {overhead:.1%}: what {point.num_ranks} ranks do not divide of a step, over what they divide. "
+        f"{advised}; R = {overhead:.2g}: what {point.num_ranks} ranks do not divide of a step, over what they divide. "
         f"If it stayed, {solve_num_ranks(min_efficiency, overhead):,.1f} ranks would have this efficiency, and any "
         f"number of ranks at most {limit_speedup(overhead):,.1f} times the speed of one"
     )

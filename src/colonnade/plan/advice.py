@@ -202,7 +202,7 @@ class Advice:
     curve: tuple[ScalingPoint, ...]
     """Steps of all worlds with this batch; the first is one rank."""
     num_ranks: int
-    """Most ranks of the curve with the efficiency that the user wants."""
+    """Largest number of ranks of the curve with the efficiency that the user wants."""
     world: World
     """World of the other advice: the user's or, if that is one rank, the one of `num_ranks`."""
     num_servers: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -23,6 +24,7 @@ from colonnade.plan.advice import (
     ScalingPoint,
     ServerDemand,
     average_noise,
+    choose_num_servers,
     choose_scaling_point,
     fit_batch_cost,
 )
@@ -477,6 +479,41 @@ def measure_server_demand(planned: PlanningResult, memory_bytes: int | None) -> 
         else world.remote_bytes_per_second,
         memory_bytes=memory_bytes,
     )
+
+
+def choose_servers(setup: RunSetup, world: World, *, rows_folder: Path) -> int:
+    """Choose the number of servers on each host for `plan.servers=auto`: plan all numbers, on one rank; the smallest
+    counts whose predicted step is about the shortest."""
+    if world.ranks_per_host == 1:
+        return 0
+    plan = partial(plan_world, setup, rows_folder=rows_folder)
+    without = plan(world, times_small_batches=True)
+    seconds = [without.prediction.step_seconds]
+    for count in range(1, world.ranks_per_host):
+        seconds.append(math.inf)
+        with suppress(
+            ColonnadeError
+        ):  # rows do not fit on so few, or settings name ranks that train
+            planned = plan(world.with_servers(count), measured=without)
+            seconds[-1] = planned.prediction.step_seconds
+    return choose_num_servers(seconds)
+
+
+def choose_servers_on_rank_0(setup: RunSetup) -> int:
+    """Measure links on all ranks, and choose the number of servers on each host on rank 0. Collective.
+
+    A resumed run with as many ranks keeps its number."""
+    world = measure_links(setup.mesh)
+    folder = setup.folder or Path()
+
+    def make_message() -> dict[str, int]:
+        if (folder / "plan.json").is_file():
+            recorded = Plan.from_json((folder / "plan.json").read_text(encoding="utf-8"))
+            if recorded.num_ranks == world.num_ranks:
+                return {"servers": len(recorded.servers) // world.num_hosts}
+        return {"servers": choose_servers(setup, world, rows_folder=folder)}
+
+    return broadcast_plan_message(setup.mesh, make_message)["servers"]
 
 
 def read_measured_device(folder: Path | None, paths: Sequence[str]) -> Device | None:

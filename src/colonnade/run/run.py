@@ -58,7 +58,13 @@ from colonnade.plan.constraints import resolve_plan_config
 from colonnade.plan.plan import Plan
 from colonnade.planning.choices import apply_tower_partition, check_exchanges_of_features
 from colonnade.planning.placement import PROFILE_FILE, SAMPLE_LOOKUPS, Placement, count_run_steps
-from colonnade.planning.planner import PlanningResult, complete_plan, plan_from_sample
+from colonnade.planning.planner import (
+    PlanningResult,
+    choose_servers,
+    choose_servers_on_rank_0,
+    complete_plan,
+    plan_from_sample,
+)
 from colonnade.planning.timing import choose_plan
 from colonnade.processors import count_usable_processors
 from colonnade.publish.delivery import open_destinations
@@ -287,6 +293,9 @@ def prepare_run(requested: RunSetup) -> TrainingRun:
     A finished run is opened for reading only.
     """
     config = resolve_settings(requested.config, requested.objective)
+    if config.plan.servers == "auto" and not requested.read_only:
+        num_servers = choose_servers_on_rank_0(replace(requested, config=config))
+        config = override_settings(config, {"plan.servers": num_servers})
     requested = replace(requested, config=config)
     setup = replace(requested, mesh=_select_mesh(requested))
     check_model_on_all_ranks(
@@ -357,7 +366,7 @@ def _select_mesh(setup: RunSetup) -> Mesh:
         return collection.mesh
     if setup.read_only:
         return setup.mesh
-    return assign_server_ranks(setup.mesh, setup.config.plan.servers)
+    return assign_server_ranks(setup.mesh, setup.config.plan.num_servers)
 
 
 def _read_final_summary(setup: RunSetup) -> dict[str, Any] | None:
@@ -540,7 +549,10 @@ def plan_run(
         raise ConfigError(
             f"--table: got {table!r}, wanted a table of this model: {', '.join(table_names)}"
         )
-    world = world.with_servers(config.plan.servers)
+    if config.plan.servers == "auto":
+        num_servers = choose_servers(setup, world, rows_folder=run_folder)
+        config = override_settings(config, {"plan.servers": num_servers})
+    world = world.with_servers(config.plan.num_servers)
     config = apply_tower_partition(config, collection, world)
     default_plan = build_plan(
         collection.tables, world, resolve_plan_config(config.plan, collection.tables, world)

@@ -43,8 +43,8 @@ from colonnade.wire.coded_sums import (
     CodedAllReduce,
     GradientBucket,
     State,
+    sum_gradient_squares,
     sum_residuals_by_parameter,
-    sum_squares,
 )
 
 BUCKET_BYTES = 1 << 20
@@ -342,7 +342,7 @@ class DenseGradients:
         """Measure the gradients of a step's first micro-batch of `num_parts` equal ones, for `noise` on one rank."""
         self._first_part = (
             num_parts,
-            sum(sum_squares([bucket.gradients]) for bucket in self.buckets),
+            sum(sum_gradient_squares([bucket.gradients]) for bucket in self.buckets),
         )
 
     def _add_noise(self, rank_squares: float) -> None:
@@ -616,7 +616,7 @@ class DenseGradients:
                 mesh = bucket.tower_mesh or self.mesh
                 bucket.fill_send_buffer(mesh, self._gradient_scale)
                 if mesh is self.mesh and mesh.num_ranks > 1:
-                    rank_square += sum_squares(bucket.send_pieces)
+                    rank_square += sum_gradient_squares(bucket.send_pieces)
                     self._signals[SIGNALS - 1] = rank_square  # sent with the last bucket
                 bucket.sum_over_ranks(mesh, self._gradient_scale)
                 if bucket.tower_mesh is not None and bucket.tower_mesh.rank == 0:

@@ -254,7 +254,7 @@ class GradientBucket:
             # Else NaN of the last step would change the scales of the codec, which include the padding.
             self.send_buffer[len(self.gradients) :].zero_()
             self.coded.sum_over_ranks(mesh, self.send_buffer, gradient_scale)
-        self.square = sum_squares(pieces)
+        self.square = sum_gradient_squares(pieces)
         # Squares of finite gradients may overflow.
         is_each_finite = (bool(piece.isfinite().all()) for piece in pieces)
         self.is_finite = math.isfinite(self.square) or all(is_each_finite)
@@ -264,7 +264,7 @@ class GradientBucket:
             self.stream.synchronize()
 
 
-def sum_squares(pieces: Sequence[Tensor]) -> float:
+def sum_gradient_squares(pieces: Sequence[Tensor]) -> float:
     """Return the sum of squares of all elements; NaN or inf if any is, or if it is too large for a float32."""
     dtype = torch.promote_types(pieces[0].dtype, torch.float32)
     norms = (torch.linalg.vector_norm(piece, dtype=dtype) for piece in pieces)
