@@ -562,12 +562,12 @@ def _get_planned_memory(memory_demands: Sequence[MemoryDemand], plan: Plan) -> l
 def _select_timed_batches(run: _SampledRun, num_shares: int = 1) -> list[Batch]:
     """Return the batches to time: one rank's share, because communication is predicted separately.
 
-    num_shares: parts of such a share, of which one is returned; none if samples are too few."""
+    num_shares: parts of such a share, of which one is returned; the whole share if samples are few."""
     sample = run.sample
-    num_trainers = run.world.num_trainers * num_shares
     size = run.setup.config.train.samples_per_step
-    if num_shares > 1 and size < 2 * num_trainers:  # normalisation needs two samples
-        return []
+    num_trainers = run.world.num_trainers
+    # A small batch has two samples at least, which normalisation needs.
+    num_trainers *= min(num_shares, max(size // (2 * num_trainers), 1))
     if num_trainers > 1:
         sample = read_sample_batches(run.setup.data.train, size, 1, num_ranks=num_trainers)
     return [batch for batch in sample if batch.size == sample[0].size][:MAX_TIMED_BATCHES]
