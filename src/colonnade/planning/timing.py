@@ -104,7 +104,8 @@ def run_micro_benchmark(
     sample_seconds = 0.0
     if small_batches:
         saved_seconds = step_seconds - _median_step_seconds([timed[-1] for timed in passes[1:]])
-        sample_seconds = max(saved_seconds, 0.0) / (batches[0].size - small_batches[0].size)
+        num_saved = max(batches[0].size - small_batches[0].size, 1)
+        sample_seconds = max(saved_seconds, 0.0) / num_saved
     return StepCosts(
         step_seconds=step_seconds,
         first_use_seconds=divide_additional_seconds([first_pass], first_pass.born_rows),
