@@ -346,6 +346,8 @@ def test_catalogues_that_cannot_be_are_refused(films, towers, tmp_path):
             "record 0, column history: got 'a', wanted an integer",
         ),
         ([{"user": "x"}], {}, "record 0, column user: got 'x', wanted"),
+        ([{"user": True}], {}, "record 0, column user: got true, wanted"),
+        ([{"user": 3, "history": [True]}], {}, "record 0, column history: got true, wanted a list"),
         ([USER], {"k": 0}, "got k=0, wanted 1 to 10,000 items"),
         ([USER], {"k": 10**9}, "got k=1000000000, wanted 1 to 10,000 items"),
         ([USER], {"k": True}, "got k=true"),

@@ -74,6 +74,11 @@ class InteractionSplit:
         # Four times as fast as indexing by brackets, as elsewhere in this file.
         return Ids(self.items["item"].values.index_select(0, positions.values), positions.offsets)
 
+    @property
+    def popularity(self) -> Tensor:
+        """Items (I,) by their number of training interactions, the largest first."""
+        return self.log_shares().argsort(stable=True, descending=True)
+
     def log_shares(self) -> Tensor:
         """Return the log of each item's share of `train`, (I,) float32; an item without interactions counts as 0.5."""
         counts = torch.bincount(self.train.values, minlength=self.num_items).double()
@@ -113,17 +118,15 @@ def open_interaction_splits(
         items = {"target": interactions.items["item"]}
         catalogue = TensorColumns(dense=torch.empty(interactions.num_items, 0), ids=items)
     users = {} if samples == "sequences" else interactions.users
-    popularity = interactions.log_shares().argsort(stable=True, descending=True)
     past = (interactions.history,)
     known = (interactions.history, interactions.validation)
     tested = known if interactions.is_ordered else past
-    validation, test, common = interactions.validation, interactions.test, (catalogue, max_history)
+    validation, test = interactions.validation, interactions.test
+    common = (catalogue, max_history, interactions.popularity)
     return Splits(
         train=train,
-        validation=QuerySource(
-            schema, interactions, users, past, validation, past, *common, popularity
-        ),
-        test=QuerySource(schema, interactions, users, tested, test, known, *common, popularity),
+        validation=QuerySource(schema, interactions, users, past, validation, past, *common),
+        test=QuerySource(schema, interactions, users, tested, test, known, *common),
     )
 
 

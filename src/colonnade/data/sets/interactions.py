@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from colonnade.data.contract import Splits, check_choices
+from colonnade.data.graph import FAN_OUTS, open_graph
 from colonnade.data.interactions.columns import Interactions
 from colonnade.data.interactions.files import FileOptions, read_interactions
 from colonnade.data.interactions.negatives import replace_negatives
@@ -45,7 +46,11 @@ MODEL_PRESETS = {
         "model.dim": 64, "model.blocks": 1, "model.max_length": 50, "model.positions": False, "model.dropout": 0.1,
         "model.temperature": 0.2, "embedding.optimizer": "adagrad", "embedding.lr": 0.005, "train.batch_size": 64,
         "train.epochs": 30, "train.patience": 3,
-    }
+    },
+    "graphsage": {
+        "data.options": {"samples": "neighbours"}, "model.dim": 64, "model.temperature": 0.1, "embedding.lr": 0.005,
+        "embedding.init_scale": 0.1, "dense.lr": 2e-3, "train.batch_size": 1024, "train.epochs": 10,
+    },
 }  # fmt: skip
 
 
@@ -73,30 +78,29 @@ def open_interactions(
     validation_after: str | float | None = None,
     split_seed: int = 0,
     seed: int = 0,
-    samples: SampleKind = "pairs",
+    samples: Literal[SampleKind, "neighbours"] = "pairs",
     max_history: int = 100,
     max_pairs: int | None = None,
     negatives: int = 16,
+    fan_outs: Sequence[int] = FAN_OUTS,
     order: Literal["time", "file", "none"] | None = None,
     ranked_negatives: int | str | Path | None = None,
     schema: Any = None,
+    node_digest: str | None = None,
 ) -> Splits:
     """Open interactions of users with items: a file, a folder, or an object with `__arrow_c_stream__`.
 
     user, item, time, rating, event    names of columns; default: by header types and usual names
-    at_least, events                   lowest rating, and values of `event`, that count; default: any
+    at_least, events, core             lowest rating, events, and interactions of a user or an item that count
     users, items                       files with a row for each: features by which models know them
-    core                               least number of interactions of a user, and of an item
     validation, test                   files of these parts; default: those of a folder that has train and test
-    split                              as in `interactions.splits`; default: files, leave_one_out (ordered) or per_user
+    split, split_seed                  as in `interactions.splits`; default: files, leave_one_out (ordered) or per_user
     test_fraction, test_after, ...     shares (0.2, 0.1 of the rest), or cutoffs of split=time: ISO times or numbers
-    split_seed                         seed of drawn parts; `seed` orders the samples of an epoch
-    samples                            "pairs" (user, item), or "sequences" of a user's items
+    samples                            "pairs" (user, item), "sequences" of a user's items, or pairs with "neighbours"
     max_history, max_pairs             most items of a history, and pairs of a user in an epoch (default: all)
-    negatives                          items drawn at random for each sequence
+    negatives, fan_outs                items drawn for each sequence; neighbours drawn for each node, by hop
     order                              order of a user's items; default: time if there is such a column, else none
-    ranked_negatives                   number of drawn items among which held-out items are ranked, or a file of those
-                                       for the test part; default: all items
+    ranked_negatives                   drawn items that held-out ones are ranked among, or a file; default: all items
 
     Raises DataError naming file and row, ConfigError.
     """
@@ -118,17 +122,18 @@ def open_interactions(
     shares = {"test_fraction": test_fraction, "validation_fraction": validation_fraction}
     cutoffs = {"test_after": test_after, "validation_after": validation_after}
     divided = assign_parts(data, _build_split_options(kind, data, shares, cutoffs, split_seed))
-    splits = open_interaction_splits(
-        build_split(data, divided, is_ordered=is_ordered),
-        samples=samples,
-        seed=seed,
-        max_history=max_history,
-        max_pairs=max_pairs,
-        negatives=negatives,
-    )
+    interactions = build_split(data, divided, is_ordered=is_ordered)
+    sampling: dict[str, Any] = {"seed": seed, "max_pairs": max_pairs}
+    if samples == "neighbours":
+        sampling |= {"fan_outs": fan_outs, "node_digest": node_digest}
+        splits = open_graph(interactions, first_item=len(data.users.keys), **sampling)
+    else:
+        sampling |= {"max_history": max_history, "negatives": negatives}
+        splits = open_interaction_splits(interactions, samples=samples, **sampling)
     splits = _replace_negatives(splits, ranked_negatives)
     notes = (note, *_describe_split(data, divided, kind, splits.test))
-    return replace(splits, notes=notes, options={"schema": record_schema.to_dict()})
+    recorded = {**splits.options, "schema": record_schema.to_dict()}
+    return replace(splits, notes=notes, options=recorded)
 
 
 def _number_parts(files: Mapping[str, Any]) -> dict[int, Any]:
