@@ -14,7 +14,7 @@ from criteo_files import criteo_lines, write_criteo
 
 from colonnade.batch import Batch
 from colonnade.cli.record_files import read_records
-from colonnade.cli.score_files import ScoreFile, score_names
+from colonnade.cli.score_files import ScoreFile, TableWriter, score_names
 from colonnade.cli.score_inputs import open_inputs
 from colonnade.data import open_source
 from colonnade.data.sets.criteo import CSV_OPTIONS
@@ -88,6 +88,17 @@ def test_outputs_that_cannot_be_are_refused_at_once(tmp_path):
     beyond = tmp_path / "no" / "x.csv"
     with pytest.raises(StorageError, match="could not write"), ScoreFile(beyond, ("label",)):
         pass
+
+
+def test_ids_with_the_separator_of_lists_are_no_text(tmp_path):
+    table = pa.table({"items": [["a", "b|c"], []]})
+    with pytest.raises(DataError, match=r"got 'b\|c', wanted ids without \|.* Write .parquet"):
+        with TableWriter(tmp_path / "best.csv", table[:0]) as file:
+            file.write(table)
+    assert list(tmp_path.iterdir()) == []
+    with TableWriter(tmp_path / "best.parquet", table[:0]) as file:
+        file.write(table)
+    assert pa.parquet.read_table(tmp_path / "best.parquet").equals(table)
 
 
 def test_criteo_lines_are_read_whole_with_labels_or_without(tmp_path):
