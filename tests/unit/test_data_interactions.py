@@ -18,9 +18,9 @@ from colonnade.data.interactions.samples import (
     concat_bags,
     draw_other_items,
     group_items_by_user,
-    mark_drawn,
     truncate_to_newest_items,
 )
+from colonnade.data.interactions.splits import mark_drawn
 from colonnade.errors import DataError
 
 

@@ -23,12 +23,12 @@ from colonnade.data.counter import Words, random_words, stream_key
 from colonnade.data.interactions.samples import (
     LOG_Q,
     HeldOutItems,
-    InteractionSplit,
     PairSource,
     QuerySource,
     concat_bags,
     group_items_by_user,
 )
+from colonnade.data.interactions.splits import InteractionSplit
 from colonnade.data.tensors import TensorColumns
 from colonnade.errors import ConfigError, DataError
 
