@@ -121,7 +121,7 @@ def open_interactions(
     kind = _choose_split(split, len(parts), is_ordered)
     shares = {"test_fraction": test_fraction, "validation_fraction": validation_fraction}
     cutoffs = {"test_after": test_after, "validation_after": validation_after}
-    divided = assign_parts(data, _build_split_options(kind, data, shares, cutoffs, split_seed))
+    divided = _divide(data, _build_split_options(kind, data, shares, cutoffs, split_seed))
     interactions = build_split(data, divided, is_ordered=is_ordered)
     sampling: dict[str, Any] = {"seed": seed, "max_pairs": max_pairs}
     if samples == "neighbours":
@@ -190,11 +190,29 @@ def _build_split_options(
     return SplitOptions(split, **chosen, seed=seed)
 
 
+def _divide(interactions: Interactions, options: SplitOptions) -> Parts:
+    """Assign each interaction to a part (n,). Raises ConfigError for shares of each user's that are nothing."""
+    parts = assign_parts(interactions, options)
+    for name, part in (("test", TEST), ("validation", VALIDATION)):
+        share = getattr(options, f"{name}_fraction")
+        if options.kind == "per_user" and share > 0 and not (parts == part).any():
+            most = int(np.bincount(interactions.user_n).max())
+            raise ConfigError(
+                f"split=per_user: got no interaction for {name}, wanted one at least: no user has more than {most:,}, "
+                f"and the share {share:g} of each user's is rounded down. Set a larger data.options.{name}_fraction, 0 "
+                "for no such part, or data.options.split=rows"
+            )
+    return parts
+
+
 def _describe_split(
     interactions: Interactions, parts: Parts, split: SplitKind, test: Any
 ) -> list[str]:
     """Describe the parts and the ranking, and warn in a line if training sees what is later than the test."""
     sizes = np.bincount(parts, minlength=TEST + 1)
+    validated, tested = (
+        len(np.unique(interactions.user_n[parts == part])) for part in (VALIDATION, TEST)
+    )
     times = interactions.time_n
     first_keys = [
         -np.inf
@@ -209,7 +227,8 @@ def _describe_split(
             sizes[: TEST + 1].tolist(),
             first_keys,
             has_times=times is not None and times.dtype == np.int64,
-        ),
+        )
+        + f"; of {len(interactions.users.keys):,} users {validated:,} validate, {tested:,} test",
         f"test: {test.ranking}",
     ]
     if sees_future(interactions, parts):
