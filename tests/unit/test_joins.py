@@ -236,7 +236,7 @@ def test_a_join_of_another_kind_is_refused():
 
 
 def test_interactions_join_users_by_the_same_rules(tmp_path):
-    rows = [(u, i) for u in range(5) for i in range(4)]
+    rows = [(u, i) for u in range(5) for i in range(12)]
     clicks = write_csv(tmp_path / "clicks.csv", ["user", "item"], rows)
     users = write_csv(
         tmp_path / "users.csv", ["user", "age"], [(f"{u}.0", 20 + u) for u in range(4)]

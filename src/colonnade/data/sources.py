@@ -91,7 +91,6 @@ def open_source(name: str, path: str | Path | None = None, **options: Any) -> Sp
     from colonnade.data.contract import check_choices  # loads the configuration
 
     check_choices(opener, options)
-    _check_named_files(options)
     path_parameter = parameters.get("path")
     if (
         path_parameter is not None
@@ -103,6 +102,9 @@ def open_source(name: str, path: str | Path | None = None, **options: Any) -> Sp
         )
     try:
         return opener(**options)
+    except DataError:
+        _check_named_files(options)
+        raise
     except (TypeError, ValueError) as error:
         if isinstance(error, ColonnadeError):
             raise
