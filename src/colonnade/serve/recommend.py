@@ -37,7 +37,7 @@ from colonnade.data.interactions.samples import (
     concat_bags,
     truncate_to_newest_items,
 )
-from colonnade.data.tensors import TensorColumns, gather_ids
+from colonnade.data.tensors import TensorColumns, gather_ids, locate_bag_items
 from colonnade.errors import ConfigError, DataError
 from colonnade.models.retriever import Retriever, embed_items, rank_items, to_column_major
 from colonnade.predict import Predictor
@@ -83,11 +83,8 @@ class Catalogue:
                 )
         if not is_text:
             item_ids = [key for key in item_ids if -(2**63) <= key < 2**63]
-        wanted = np.array(item_ids, dtype=self.keys.dtype)
-        if not len(wanted) or not self.num_items:
-            return np.empty(0, np.int64)
-        positions = np.searchsorted(self.keys, wanted).clip(max=self.num_items - 1)
-        return positions[self.keys[positions] == wanted]
+        positions = to_positions(self.keys, np.array(item_ids, dtype=self.keys.dtype)).numpy()
+        return positions[positions >= 0]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -347,12 +344,7 @@ class Recommender:
         if exclude_seen:
             parts += [self._find_positions(batch.ids[name]) for name in self._history]
             parts.append(self._find_seen_items(user_positions))
-        masked = Ids(
-            torch.empty(0, dtype=torch.int64), torch.zeros(batch.size + 1, dtype=torch.int64)
-        )
-        for part in parts:
-            masked = concat_bags(masked, part)
-        return masked
+        return reduce(concat_bags, parts, _build_empty_bags(batch.size))
 
     def _find_excluded(self, excluded_ids: Sequence[Sequence[Any]], num_users: int) -> Ids:
         is_list = isinstance(excluded_ids, list | tuple) and len(excluded_ids) == num_users
@@ -373,16 +365,9 @@ class Recommender:
         """Return the bags of the positions of items, from bags of their ids; hashed ids may have several."""
         first = torch.searchsorted(self._item_ids, item_id_bags.values)
         counts = torch.searchsorted(self._item_ids, item_id_bags.values, right=True) - first
-        ends = counts.cumsum(0)
-        step = torch.arange(int(counts.sum())) - torch.repeat_interleave(ends - counts, counts)
-        positions = self._item_order[torch.repeat_interleave(first, counts) + step]
-        ends = torch.cat([torch.zeros(1, dtype=torch.int64), ends])
-        offsets = (
-            torch.arange(len(item_id_bags.values) + 1)
-            if item_id_bags.offsets is None
-            else item_id_bags.offsets
-        )
-        return Ids(positions, ends[offsets])
+        ends, order = locate_bag_items(first, counts)
+        offsets = item_id_bags.offsets
+        return Ids(self._item_order[order], ends if offsets is None else ends[offsets])
 
     def _find_users(self, user_ids: Sequence[Any]) -> Tensor:
         """Return the position of each user in the training data, (B,) int64; -1 for none. Raises DataError."""
@@ -444,15 +429,15 @@ class Recommender:
 
     def _find_seen_items(self, user_positions: Tensor) -> Ids:
         """Return the bags of items that the users of the training data took; empty for others."""
-        taken = self.catalogue.taken
+        taken, none = self.catalogue.taken, _build_empty_bags(len(user_positions))
         if taken is None or not len(taken.counts):
-            offsets = torch.zeros(len(user_positions) + 1, dtype=torch.int64)
-            return Ids(torch.empty(0, dtype=torch.int64), offsets)
+            return none
         bags = gather_ids(taken, user_positions.clamp(min=0))
-        is_known = user_positions >= 0
-        counts = bags.counts * is_known
-        values = bags.values[is_known[bags.samples]]
-        return Ids(values, torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)]))
+        return select_samples(none, bags, user_positions >= 0)
+
+
+def _build_empty_bags(size: int) -> Ids:
+    return Ids(torch.empty(0, dtype=torch.int64), torch.zeros(size + 1, dtype=torch.int64))
 
 
 def _is_empty(value: Any) -> bool:

@@ -92,8 +92,7 @@ def open_interactions(
 
     user, item, time, rating, event    names of columns; default: by header types and usual names
     at_least, events, core             lowest rating, events, and interactions of a user or an item that count
-    users, items                       files with a row for each: features by which models know them
-    validation, test                   files of these parts; default: those of a folder that has train and test
+    validation, test, users, items     files of these parts; and of users and items, a row for each: their features
     split, split_seed                  as in `interactions.splits`; default: files, leave_one_out (ordered) or per_user
     test_fraction, test_after, ...     shares (0.2, 0.1 of the rest), or cutoffs of split=time: ISO times or numbers
     samples                            "pairs" (user, item), "sequences" of a user's items, or pairs with "neighbours"
@@ -104,10 +103,11 @@ def open_interactions(
 
     Raises DataError naming file and row, ConfigError.
     """
-    parts = _number_parts(find_part_files(path, validation, test))
+    check_choices(open_interactions, {"order": order, "split": split, "samples": samples})
+    files = find_part_files(path, validation, test)
     columns = {"user": user, "item": item, "time": time, "rating": rating, "event": event}
     data, record_schema, note = read_interactions(
-        parts,
+        {list(PARTS).index(part): file for part, file in files.items()},
         FileOptions(columns, delimiter, names),
         users=users,
         items=items,
@@ -118,7 +118,7 @@ def open_interactions(
         schema=None if schema is None else load_file_schema(schema),
     )
     is_ordered = _has_order(data, order)
-    kind = _choose_split(split, len(parts), is_ordered)
+    kind = split or ("files" if len(files) > 1 else "leave_one_out" if is_ordered else "per_user")
     shares = {"test_fraction": test_fraction, "validation_fraction": validation_fraction}
     cutoffs = {"test_after": test_after, "validation_after": validation_after}
     divided = _divide(data, _build_split_options(kind, data, shares, cutoffs, split_seed))
@@ -136,11 +136,6 @@ def open_interactions(
     return replace(splits, notes=notes, options=recorded)
 
 
-def _number_parts(files: Mapping[str, Any]) -> dict[int, Any]:
-    """Return the files by the number of their part (`splits.TRAIN` ...)."""
-    return {list(PARTS).index(part): file for part, file in files.items()}
-
-
 def _replace_negatives(splits: Splits, negatives: int | str | Path | None) -> Splits:
     """Rank held-out items among negatives; a file has those of the test part only."""
     if negatives is None:
@@ -152,22 +147,10 @@ def _replace_negatives(splits: Splits, negatives: int | str | Path | None) -> Sp
 
 
 def _has_order(interactions: Interactions, order: str | None) -> bool:
-    """Return whether a user's items have an order. Raises ConfigError for one by times that are not there, and for one
-    that does not exist."""
-    check_choices(open_interactions, {"order": order})
+    """Return whether a user's items have an order. Raises ConfigError for one by times that are not there."""
     if order == "time" and interactions.time_n is None:
         raise ConfigError("order=time: got no column of times; name it with data.options.time")
     return order == "file" or interactions.time_n is not None
-
-
-def _choose_split(split: SplitKind | None, num_parts: int, is_ordered: bool) -> SplitKind:
-    """Return the requested split, else the default one. Raises ConfigError for one that does not exist."""
-    check_choices(open_interactions, {"split": split})
-    if split is not None:
-        return split
-    if num_parts > 1:
-        return "files"
-    return "leave_one_out" if is_ordered else "per_user"
 
 
 def _build_split_options(
@@ -196,9 +179,9 @@ def _divide(interactions: Interactions, options: SplitOptions) -> Parts:
     for name, part in (("test", TEST), ("validation", VALIDATION)):
         share = getattr(options, f"{name}_fraction")
         if options.kind == "per_user" and share > 0 and not (parts == part).any():
-            most = int(np.bincount(interactions.user_n).max())
+            largest = int(np.bincount(interactions.user_n).max())
             raise ConfigError(
-                f"split=per_user: got no interaction for {name}, wanted one at least: no user has more than {most:,}, "
+                f"split=per_user: got no interaction for {name}, wanted one at least: no user has more than {largest:,}, "
                 f"and the share {share:g} of each user's is rounded down. Set a larger data.options.{name}_fraction, 0 "
                 "for no such part, or data.options.split=rows"
             )
