@@ -181,8 +181,8 @@ def _divide(interactions: Interactions, options: SplitOptions) -> Parts:
         if options.kind == "per_user" and share > 0 and not (parts == part).any():
             largest = int(np.bincount(interactions.user_n).max())
             raise ConfigError(
-                f"split=per_user: got no interaction for {name}, wanted one at least: no user has more than {largest:,}, "
-                f"and the share {share:g} of each user's is rounded down. Set a larger data.options.{name}_fraction, 0 "
+                f"split=per_user: got no interaction for {name}, wanted one at least: no user has more than "
+                f"{largest:,}, and the share {share:g} of each user's is rounded down. Set a larger data.options.{name}_fraction, 0 "
                 "for no such part, or data.options.split=rows"
             )
     return parts
