@@ -182,8 +182,8 @@ def _divide(interactions: Interactions, options: SplitOptions) -> Parts:
             largest = int(np.bincount(interactions.user_n).max())
             raise ConfigError(
                 f"split=per_user: got no interaction for {name}, wanted one at least: no user has more than "
-                f"{largest:,}, and the share {share:g} of each user's is rounded down. Set a larger data.options.{name}_fraction, 0 "
-                "for no such part, or data.options.split=rows"
+                f"{largest:,}, and the share {share:g} of each user's is rounded down. Set a larger "
+                f"data.options.{name}_fraction, 0 for no such part, or data.options.split=rows"
             )
     return parts
 
