@@ -59,7 +59,7 @@ def recommend(
     from colonnade.serve.recommend import Recommender
 
     started = time.perf_counter()
-    catalogue = None if items is None else read_records(items)
+    catalogue = None if items is None else list(read_records(items))
     num_users = num_popular = num_left_out = 0
     with Recommender.open(model, items=catalogue, at=at) as recommender:
         item_type = pa.string() if recommender.catalogue.keys.dtype == object else pa.int64()
