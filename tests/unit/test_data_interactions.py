@@ -18,9 +18,9 @@ from colonnade.data.interactions.samples import (
     concat_bags,
     draw_other_items,
     group_items_by_user,
-    mark_drawn,
     truncate_to_newest_items,
 )
+from colonnade.data.interactions.splits import mark_drawn
 from colonnade.errors import DataError
 
 
@@ -216,7 +216,10 @@ def test_the_readers_law(opened, samples):
 
 
 def test_movielens_as_implicit_feedback(tmp_path):
-    folder = write_movielens(tmp_path)
+    films = range(1, 21)
+    ratings = [[user for user in (1, 2, 4, 7) for _ in films], [*films] * 4, [5] * 80]
+    movies = [f"{film}::Film (19{70 + film})::Drama" for film in films]
+    folder = write_movielens(tmp_path, movies=movies, ratings=ratings)
     splits = open_source("movielens_retrieval", folder)
     schema = splits.train.schema
     assert [c.name for c in schema.categorical] == [
