@@ -28,6 +28,7 @@ from colonnade.data.tabular.formats import FORMATS
 from colonnade.errors import ConfigError
 from colonnade.models.build import MODEL_SPECS
 from colonnade.models.split import Scorer
+from colonnade.plan.names import Thresholding
 from colonnade.publish.mirror import open_url
 from colonnade.train.best import check_monitor_metric
 from colonnade.train.objective import Objective
@@ -313,6 +314,10 @@ def describe_settings(config: RunConfig, labels: Sequence[str]) -> str:
     )
 
 
+STEPS_OF_AN_ELEMENT = 50
+"""How often an element of a thresholded gradient is sent in a run, at least."""
+
+
 def warn_of_few_steps(config: RunConfig, num_steps: int | None, console: Console) -> None:
     """Print a warning if a run has few steps although train.max_steps is not set. num_steps: None if unknown."""
     if config.train.max_steps is None and num_steps and num_steps < FEW_STEPS:
@@ -543,4 +548,18 @@ def check_data_for_settings(data: Splits, config: RunConfig, objective: Objectiv
         raise ConfigError(
             f"train.patience={config.train.patience} waits for a better {monitor} on the validation part, "
             "and this data set has none; give it one, or set patience to 0"
+        )
+
+
+def check_steps_of_thresholded_sums(config: RunConfig, num_steps: int | None) -> None:
+    """Raise ConfigError if a run is too short for `plan.codec.dense=thresholded`. num_steps: None if unknown."""
+    codec = config.plan.codec.choose_dense_codec()
+    if not isinstance(codec, Thresholding) or num_steps is None:
+        return
+    least = STEPS_OF_AN_ELEMENT / codec.keep
+    if num_steps < least:
+        raise ConfigError(
+            f"got a run of {num_steps:,} steps with plan.codec.dense=thresholded, wanted at least {least:,.0f}: with "
+            f"dense_keep={codec.keep:g} an element of a gradient is sent every {1 / codec.keep:,.0f} steps; train for "
+            f"longer, set plan.codec.dense_keep={STEPS_OF_AN_ELEMENT / num_steps:.2g}, or plan.codec.dense=int8"
         )
