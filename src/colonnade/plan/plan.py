@@ -210,7 +210,7 @@ class Plan:
         )
 
 
-def _read_codecs(dense: str | Mapping[str, Any] = "exact", **names: CodecName) -> Codecs:
+def _read_codecs(dense: CodecName | Mapping[str, Any] = "exact", **names: CodecName) -> Codecs:
     return Codecs(dense=Thresholding(**dense) if isinstance(dense, Mapping) else dense, **names)
 
 

@@ -11,6 +11,7 @@ A block is a piece of at most 65,536 elements of one tensor, because layers diff
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
@@ -36,7 +37,8 @@ def kept_share(rule: Thresholding, step: int) -> float:
     """Return the share of the elements that a message of a step (from 0) has. Pure."""
     if step >= rule.keep_steps:
         return rule.keep
-    return max(rule.keep, FIRST_SHARE * (rule.keep / FIRST_SHARE) ** (step / rule.keep_steps))
+    warming = FIRST_SHARE * math.pow(rule.keep / FIRST_SHARE, step / rule.keep_steps)
+    return max(rule.keep, warming)
 
 
 def is_refreshed(rule: Thresholding, step: int) -> bool:
@@ -117,7 +119,7 @@ class ThresholdedShares:
                 if is_refreshed(self.rule, step) or not thresholds[block]:
                     rank = len(elements) + 1 - count_passing(len(elements), kept)
                     thresholds[block] = elements.kthvalue(rank).values / gradient_scale
-        slots = self._slots(kept)
+        slots = self.allot_slots(kept)
         message = torch.empty(int(slots.sum()), dtype=torch.int32)
         num_passed = torch.zeros_like(slots)
         _native.encode_thresholded(
@@ -140,7 +142,7 @@ class ThresholdedShares:
 
     def decode(self, coded: Tensor, values_out: Tensor, step: int) -> None:
         """Decode messages of these shares, once or from several ranks, into `values_out` (shares, n / N)."""
-        slots = self._slots(kept_share(self.rule, step))
+        slots = self.allot_slots(kept_share(self.rule, step))
         num_messages = len(values_out) // len(self.own)
         for message, values in zip(
             coded.view(num_messages, -1), values_out.view(num_messages, -1), strict=True
@@ -152,6 +154,7 @@ class ThresholdedShares:
         self.residual, self.residual_before = self.residual_before, self.residual
         self.thresholds, self.thresholds_before = self.thresholds_before, self.thresholds
 
-    def _slots(self, kept: float) -> Tensor:
+    def allot_slots(self, kept: float) -> Tensor:
+        """Return the slots of each block. kept: share of the elements that a message has."""
         slots = count_slots(self.blocks_by_share, kept)
         return torch.tensor([count for share in self.own for count in slots[share]])
