@@ -56,14 +56,15 @@ void encode_thresholded(const ThresholdBlocks& blocks, const float* values, cons
   std::vector<std::uint16_t> offsets(65536 + 1);  // the last is written, never read
   Slot* const begin = message;
   std::fill_n(begin, blocks.num_slots(), Slot{0});
+  const float largest = std::numeric_limits<float>::max() * std::min(scale, 1.0f);  // more is inf as a residual
   for (std::size_t b = 0; b < blocks.slots.size(); ++b) {
     const std::int64_t start = blocks.starts[b], size = blocks.starts[b + 1] - start;
     float* const wanted = new_residual + start;
-    const float threshold = std::max(thresholds[b], std::numeric_limits<float>::denorm_min());
+    const float threshold = std::clamp(thresholds[b], std::numeric_limits<float>::denorm_min(), largest);
     const std::int64_t passed =
         list_passing(values + start, residual + start, scale, threshold, size, wanted, offsets.data());
     num_passed[b] = passed;
-    const auto has_bad = [&](std::uint16_t offset) { return !std::isfinite(wanted[offset]); };
+    const auto has_bad = [&](std::uint16_t offset) { return !(std::fabs(wanted[offset]) <= largest); };
     if (std::any_of(offsets.begin(), offsets.begin() + passed, has_bad)) {
       std::fill_n(begin, blocks.num_slots(), Slot{0});
       *begin = kNaN;

@@ -22,7 +22,8 @@ struct ThresholdBlocks {
 // Encode values * 1 + residual * scale: of each block the elements whose magnitude is not below its threshold (those
 // that are not 0, if that is 0), at most as many as it has slots. Where more pass, a window that moves with the step is
 // taken, so that no element waits for ever. new_residual: what is not sent, over scale. num_passed (blocks,): elements
-// at or above the threshold. If an element is NaN or inf, the message has one NaN alone, and residuals stay.
+// at or above the threshold. If an element or its
+// residual would be NaN or inf, the message has one NaN alone, and residuals stay.
 void encode_thresholded(const ThresholdBlocks& blocks, const float* values, const float* residual, float scale,
                         const float* thresholds, std::int64_t step, float* new_residual, std::int64_t* num_passed,
                         Slot* message);

@@ -15,7 +15,7 @@ from colonnade.wire.thresholded import (
     SLOT_BYTES,
     ThresholdedShares,
     count_slots,
-    kept_share,
+    density_of_step,
     split_into_blocks,
     thresholded_buffer_bytes,
 )
@@ -35,20 +35,20 @@ def draw_gradients(size, seed, special=()):
 @settings(max_examples=60, deadline=None)
 @given(
     sizes=st.lists(st.integers(1, 400), min_size=1, max_size=5),
-    share=st.sampled_from([0.01, 0.1, 0.3, 1.0]),
+    density=st.sampled_from([0.01, 0.1, 0.3, 1.0]),
     threshold=st.sampled_from([0.0, 0.5, 2.0, 1e9]),
     scale=st.sampled_from([1.0, 8.0, 0.25]),
     step=st.integers(0, 1000),
     special=st.lists(st.sampled_from(SPECIAL + BAD), max_size=4),
 )
-def test_messages_have_the_bits_of_the_definition(sizes, share, threshold, scale, step, special):
-    slots = count_slots([sizes], share)[0]
+def test_messages_have_the_bits_of_the_definition(sizes, density, threshold, scale, step, special):
+    slots = count_slots([sizes], density)[0]
     values = draw_gradients(sum(sizes), step, special)
     residual = draw_gradients(sum(sizes), step + 1)
     starts = torch.tensor([0, *sizes]).cumsum(0)
     thresholds = torch.full((len(sizes),), threshold)
     message = torch.empty(sum(slots), dtype=torch.int32)
-    left, passed = torch.empty_like(values), torch.zeros(len(sizes), dtype=torch.int64)
+    residual_after, passed = torch.empty_like(values), torch.zeros(len(sizes), dtype=torch.int64)
     _native.encode_thresholded(
         values,
         residual,
@@ -57,21 +57,21 @@ def test_messages_have_the_bits_of_the_definition(sizes, share, threshold, scale
         torch.tensor(slots),
         thresholds,
         step,
-        left,
+        residual_after,
         passed,
         message,
     )
     wanted = reference.encode(values, residual, scale, sizes, slots, thresholds.tolist(), step)
-    assert torch.equal(message, wanted[0]) and torch.equal(left, wanted[1])
+    assert torch.equal(message, wanted[0]) and torch.equal(residual_after, wanted[1])
     decoded = torch.empty_like(values)
     _native.decode_thresholded(message, starts, torch.tensor(slots), decoded)
     assert torch.equal(decoded.nan_to_num(7), reference.decode(message, sizes, slots).nan_to_num(7))
     if wanted[2]:
         assert passed.tolist() == wanted[2]
         # What is sent and what is left are all there was, to the bit.
-        assert torch.equal(decoded + left * scale, values + residual * scale)
+        assert torch.equal(decoded + residual_after * scale, values + residual * scale)
     else:
-        assert decoded[0].isnan() and torch.equal(left, residual)
+        assert decoded[0].isnan() and torch.equal(residual_after, residual)
 
 
 def test_bytes_of_others_are_refused():
@@ -84,20 +84,20 @@ def test_bytes_of_others_are_refused():
 @given(
     sizes=st.lists(st.sampled_from([256, 300, 65_536, 65_537, 200_001]), min_size=1, max_size=4),
     num_shares=st.integers(1, 7),
-    share=st.sampled_from([0.001, 0.01, 0.25]),
+    density=st.sampled_from([0.001, 0.01, 0.25]),
 )
-def test_shares_have_messages_of_one_size(sizes, num_shares, share):
+def test_shares_have_messages_of_one_size(sizes, num_shares, density):
     blocks = split_into_blocks(sizes, num_shares)
     assert len({sum(of_share) for of_share in blocks}) == 1
     assert 0 <= sum(map(sum, blocks)) - sum(sizes) < num_shares
     assert 1 <= min(map(min, blocks)) and max(map(max, blocks)) <= 65_536
     ends = set(torch.tensor([size for of_share in blocks for size in of_share]).cumsum(0).tolist())
     assert set(torch.tensor(sizes[:-1]).cumsum(0).tolist()) <= ends  # no block has two tensors
-    slots = count_slots(blocks, share)
+    slots = count_slots(blocks, density)
     assert {sum(of_share) for of_share in slots} == {sum(slots[0])}
-    size = thresholded_buffer_bytes(sizes, num_shares, share)
+    size = thresholded_buffer_bytes(sizes, num_shares, density)
     assert size == SLOT_BYTES * sum(map(sum, slots))
-    if max(sizes) > 65_000 and share == 0.01 and num_shares == 1:
+    if max(sizes) > 65_000 and density == 0.01 and num_shares == 1:
         assert 4 * sum(sizes) / size > 90
 
 
@@ -135,9 +135,9 @@ def test_a_message_is_never_longer_than_its_slots_whatever_the_rule():
 
 def test_the_share_falls_geometrically():
     rule = Thresholding(0.01, 100)
-    shares = [kept_share(rule, step) for step in (0, 50, 99, 100, 10_000)]
+    shares = [density_of_step(rule, step) for step in (0, 50, 99, 100, 10_000)]
     assert shares == pytest.approx([0.25, 0.05, 0.0103, 0.01, 0.01], rel=0.01)
-    assert kept_share(Thresholding(0.5, 10), 3) == 0.5
+    assert density_of_step(Thresholding(0.5, 10), 3) == 0.5
 
 
 def test_elements_that_are_zero_are_not_sent_and_thaw_at_once():

@@ -23,10 +23,10 @@ def encode_block(
     values = wanted[sent].clamp(-MOST, MOST).bfloat16()
     slots = torch.zeros(num_slots, dtype=torch.int64)
     slots[: len(sent)] = (sent << 16) + (values.view(torch.int16).long() & 0xFFFF)
-    left = wanted.clone()
-    left[sent] -= values.float()
+    unsent = wanted.clone()
+    unsent[sent] -= values.float()
     slots = torch.where(slots >= 2**31, slots - 2**32, slots)
-    return slots.int(), left, len(passing)
+    return slots.int(), unsent, len(passing)
 
 
 def encode(
@@ -40,7 +40,7 @@ def encode(
 ) -> tuple[Tensor, Tensor, list[int]]:
     """Encode values + residual * scale (n,): return the message, the new residual (n,), and what passes by block."""
     wanted = values + residual * scale
-    if not bool(wanted.isfinite().all()):
+    if not bool((wanted / scale).isfinite().all() and wanted.isfinite().all()):
         message = torch.zeros(sum(slots), dtype=torch.int32)
         message[0] = 0x7FC0
         return message, residual.clone(), []
@@ -48,8 +48,8 @@ def encode(
         encode_block(block, *settings, step)
         for block, *settings in zip(wanted.split(list(sizes)), thresholds, slots, strict=True)
     ]
-    messages, left, passed = zip(*blocks, strict=True)
-    return torch.cat(messages), torch.cat(left) / scale, list(passed)
+    messages, unsent, passed = zip(*blocks, strict=True)
+    return torch.cat(messages), torch.cat(unsent) / scale, list(passed)
 
 
 def decode(message: Tensor, sizes: Sequence[int], slots: Sequence[int]) -> Tensor:

@@ -17,6 +17,7 @@ from colonnade.plan.names import (
     CodecName,
     DenseCodec,
     Thresholding,
+    ThresholdRule,
 )
 from colonnade.sizes import (
     SettingWords,
@@ -141,7 +142,7 @@ class CodecConfig(Section):
     """Share of the elements that a thresholded message has. A run needs at least 50 / dense_keep steps."""
     dense_keep_steps: int | None = Field(None, ge=0)
     """Steps of the warm-up, in which the share falls from 25 % to dense_keep; default 10 / dense_keep."""
-    dense_refresh: Literal["controller", "geometric"] | Annotated[int, Field(ge=1)] = "controller"
+    dense_refresh: ThresholdRule | Annotated[int, Field(ge=1)] = "controller"
     """Thresholds: controller adjusts them each step so that dense_keep of the elements pass; geometric computes them
     anew at steps 0, 1, 2, 4, 8, ...; a number N, every N steps."""
 

@@ -14,9 +14,8 @@ CacheTier = Literal["dram", "hbm"]
 """Memory of row caches: main memory, or that of each rank's device."""
 CodecName = Literal["exact", "bf16", "fp16", "int8"]
 """Encoding of rows or gradients in messages."""
-ThresholdRefresh = Literal["controller", "geometric"] | int
-"""When thresholds change: controller: each step, by how many elements passed; geometric: they are computed anew at
-steps 0, 1, 2, 4, 8, ...; a number N: every N steps."""
+ThresholdRule = Literal["controller", "geometric"]
+"""Thresholds that change each step, by how many elements passed, or are computed anew at steps 0, 1, 2, 4, 8, ..."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +26,8 @@ class Thresholding:
     """Share of the elements that a message has, after the warm-up."""
     keep_steps: int
     """Steps of the warm-up, in which the share falls from 25 % to `keep`."""
-    refresh: ThresholdRefresh = "controller"
+    refresh: ThresholdRule | int = "controller"
+    """An int: thresholds are computed anew every so many steps."""
 
     def __str__(self) -> str:
         return (

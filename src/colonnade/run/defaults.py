@@ -314,8 +314,8 @@ def describe_settings(config: RunConfig, labels: Sequence[str]) -> str:
     )
 
 
-STEPS_OF_AN_ELEMENT = 50
-"""How often an element of a thresholded gradient is sent in a run, at least."""
+MESSAGES_OF_AN_ELEMENT = 50
+"""Number of times that an element of a thresholded gradient is sent in a run, at least."""
 
 
 def warn_of_few_steps(config: RunConfig, num_steps: int | None, console: Console) -> None:
@@ -556,10 +556,10 @@ def check_steps_of_thresholded_sums(config: RunConfig, num_steps: int | None) ->
     codec = config.plan.codec.choose_dense_codec()
     if not isinstance(codec, Thresholding) or num_steps is None:
         return
-    least = STEPS_OF_AN_ELEMENT / codec.keep
+    least = MESSAGES_OF_AN_ELEMENT / codec.keep
     if num_steps < least:
         raise ConfigError(
             f"got a run of {num_steps:,} steps with plan.codec.dense=thresholded, wanted at least {least:,.0f}: with "
             f"dense_keep={codec.keep:g} an element of a gradient is sent every {1 / codec.keep:,.0f} steps; train for "
-            f"longer, set plan.codec.dense_keep={STEPS_OF_AN_ELEMENT / num_steps:.2g}, or plan.codec.dense=int8"
+            f"longer, set plan.codec.dense_keep={MESSAGES_OF_AN_ELEMENT / num_steps:.2g}, or plan.codec.dense=int8"
         )

@@ -35,7 +35,7 @@ from colonnade.topology.world import World
 from colonnade.wire.codec import CODECS, Codec, RowBlock, decode_elements, encode_elements
 from colonnade.wire.thresholded import (
     ThresholdedShares,
-    kept_share,
+    density_of_step,
     split_into_blocks,
     thresholded_buffer_bytes,
 )
@@ -221,8 +221,8 @@ def coded_buffer_bytes(
 
     Not for "exact". sizes: elements of the tensors in the buffer; step: None: after the warm-up of thresholded sums."""
     if isinstance(codec, Thresholding):
-        kept = kept_share(codec, codec.keep_steps if step is None else step)
-        return thresholded_buffer_bytes(sizes, num_ranks, kept)
+        density = density_of_step(codec, codec.keep_steps if step is None else step)
+        return thresholded_buffer_bytes(sizes, num_ranks, density)
     return num_ranks * coded_share_bytes(CODECS[codec], -(-sum(sizes) // num_ranks))
 
 

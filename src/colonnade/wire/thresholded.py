@@ -23,7 +23,7 @@ from colonnade.plan.names import Thresholding
 
 MAX_BLOCK = 1 << 16  # offsets have 16 bits
 SLOT_BYTES = 4
-FIRST_SHARE = 0.25
+FIRST_DENSITY = 0.25
 """Share of the elements that the first message has. An element is sent every 1 / keep steps on each leg, which is too
 late in the first steps, when gradients change most."""
 SPARE_SLOTS = 20  # one more for every so many elements that should pass
@@ -33,11 +33,11 @@ REFRESH_STEPS = 1000
 """Steps between thresholds of the rule "geometric", from step 1,000 on; the paper says every few thousand."""
 
 
-def kept_share(rule: Thresholding, step: int) -> float:
-    """Return the share of the elements that a message of a step (from 0) has. Pure."""
+def density_of_step(rule: Thresholding, step: int) -> float:
+    """Return the density in a step (from 0): the share of the elements that a message has. Pure."""
     if step >= rule.keep_steps:
         return rule.keep
-    warming = FIRST_SHARE * math.pow(rule.keep / FIRST_SHARE, step / rule.keep_steps)
+    warming = FIRST_DENSITY * math.pow(rule.keep / FIRST_DENSITY, step / rule.keep_steps)
     return max(rule.keep, warming)
 
 
@@ -50,9 +50,9 @@ def is_refreshed(rule: Thresholding, step: int) -> bool:
     return step % rule.refresh == 0
 
 
-def count_passing(block_size: int, kept: float) -> int:
+def count_passing(block_size: int, density: float) -> int:
     """Return how many elements of a block should pass its threshold: at least one. Pure."""
-    return max(1, int(kept * block_size + 1e-9))
+    return max(1, int(density * block_size + 1e-9))
 
 
 def split_into_blocks(sizes: Sequence[int], num_shares: int) -> list[list[int]]:
@@ -71,13 +71,13 @@ def split_into_blocks(sizes: Sequence[int], num_shares: int) -> list[list[int]]:
     return blocks
 
 
-def count_slots(blocks_by_share: Sequence[Sequence[int]], kept: float) -> list[list[int]]:
+def count_slots(blocks_by_share: Sequence[Sequence[int]], density: float) -> list[list[int]]:
     """Return the slots of each block, by share; the last block of a share has those that make all shares equal. Pure.
 
-    kept: share of the elements that a message has."""
+    density: share of the elements that a message has."""
     slots = []
     for blocks in blocks_by_share:
-        passing = [count_passing(size, kept) for size in blocks]
+        passing = [count_passing(size, density) for size in blocks]
         slots.append([count - -count // SPARE_SLOTS for count in passing])
     longest = max(map(sum, slots))
     for slots_of_share in slots:
@@ -85,9 +85,11 @@ def count_slots(blocks_by_share: Sequence[Sequence[int]], kept: float) -> list[l
     return slots
 
 
-def thresholded_buffer_bytes(sizes: Sequence[int], num_shares: int, kept: float) -> int:
-    """Return the bytes of the messages of all shares of a buffer. sizes, kept: as above. Pure."""
-    return num_shares * sum(count_slots(split_into_blocks(sizes, num_shares), kept)[0]) * SLOT_BYTES
+def thresholded_buffer_bytes(sizes: Sequence[int], num_shares: int, density: float) -> int:
+    """Return the bytes of the messages of all shares of a buffer. sizes, density: as above. Pure."""
+    return (
+        num_shares * sum(count_slots(split_into_blocks(sizes, num_shares), density)[0]) * SLOT_BYTES
+    )
 
 
 class ThresholdedShares:
@@ -111,15 +113,15 @@ class ThresholdedShares:
 
         An element that is not finite makes the message one NaN, and leaves residuals as they are."""
         self.undo_last_step()  # the same buffers, in turns
-        kept = kept_share(self.rule, step)
+        density = density_of_step(self.rule, step)
         thresholds = self.thresholds_before.clone()
         if is_refreshed(self.rule, step) or not thresholds.all():
             wanted = torch.add(values.view(-1), self.residual_before.view(-1), alpha=gradient_scale)
             for block, elements in enumerate(wanted.abs_().split(self.sizes.tolist())):
                 if is_refreshed(self.rule, step) or not thresholds[block]:
-                    rank = len(elements) + 1 - count_passing(len(elements), kept)
+                    rank = len(elements) + 1 - count_passing(len(elements), density)
                     thresholds[block] = elements.kthvalue(rank).values / gradient_scale
-        slots = self.allot_slots(kept)
+        slots = self.allot_slots(density)
         message = torch.empty(int(slots.sum()), dtype=torch.int32)
         num_passed = torch.zeros_like(slots)
         _native.encode_thresholded(
@@ -135,14 +137,14 @@ class ThresholdedShares:
             message,
         )
         if self.rule.refresh == "controller":
-            wanted = torch.tensor([count_passing(size, kept) for size in self.sizes.tolist()])
+            wanted = torch.tensor([count_passing(size, density) for size in self.sizes.tolist()])
             thresholds.mul_((num_passed.clamp(min=1) / wanted) ** GAIN)
         self.thresholds = thresholds
         return message
 
     def decode(self, coded: Tensor, values_out: Tensor, step: int) -> None:
         """Decode messages of these shares, once or from several ranks, into `values_out` (shares, n / N)."""
-        slots = self.allot_slots(kept_share(self.rule, step))
+        slots = self.allot_slots(density_of_step(self.rule, step))
         num_messages = len(values_out) // len(self.own)
         for message, values in zip(
             coded.view(num_messages, -1), values_out.view(num_messages, -1), strict=True
@@ -154,7 +156,7 @@ class ThresholdedShares:
         self.residual, self.residual_before = self.residual_before, self.residual
         self.thresholds, self.thresholds_before = self.thresholds_before, self.thresholds
 
-    def allot_slots(self, kept: float) -> Tensor:
-        """Return the slots of each block. kept: share of the elements that a message has."""
-        slots = count_slots(self.blocks_by_share, kept)
+    def allot_slots(self, density: float) -> Tensor:
+        """Return the slots of each block. density: share of the elements that a message has."""
+        slots = count_slots(self.blocks_by_share, density)
         return torch.tensor([count for share in self.own for count in slots[share]])
