@@ -16,6 +16,7 @@ from colonnade.wire.thresholded import (
     ThresholdedShares,
     count_slots,
     density_of_step,
+    is_refreshed,
     split_into_blocks,
     thresholded_buffer_bytes,
 )
@@ -138,6 +139,15 @@ def test_the_share_falls_geometrically():
     shares = [density_of_step(rule, step) for step in (0, 50, 99, 100, 10_000)]
     assert shares == pytest.approx([0.25, 0.05, 0.0103, 0.01, 0.01], rel=0.01)
     assert density_of_step(Thresholding(0.5, 10), 3) == 0.5
+
+
+def test_thresholds_are_computed_anew_at_the_steps_of_the_rule():
+    def steps(refresh):
+        return [step for step in range(2500) if is_refreshed(Thresholding(0.01, 0, refresh), step)]
+
+    assert steps("controller") == [0]
+    assert steps("geometric") == [0, *(2**power for power in range(10)), 1000, 2000]
+    assert steps(1000) == [0, 1000, 2000]
 
 
 def test_elements_that_are_zero_are_not_sent_and_thaw_at_once():

@@ -27,7 +27,7 @@ class Thresholding:
     keep_steps: int
     """Steps of the warm-up, in which the share falls from 25 % to `keep`."""
     refresh: ThresholdRule | int = "controller"
-    """An int: thresholds are computed anew every so many steps."""
+    """Rule of the thresholds, or the number of steps after which they are computed anew."""
 
     def __str__(self) -> str:
         return (

@@ -32,6 +32,7 @@ from colonnade.plan.names import Thresholding
 from colonnade.publish.mirror import open_url
 from colonnade.train.best import check_monitor_metric
 from colonnade.train.objective import Objective
+from colonnade.wire.thresholded import MESSAGES_OF_AN_ELEMENT
 
 DEFAULT_SECTIONS = {
     "model": {"name": "deepfm", "dim": 16},
@@ -314,10 +315,6 @@ def describe_settings(config: RunConfig, labels: Sequence[str]) -> str:
     )
 
 
-MESSAGES_OF_AN_ELEMENT = 50
-"""Number of times that an element of a thresholded gradient is sent in a run, at least."""
-
-
 def warn_of_few_steps(config: RunConfig, num_steps: int | None, console: Console) -> None:
     """Print a warning if a run has few steps although train.max_steps is not set. num_steps: None if unknown."""
     if config.train.max_steps is None and num_steps and num_steps < FEW_STEPS:
@@ -556,10 +553,16 @@ def check_steps_of_thresholded_sums(config: RunConfig, num_steps: int | None) ->
     codec = config.plan.codec.choose_dense_codec()
     if not isinstance(codec, Thresholding) or num_steps is None:
         return
-    least = MESSAGES_OF_AN_ELEMENT / codec.keep
-    if num_steps < least:
+    min_steps = MESSAGES_OF_AN_ELEMENT / codec.keep
+    if num_steps < min_steps:
         raise ConfigError(
-            f"got a run of {num_steps:,} steps with plan.codec.dense=thresholded, wanted at least {least:,.0f}: with "
-            f"dense_keep={codec.keep:g} an element of a gradient is sent every {1 / codec.keep:,.0f} steps; train for "
-            f"longer, set plan.codec.dense_keep={MESSAGES_OF_AN_ELEMENT / num_steps:.2g}, or plan.codec.dense=int8"
+            f"got a run of {num_steps:,} steps with plan.codec.dense=thresholded, wanted at least {min_steps:,.0f}: "
+            f"with dense_keep={codec.keep:g} an element of a gradient is sent every {1 / codec.keep:,.0f} steps; train "
+            f"for longer, set plan.codec.dense_keep={_round_up(MESSAGES_OF_AN_ELEMENT / max(num_steps, 1))}, or "
+            "plan.codec.dense=int8"
         )
+
+
+def _round_up(share: float) -> float:
+    """Round a share up to two decimals, 1 at most."""
+    return min(1.0, math.ceil(100 * share) / 100)

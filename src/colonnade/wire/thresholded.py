@@ -26,6 +26,9 @@ SLOT_BYTES = 4
 FIRST_DENSITY = 0.25
 """Share of the elements that the first message has. An element is sent every 1 / keep steps on each leg, which is too
 late in the first steps, when gradients change most."""
+MESSAGES_OF_AN_ELEMENT = 50
+"""Number of messages of a typical element in a run, at least: in shorter runs what is late is too much of what is
+learned."""
 SPARE_SLOTS = 20  # one more for every so many elements that should pass
 GAIN = 0.1
 """Exponent of the controller: if twice as many elements pass as should, the threshold rises by 7 %."""
