@@ -28,6 +28,8 @@ class Thresholding:
     """Steps of the warm-up, in which the share falls from 25 % to `keep`."""
     refresh: ThresholdRule | int = "controller"
     """Rule of the thresholds, or the number of steps after which they are computed anew."""
+    adam_weight_decay: float | None = None
+    """Messages have the directions of Adam with this weight decay; None: gradients."""
 
     def __str__(self) -> str:
         return (

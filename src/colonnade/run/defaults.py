@@ -548,10 +548,19 @@ def check_data_for_settings(data: Splits, config: RunConfig, objective: Objectiv
         )
 
 
-def check_steps_of_thresholded_sums(config: RunConfig, num_steps: int | None) -> None:
-    """Raise ConfigError if a run is too short for `plan.codec.dense=thresholded`. num_steps: None if unknown."""
+def check_thresholded_sums(config: RunConfig, num_steps: int | None) -> None:
+    """Raise ConfigError if a run is too short for `plan.codec.dense=thresholded`, or clips dense gradients.
+
+    num_steps: None if unknown."""
     codec = config.plan.codec.choose_dense_codec()
-    if not isinstance(codec, Thresholding) or num_steps is None:
+    if not isinstance(codec, Thresholding):
+        return
+    if config.dense.clip_norm is not None:
+        raise ConfigError(
+            f"got dense.clip_norm={config.dense.clip_norm:g} with plan.codec.dense=thresholded, wanted one of them: "
+            "what earlier steps owe is part of a sum, so clipping would drop it"
+        )
+    if num_steps is None:
         return
     min_steps = MESSAGES_OF_AN_ELEMENT / codec.keep
     if num_steps < min_steps:

@@ -195,6 +195,17 @@ class DenseGradients:
         self._can_restore_residuals = False
         self._saved_residuals: Sequence[State | None] = ()
 
+    @property
+    def directed_parameters(self) -> list[nn.Parameter]:
+        """Parameters that get directions of Adam instead of gradients."""
+        if isinstance(self.codec, str) or self.codec.adam_weight_decay is None:
+            return []
+        return [
+            parameter
+            for parameter in self.parameters
+            if is_coded(self.codec, parameter) and id(parameter) not in self._tower_of
+        ]
+
     def build_buckets(self) -> None:
         """Build the buckets, make every `.grad` a view of them, and load restored residuals. Collective."""
         for hook in self._hooks:
@@ -613,11 +624,25 @@ class DenseGradients:
                         return  # the process ends in the middle of a step
                 if self._is_aborted:
                     return
+                self._add_weight_decay(bucket)
                 _reduce_bucket(bucket, self.mesh, self._gradient_scale)
                 if bucket.tower_mesh is not None and bucket.tower_mesh.rank == 0:
                     self._add_tower_norm(bucket)
         except BaseException as error:  # raised again by `wait`
             self._error = error
+
+    def _add_weight_decay(self, bucket: GradientBucket) -> None:
+        """Add this rank's part of the weight decay that Adam adds to gradients, where directions are sent."""
+        if bucket.coded is None or isinstance(self.codec, str) or not self.codec.adam_weight_decay:
+            return
+        for event in bucket.gradient_events:
+            event.synchronize()
+        factor = self.codec.adam_weight_decay * self._gradient_scale / self.mesh.num_ranks
+        with torch.no_grad():
+            for index in bucket.indices:
+                view = self._views[index]
+                assert view is not None
+                view.add_(self.parameters[index], alpha=factor)
 
     def _add_tower_norm(self, bucket: GradientBucket) -> None:
         """Add the norm of a tower's gradients to the signals, on its first rank. NaN or inf if they are not finite."""

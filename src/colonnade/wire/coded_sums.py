@@ -34,6 +34,7 @@ from colonnade.plan.names import CodecName, DenseCodec, Thresholding
 from colonnade.topology.world import World
 from colonnade.wire.codec import CODECS, Codec, RowBlock, decode_elements, encode_elements
 from colonnade.wire.thresholded import (
+    AdamMoments,
     ThresholdedShares,
     density_of_step,
     split_into_blocks,
@@ -113,6 +114,7 @@ class CodedAllReduce:
         """Begin with residuals of 0. way: not "whole"; sizes: elements of the tensors in the buffer."""
         self.way = way
         self.step = 0  # number of sums that were applied
+        self.adam: AdamMoments | None = None
         self.share = -(-sum(sizes) // world.num_ranks)
         own_sent, own_summed = find_own_shares(
             rank, world.num_hosts, world.ranks_per_host, way == "by host"
@@ -121,6 +123,8 @@ class CodedAllReduce:
             blocks = split_into_blocks(sizes, world.num_ranks)
             self.sent: Shares = ThresholdedShares(codec, blocks, own_sent)
             self.summed: Shares = ThresholdedShares(codec, blocks, own_summed)
+            if codec.adam_weight_decay is not None:
+                self.adam = AdamMoments(len(own_sent) * self.share)
         else:
             self.sent, self.summed = (
                 RoundedShares(CODECS[codec], *torch.zeros(2, len(own), self.share, dtype=dtype))
@@ -147,9 +151,11 @@ class CodedAllReduce:
         self.step -= 1
         self.sent.undo_last_step()
         self.summed.undo_last_step()
+        if self.adam is not None:
+            self.adam.undo_last_step()
 
     def export_state(self) -> dict[str, Any]:
-        """Return copies of residuals (shares, n / N), and of thresholds (blocks,), by leg."""
+        """Return copies of residuals (shares, n / N), and of thresholds (blocks,), by leg, and of Adam's moments."""
         legs = {"sent": self.sent, "summed": self.summed}
         thresholds = {
             leg: shares.thresholds.clone()
@@ -160,6 +166,8 @@ class CodedAllReduce:
             **{leg: shares.residual.clone() for leg, shares in legs.items()},
             "thresholds": thresholds,
             "step": self.step,
+            "moments": None if self.adam is None else self.adam.moments.clone(),
+            "moments_step": 0 if self.adam is None else self.adam.step,
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -169,6 +177,9 @@ class CodedAllReduce:
             shares.residual.copy_(state[leg])
             if isinstance(shares, ThresholdedShares):
                 shares.thresholds.copy_(state["thresholds"][leg])
+        if self.adam is not None:
+            self.adam.moments.copy_(state["moments"])
+            self.adam.step = state["moments_step"]
 
     def _sum_over_scope(
         self,
@@ -179,8 +190,11 @@ class CodedAllReduce:
         unit: float,
     ) -> None:
         peers = hosts_and_ranks[0] * hosts_and_ranks[1]
+        own = values
+        if self.adam is not None:  # the mean of the senders' directions
+            own = self.adam.compute_directions(values / unit).mul_(unit / peers)
         coded = exchange_shares(
-            mesh, scope, self.sent.encode_with_residuals(values, unit, self.step), peers
+            mesh, scope, self.sent.encode_with_residuals(own, unit, self.step), peers
         )
         parts = values.new_empty(peers, self.share)
         self.summed.decode(coded, parts, self.step)
