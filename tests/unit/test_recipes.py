@@ -123,6 +123,12 @@ def test_dct_learns_with_fewer_bytes(run):
     assert 0 < sent < 0.2 * exact
 
 
+def test_lemmas_advise_a_batch_by_the_noise_of_a_run(run, tmp_path):
+    output = run("lemmas.py", str(tmp_path / "run"))
+    assert "\nranks: " in output and "servers: 1 for 4 trainers: link " in output
+    assert "by the gradients of steps" in output
+
+
 def test_dmt_learns_as_much_with_half_of_the_floats(run):
     """Modules inside the towers: what travels between two ranks is half as much."""
     output = run("dmt.py", num_ranks=2)

@@ -88,7 +88,7 @@ def build_plan(
     towers or replicated rows. Raises ConfigError for a configuration that cannot work.
     """
     if isinstance(world, int):
-        world = World(ranks_per_host=world, servers_per_host=config.servers)
+        world = World(ranks_per_host=world, servers_per_host=config.num_servers)
     shardings, exchanges = _read_shardings(config, tables, world)
     if isinstance(config.towers, str) and world.num_ranks > 1:
         raise ConfigError(

@@ -19,7 +19,6 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,21 +28,21 @@ from torch.optim import Optimizer
 from colonnade.comm.collectives import (
     CHUNK_ELEMENTS,
     SUM_ALGORITHMS,
-    SumAlgorithm,
     choose_sum_algorithm,
     sum_algorithm_of_layout,
-    sum_over_ranks,
 )
 from colonnade.comm.mesh import Mesh
 from colonnade.comm.process_groups import open_tower_mesh
 from colonnade.comm.traffic import count_waiting_time
-from colonnade.errors import ConfigError
+from colonnade.plan.advice import GradientNoise
 from colonnade.plan.names import DenseCodec
-from colonnade.train.tower_weights import TowerWeights
+from colonnade.train.tower_weights import TowerWeights, reject_tower_gradient
 from colonnade.wire.coded_sums import (
     CodedAllReduce,
+    GradientBucket,
     State,
     is_coded,
+    sum_gradient_squares,
     sum_residuals_by_parameter,
 )
 
@@ -53,30 +52,6 @@ BUCKET_BYTES = 1 << 20
 
 ParameterKind = tuple[torch.dtype, torch.device, bool]
 """Dtype and device of a parameter, and whether its gradients are encoded."""
-
-
-@dataclass(slots=True)
-class GradientBucket:
-    """Parameters of one kind, in reverse order, with one contiguous buffer for their gradients."""
-
-    indices: list[int]  # of the parameters
-    gradients: Tensor  # (n,) on the parameters' device: each `.grad` is a view of it
-    send_buffer: (
-        Tensor  # (m,) on the CPU, m >= n a multiple of the ranks; CPU `gradients` are its first n
-    )
-    algorithm: SumAlgorithm
-    stream: torch.Stream | None  # on a device: runs the copies to and from `send_buffer`
-    is_late: bool = False  # is sent by `send`, not during backward
-    tower_mesh: Mesh | None = None  # set where the ranks of one tower alone have the bucket
-    coded: CodedAllReduce | None = None  # compressed sum, instead of `algorithm`
-    residual: Tensor | None = None
-    """Residuals restored from other ranks, added to the next step's `gradients`; on the first rank of the bucket."""
-    previous_residual: Tensor | None = None  # `residual` before the last step
-    num_missing: int = 0  # gradients that backward still has to add
-    gradient_events: list[torch.Event] = field(default_factory=list)
-    """Events after the last writes of gradients, on a device."""
-    ready: threading.Event = field(default_factory=threading.Event)
-    total: float = 0.0  # sum after the reduction: NaN or inf if any gradient of any rank is
 
 
 def assign_parameters_to_buckets(
@@ -124,7 +99,7 @@ def fill_buckets(
 
 
 NOT_CODED = {"sent": None, "summed": None}  # in checkpoints
-SIGNALS = 4  # not finite, stop requested, checkpoint requested, loss
+SIGNALS = 5  # not finite, stop requested, checkpoint requested, loss, squared norm of this rank's gradients
 ALONE_BYTES = 1 << 16
 """Bytes from which the last bucket is sent without signals between hosts: 0.5 ms at 1 Gbit/s, one message's time."""
 
@@ -179,6 +154,11 @@ class DenseGradients:
         # Norms of gradients, by tower.
         self._tower_norms = torch.zeros(len(parameters_by_tower), dtype=torch.float64)
         self._signals = torch.zeros(SIGNALS)
+        self._first_part = (
+            1,
+            0.0,
+        )  # number of micro-batches, and squared norm of the gradients of the first
+        self.noise = GradientNoise()
         self.is_checkpoint_requested = False  # by a rank, in the last step
         self._views: list[Tensor | None] = []  # by parameter; None: another tower's
         self._bucket_of: list[GradientBucket | None] = []  # by parameter
@@ -359,15 +339,41 @@ class DenseGradients:
         # A NaN or inf of any rank survives the sum, so every rank sees the same answer.
         signals = self._signals[:SIGNALS].double()
         self._tower_norms.copy_(self._signals[SIGNALS:])
-        signals[0] += not all(math.isfinite(bucket.total) for bucket in self.buckets)
+        are_signals_finite = torch.cat([signals[3:4], self._tower_norms]).isfinite().all()
+        signals[0] += not (are_signals_finite and all(bucket.is_finite for bucket in self.buckets))
         for bucket in self.buckets:
             bucket.residual, bucket.previous_residual = None, bucket.residual
         self._can_restore_residuals = True
-        unhealthy, stops, checkpoints, loss = self._add_signals_of_servers(signals).tolist()
+        unhealthy, stops, checkpoints, loss, rank_squares = self._add_signals_of_servers(
+            signals
+        ).tolist()
         self.is_checkpoint_requested = checkpoints > 0
-        if unhealthy != 0:
+        if unhealthy == 0:
+            self._add_noise(rank_squares)
+        else:
             self.restore_residuals()
         return unhealthy == 0, stops > 0, loss
+
+    def measure_first_part(self, num_parts: int) -> None:
+        """Measure the gradients of a step's first micro-batch of `num_parts` equal ones, for `noise` on one rank."""
+        self._first_part = (
+            num_parts,
+            sum(sum_gradient_squares([bucket.gradients]) for bucket in self.buckets),
+        )
+
+    def _add_noise(self, rank_squares: float) -> None:
+        """Add the step to `noise`. rank_squares: sum of the squared norms of the ranks' gradients."""
+        num_parts, first_square = self._first_part
+        self._first_part = 1, 0.0
+        square_of_parts = num_parts * first_square
+        if self.mesh.num_ranks > 1:
+            num_parts, square_of_parts = self.mesh.num_ranks, rank_squares
+        if self.directed_parameters:  # sums of directions have another noise
+            return
+        square = sum(bucket.square for bucket in self.buckets if bucket.tower_mesh is None)
+        if num_parts > 1 and 0 < square < math.inf and square_of_parts < math.inf:
+            unit = self._gradient_scale**2
+            self.noise.add_step(square_of_parts / unit, square / unit, num_parts)
 
     def restore_residuals(self) -> None:
         """Restore the residuals from before this step, because its gradients are not applied.
@@ -617,6 +623,7 @@ class DenseGradients:
 
     def _reduce_all_buckets(self) -> None:
         """Reduce every bucket, in order. Runs on the thread of a step, which ends with it."""
+        rank_square = 0.0
         try:
             for bucket in self.buckets:
                 while not bucket.ready.wait(0.5):
@@ -624,8 +631,13 @@ class DenseGradients:
                         return  # the process ends in the middle of a step
                 if self._is_aborted:
                     return
+                mesh = bucket.tower_mesh or self.mesh
                 self._add_weight_decay(bucket)
-                _reduce_bucket(bucket, self.mesh, self._gradient_scale)
+                bucket.fill_send_buffer(mesh, self._gradient_scale)
+                if mesh is self.mesh and mesh.num_ranks > 1:
+                    rank_square += sum_gradient_squares(bucket.send_pieces)
+                    self._signals[SIGNALS - 1] = rank_square  # sent with the last bucket
+                bucket.sum_over_ranks(mesh, self._gradient_scale)
                 if bucket.tower_mesh is not None and bucket.tower_mesh.rank == 0:
                     self._add_tower_norm(bucket)
         except BaseException as error:  # raised again by `wait`
@@ -673,47 +685,6 @@ def _describe_residual_layout(state: State | None) -> list[Any]:
         if not bucket.get("is_inside")
     ]
     return [state["hosts"], state["local"], state["sizes"], buckets]
-
-
-def _reduce_bucket(bucket: GradientBucket, mesh: Mesh, gradient_scale: float) -> None:
-    """Sum a bucket over ranks, after adding its residual; runs on the thread "dense"."""
-    if bucket.residual is not None:
-        for event in bucket.gradient_events:
-            event.synchronize()
-        bucket.gradients.add_(bucket.residual, alpha=gradient_scale)
-    mesh = bucket.tower_mesh or mesh
-    if mesh.num_ranks == 1:
-        bucket.total = float(bucket.gradients.sum(dtype=torch.float64))
-        return
-    size = len(bucket.gradients)
-    if bucket.stream is not None:
-        for event in bucket.gradient_events:
-            event.synchronize()
-        bucket.gradient_events = []
-        with bucket.stream:
-            bucket.send_buffer[:size].copy_(bucket.gradients)
-    if bucket.coded is None:
-        sum_over_ranks(mesh, bucket.send_buffer, bucket.algorithm)
-    else:
-        # Else NaN of the last step would change the scales of the codec, which include the padding.
-        bucket.send_buffer[size:].zero_()
-        bucket.coded.sum_over_ranks(mesh, bucket.send_buffer, gradient_scale)
-    bucket.total = sum(
-        float(piece.sum(dtype=torch.float64)) for piece in bucket.send_buffer.split(CHUNK_ELEMENTS)
-    )
-    if bucket.stream is not None:
-        with bucket.stream:
-            bucket.gradients.copy_(bucket.send_buffer[:size])
-        bucket.stream.synchronize()
-
-
-def reject_tower_gradient(parameter: Tensor) -> None:
-    """Raise ConfigError, because backward added a gradient to a parameter that one tower alone trains."""
-    raise ConfigError(
-        f"got a gradient from the loss of a {tuple(parameter.shape)} weight that is trained inside a tower: ranks of "
-        "other towers have older values of it. Use weights of operators inside towers nowhere else (for a penalty on "
-        "them, take the optimizer's weight_decay), or send values (plan.exchange=pooled)"
-    )
 
 
 def _record_event(device: torch.device) -> torch.Event:

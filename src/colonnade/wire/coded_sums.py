@@ -1,4 +1,4 @@
-"""All-reduce of dense gradients in fewer bits on the slow hop, with error feedback.
+"""Buckets of dense gradients, and their all-reduce in fewer bits on the slow hop, with error feedback.
 
 A rank encodes the values that it sends to be added (its gradients; `by host` the sum of its host), and the owner of a
 share encodes the sum that it sends to all ranks. A codec rounds all elements; thresholds (wire/thresholded.py) select
@@ -14,8 +14,10 @@ Legend: N ranks, H hosts, L ranks of a host, n elements of the buffer, a multipl
 
 from __future__ import annotations
 
+import math
+import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,6 +30,7 @@ from colonnade.comm.collectives import (
     copy_in_chunks,
     exchange_shares,
     sum_blocks,
+    sum_over_ranks,
 )
 from colonnade.comm.mesh import ALL, Mesh, Scope
 from colonnade.plan.names import CodecName, DenseCodec, Thresholding
@@ -278,3 +281,69 @@ def _collect_residual_buffers(
 def _blocks(elements: int) -> list[RowBlock]:
     full, rest = divmod(elements, SCALE_GROUP)
     return [RowBlock(full, (SCALE_GROUP,))] + [RowBlock(1, (rest,))] * (rest > 0)
+
+
+@dataclass(slots=True)
+class GradientBucket:
+    """Parameters of one dtype and device, in reverse order, with one contiguous buffer for their gradients."""
+
+    indices: list[int]  # of the parameters
+    gradients: Tensor  # (n,) on the parameters' device: each `.grad` is a view of it
+    send_buffer: (
+        Tensor  # (m,) on the CPU, m >= n a multiple of the ranks; CPU `gradients` are its first n
+    )
+    algorithm: SumAlgorithm
+    stream: torch.Stream | None  # on a device: runs the copies to and from `send_buffer`
+    is_late: bool = False  # is sent by `send`, not during backward
+    tower_mesh: Mesh | None = None  # set where the ranks of one tower alone have the bucket
+    coded: CodedAllReduce | None = None  # compressed sum, instead of `algorithm`
+    residual: Tensor | None = None
+    """Residuals restored from other ranks, added to the next step's `gradients`; on the first rank of the bucket."""
+    previous_residual: Tensor | None = None  # `residual` before the last step
+    num_missing: int = 0  # gradients that backward still has to add
+    gradient_events: list[torch.Event] = field(default_factory=list)
+    """Events after the last writes of gradients, on a device."""
+    ready: threading.Event = field(default_factory=threading.Event)
+    square: float = 0.0  # squared norm of the summed gradients
+    is_finite: bool = True  # all summed gradients are
+
+    @property
+    def send_pieces(self) -> tuple[Tensor, ...]:
+        """Gradients in `send_buffer`, in chunks, so that torch uses one thread."""
+        return torch.split(self.send_buffer[: len(self.gradients)], CHUNK_ELEMENTS)
+
+    def fill_send_buffer(self, mesh: Mesh, gradient_scale: float) -> None:
+        """Add the residual, and copy gradients of a device to `send_buffer`; runs on the thread "dense"."""
+        for event in self.gradient_events:
+            event.synchronize()
+        self.gradient_events = []
+        if self.residual is not None:
+            self.gradients.add_(self.residual, alpha=gradient_scale)
+        if self.stream is not None and mesh.num_ranks > 1:
+            with self.stream:
+                self.send_buffer[: len(self.gradients)].copy_(self.gradients)
+
+    def sum_over_ranks(self, mesh: Mesh, gradient_scale: float) -> None:
+        """Sum the gradients over ranks after `fill_send_buffer`. Collective; runs on the thread "dense"."""
+        pieces = self.send_pieces if mesh.num_ranks > 1 else (self.gradients,)
+        if self.coded is None:
+            sum_over_ranks(mesh, self.send_buffer, self.algorithm)
+        else:
+            # Else NaN of the last step would change the scales of the codec, which include the padding.
+            self.send_buffer[len(self.gradients) :].zero_()
+            self.coded.sum_over_ranks(mesh, self.send_buffer, gradient_scale)
+        self.square = sum_gradient_squares(pieces)
+        # Squares of finite gradients may overflow.
+        is_each_finite = (bool(piece.isfinite().all()) for piece in pieces)
+        self.is_finite = math.isfinite(self.square) or all(is_each_finite)
+        if self.stream is not None and mesh.num_ranks > 1:
+            with self.stream:
+                self.gradients.copy_(self.send_buffer[: len(self.gradients)])
+            self.stream.synchronize()
+
+
+def sum_gradient_squares(pieces: Sequence[Tensor]) -> float:
+    """Return the sum of squares of all elements; NaN or inf if any is, or if it is too large for a float32."""
+    dtype = torch.promote_types(pieces[0].dtype, torch.float32)
+    norms = (torch.linalg.vector_norm(piece, dtype=dtype) for piece in pieces)
+    return sum(float(norm) ** 2 for norm in norms)
