@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from dataclasses import replace
@@ -23,8 +24,10 @@ from colonnade.comm.collectives import (
 )
 from colonnade.comm.traffic import Traffic
 from colonnade.errors import PeerLost
+from colonnade.plan.advice import GradientNoise
 from colonnade.train import dense as dense_module
 from colonnade.train.dense import DenseGradients, assign_parameters_to_buckets
+from colonnade.wire import coded_sums
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 SINGLE, DOUBLE, HALF = torch.float32, torch.float64, torch.bfloat16
@@ -195,13 +198,13 @@ def leaves_while_backward_runs(mesh):
     dense_module.BUCKET_BYTES = 32
     layers = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(4)))
     dense = attached(layers, mesh)
-    order, reduce = [], dense_module._reduce_bucket
+    order, reduce = [], coded_sums.GradientBucket.sum_over_ranks
 
     def noted(bucket, mesh, unit):
         reduce(bucket, mesh, unit)
         order.append((bucket.indices, threading.current_thread().name))
 
-    dense_module._reduce_bucket = noted
+    coded_sums.GradientBucket.sum_over_ranks = noted
     outputs = []
 
     def early(_):
@@ -219,7 +222,7 @@ def leaves_while_backward_runs(mesh):
         layers(torch.ones(2, 4)).sum().backward()
         dense.reduce(finite=True, stop=False)
         assert order == [([n], "dense") for n in (3, 2, 1, 0)]
-    dense_module._reduce_bucket = reduce
+    coded_sums.GradientBucket.sum_over_ranks = reduce
     assert outputs == [0, 3]
 
 
@@ -279,8 +282,41 @@ def gradients_elsewhere(mesh):
         torch.testing.assert_close(model.weight.grad, torch.full((1, 3), total))
 
 
+def noise_of_steps(mesh, num_parts):
+    """Noise is that of the ranks' gradients, or of the first micro-batch's on one rank, before they are summed."""
+    model = nn.Linear(3, 1, bias=False)
+    dense = attached(model, mesh)
+    expected = GradientNoise()
+    for step in range(3):
+        dense.zero_gradients()
+        for part in range(num_parts):
+            if part == num_parts - 1:
+                dense.begin_last_backward(gradient_scale=4.0)
+            model(inputs_of(mesh.rank, step, part)).sum().backward()
+            if part == 0 and num_parts > 1:
+                dense.measure_first_part(num_parts)
+        dense.reduce(finite=step != 1, stop=False)
+        if step == 1:  # dropped on all ranks
+            continue
+        ranks = [
+            [inputs_of(rank, step, part).detach().sum(0) / 4 for part in range(num_parts)]
+            for rank in range(mesh.num_ranks)
+        ]
+        whole = sum(part for parts in ranks for part in parts)
+        squares = [float((sum(parts) ** 2).sum()) for parts in ranks]
+        if mesh.num_ranks == 1:
+            squares = [num_parts * float((ranks[0][0] ** 2).sum())]
+        expected.add_step(sum(squares), float((whole**2).sum()), max(mesh.num_ranks, num_parts))
+    noise = dense.noise
+    assert noise.steps == expected.steps == 2
+    assert (noise.square, noise.variance) == pytest.approx(
+        (expected.square, expected.variance), rel=1e-5
+    )
+
+
 def on_two(mesh):
     assert check(mesh, "cpu")
+    noise_of_steps(mesh, num_parts=1)
     leaves_while_backward_runs(mesh)
     completed_late(mesh)
     reenters(mesh)
@@ -291,8 +327,19 @@ def on_two(mesh):
 def test_on_one_rank():
     assert check(Mesh(), "cpu")
     gradients_elsewhere(Mesh())
+    noise_of_steps(Mesh(), num_parts=2)
     dense = attached(nn.Linear(3, 1), Mesh())
     assert not dense._hooks and dense._thread is None
+    dense.reduce(finite=True, stop=False)
+    assert dense.noise == GradientNoise()
+
+
+def test_finite_gradients_with_infinite_squares_are_finite():
+    model = nn.Linear(2, 1, bias=False)
+    dense = attached(model, Mesh())
+    for value, is_finite in ((1e30, True), (math.inf, False), (math.nan, False)):
+        model.weight.grad.fill_(value)
+        assert dense.reduce(finite=True, stop=False)[0] is is_finite
 
 
 def test_on_two_ranks():
@@ -401,7 +448,7 @@ def test_an_error_in_backward_leaves_nobody_waiting():
 def test_a_gradient_that_comes_too_late_is_told(monkeypatch):
     """A parameter that gets a second gradient after its bucket has left: never summed wrongly."""
     monkeypatch.setattr(dense_module, "BUCKET_BYTES", 8)
-    monkeypatch.setattr(dense_module, "sum_over_ranks", lambda mesh, values, way: None)
+    monkeypatch.setattr(coded_sums, "sum_over_ranks", lambda mesh, values, way: None)
     monkeypatch.setattr(Mesh, "broadcast", lambda mesh, channel, values, **_: values)
     model = Odd()
     dense = attached(model, Mesh(World(ranks_per_host=2)))

@@ -32,7 +32,7 @@ LONG = {
     "docs/howto/sharding.md", "docs/howto/data.md", "docs/howto/partition.md", "docs/howto/towers.md",
     "docs/concepts/ranks.md", "docs/concepts/staleness.md", "docs/concepts/memory.md", "docs/howto/export.md",
     "docs/knowledge.md", "docs/howto/serve.md", "docs/howto/settings.md", "docs/howto/predict.md",
-    "docs/concepts/runs.md", "docs/howto/track.md",
+    "docs/concepts/runs.md", "docs/howto/track.md", "docs/howto/advise.md",
 }  # fmt: skip
 """Pages whose commands take long, and show what other tests look at, too."""
 TRACKERS = {"mlflow", "optuna", "wandb"}

@@ -6,11 +6,13 @@ import json
 import math
 import warnings
 from dataclasses import replace
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 from own_model import Net, columns
+from ranks import console_of, run_ranks
 from rich.console import Console
 
 from colonnade import Plan, PlanConfig, Table, build_plan, fit
@@ -21,7 +23,7 @@ from colonnade.config.plan import CacheConfig, TablePlanConfig
 from colonnade.config.run import build_config, override_settings
 from colonnade.data import open_source, open_tensors
 from colonnade.embedding import find_collection
-from colonnade.errors import BudgetExceeded, DataError
+from colonnade.errors import BudgetExceeded, ConfigError, DataError
 from colonnade.models.build import build_model
 from colonnade.plan.caching import build_table_caches, remote_copy_bytes
 from colonnade.plan.cost.prediction import StepCosts
@@ -33,6 +35,7 @@ from colonnade.run.run import open_run, plan_run
 from colonnade.store.budget import slot_bytes
 from colonnade.store.log.backing import LogBacking
 from colonnade.topology.world import World
+from colonnade.train.metrics_file import read_metrics_lines
 
 CONFIG = build_config(
     {
@@ -363,6 +366,8 @@ def test_auto_caches_where_links_are_slow(capsys, tmp_path, monkeypatch, quick, 
         assert planned["choices"][table["name"]][0]["exchange"] == table["exchange"]
     assert ("cached" in {table["exchange"] for table in tables}) == is_cached
     assert (planned["cache_bytes"] > 0) == is_cached
+    exact, int8, thresholded = planned["dense_seconds"].values()
+    assert exact > int8 > thresholded > 0
 
 
 def test_a_choice_without_a_cache_drops_it_where_it_was_free():
@@ -418,3 +423,141 @@ def test_plan_says_of_each_consumer_what_travels(capsys, tmp_path, monkeypatch, 
 
 def never(*_, **__):
     raise AssertionError("measured")
+
+
+def train_with_auto_servers(mesh, folder):
+    """Train with one server, then resume where the choice would be another; return both plans' servers."""
+    servers = []
+    config = override_settings(CONFIG, {"plan.servers": "auto", "plan.memory.dram": None})
+    for choice, epochs in ((1, 1), (0, 2)):
+        with patch.object(planner, "choose_servers", lambda *_, count=choice, **__: count):
+            settings = override_settings(config, {"train.epochs": epochs})
+            run = open_run(settings, mesh, folder, console=console_of(mesh))
+        servers.append((run.trainer.collection.plan.servers, run.config.plan.servers))
+        run.train()
+        run.close()
+    return servers
+
+
+def test_auto_servers_are_recorded_and_kept(tmp_path):
+    for servers in run_ranks(2, train_with_auto_servers, tmp_path / "run"):
+        assert servers == [((1,), 1), ((1,), 1)]
+
+
+def test_auto_servers_are_planned_for_the_links(tmp_path, quick, monkeypatch):
+    """Seconds of 0, 1 and 2 servers of three ranks decide; what no plan can do is no choice."""
+    real = planner.plan_world
+    seconds = {0: 3.0, 1: 2.0, 2: 1.99}
+
+    def plan(setup, world, **options):
+        if world.servers_per_host == 2 and is_refused:
+            raise ConfigError("got rows that do not fit")
+        planned = real(setup, world, **options)
+        predicted = replace(planned.prediction, step_seconds=seconds[world.servers_per_host])
+        return replace(planned, prediction=predicted)
+
+    monkeypatch.setattr(planner, "plan_world", plan)
+    config = override_settings(CONFIG, {"plan.servers": "auto", "plan.memory.dram": None})
+    for is_refused, last in ((False, 1.0), (True, 1.0), (False, 1.99)):
+        seconds[2] = last
+        expected = 2 if last == 1.0 and not is_refused else 1
+        result, _ = plan_run(config, tmp_path, World(ranks_per_host=3))
+        assert result.world.servers_per_host == len(result.plan.servers) == expected
+    result, _ = plan_run(config, tmp_path, World())
+    assert not result.plan.servers
+    with pytest.raises(ConfigError, match=r"got plan\.servers=auto"):
+        build_plan([Table("a", 4, rows=10)], 2, config.plan)
+
+
+ADVISE = ["plan", *EIGHT_TABLES, "--set", "model.dim=4", "--advise", "--uplink", "1Gbit"]
+
+
+def test_advice_is_a_table_and_a_sentence_for_each_lemma(capsys, tmp_path, monkeypatch, quick):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "300")
+    assert app.run_command([*ADVISE, "--world", "2x1", "--hosts-up-to", "4"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[2:5]] == ["1", "2", "4"]
+    assert lines[2].split()[3:5] == ["1.00", "100%"]
+    for line, words in zip(
+        lines[5:], ("ranks: ", "servers: 1 for 2 trainers: link ", "batch: "), strict=True
+    ):
+        assert line.startswith(words)
+    assert "not hidden" in lines[6] and "no run measured the noise of gradients" in lines[7]
+    assert not list(tmp_path.iterdir())
+
+
+def test_advice_as_json_has_the_curve_that_it_is_read_from(capsys, tmp_path, monkeypatch, quick):
+    monkeypatch.chdir(tmp_path)
+    options = ["--hosts-up-to", "300", "--efficiency", "1", "--json", "--dram", "100KiB"]
+    options += ["--set", "plan.staleness_steps=1"]
+    assert app.run_command([*ADVISE, *options]) == 0
+    result = json.loads(capsys.readouterr().out)
+    points = result["curve"]
+    assert [point["num_ranks"] for point in points] == [1, 2, 4, 8, 16, 32, 64]  # 100 samples
+    for point in points:
+        assert point["speedup"] == points[0]["step_seconds"] / point["step_seconds"]
+    assert result["num_servers"] >= result["servers"]["row_bytes"] / (100 << 10) > 1
+    assert result["batch"]["fixed_seconds"] >= 0 and result["noise"] is None
+    assert result["staleness_steps"] == 1
+
+
+@pytest.mark.parametrize(
+    ("square", "words"),
+    [
+        (0.5, "B_noise = 800 by the gradients of steps 31 to 150"),
+        (-0.5, "batch: it could be larger than measured"),
+    ],
+)
+def test_the_noise_of_a_run_advises_a_batch(capsys, tmp_path, monkeypatch, quick, square, words):
+    monkeypatch.setenv("COLUMNS", "400")
+    lines = [{"step": 150, "kind": "noise", "steps": 120, "variance": 400.0, "square": square}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert app.run_command([*ADVISE, "--hosts-up-to", "1", "--run", str(tmp_path)]) == 0
+    assert words in capsys.readouterr().out
+
+
+def test_a_run_with_micro_batches_measures_noise_and_one_without_none(tmp_path):
+    lines = {}
+    for parts in (1, 2):
+        folder = tmp_path / str(parts)
+        trained(
+            override_settings(CONFIG, {"train.accumulate": parts, "plan.memory.dram": None}), folder
+        )
+        lines[parts] = [
+            line for line in read_metrics_lines(folder / "metrics.jsonl") if line["kind"] == "noise"
+        ]
+    assert lines[1] == []
+    assert sum(line["steps"] for line in lines[2]) == 40
+    assert sum(line["variance"] for line in lines[2]) > 0
+
+
+def test_a_model_without_dense_weights_is_advised_too(capsys, tmp_path, monkeypatch, quick):
+    monkeypatch.setenv("COLUMNS", "400")
+    command = [
+        *ADVISE,
+        "--set",
+        "model.name=fm",
+        "--set",
+        "model.bottom=none",
+        "--set",
+        "model.top=none",
+    ]
+    assert app.run_command([*command, "--hosts-up-to", "2", "--run", str(tmp_path)]) == 0
+    assert "no run measured" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--efficiency", "0"], "--efficiency: got 0, wanted a number above 0"),
+        (["--efficiency", "1.1"], "--efficiency: got 1.1"),
+        (["--hosts-up-to", "0"], "--hosts-up-to: got 0, wanted 1 or more"),
+        (["--world", "101x1"], "got a batch of 100 samples for 101 ranks"),
+    ],
+)
+def test_advice_refuses_what_has_no_answer(capsys, tmp_path, monkeypatch, options, message):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(planner, "measure_device", lambda places: pytest.fail("measured"))
+    assert app.run_command([*ADVISE, *options]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())

@@ -116,6 +116,19 @@ def test_churn_grows_with_the_epochs(run):
     assert 0.01 < churn[0] < churn[1] < 0.2
 
 
+def test_dct_learns_with_fewer_bytes(run):
+    output = run("dct.py", num_ranks=2)
+    assert float(output.split("test_auc ")[1].split()[0]) > 0.75
+    sent, exact = (int(word.replace(",", "")) for word in output.split()[-8:] if word[0].isdigit())
+    assert 0 < sent < 0.2 * exact
+
+
+def test_lemmas_advise_a_batch_by_the_noise_of_a_run(run, tmp_path):
+    output = run("lemmas.py", str(tmp_path / "run"))
+    assert "\nranks: " in output and "servers: 1 for 4 trainers: link " in output
+    assert "by the gradients of steps" in output
+
+
 def test_dmt_learns_as_much_with_half_of_the_floats(run):
     """Modules inside the towers: what travels between two ranks is half as much."""
     output = run("dmt.py", num_ranks=2)

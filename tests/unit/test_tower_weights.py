@@ -186,11 +186,11 @@ def test_what_is_not_finite_in_a_tower_stops_all(everyone):
 
 
 def test_weights_of_a_tower_never_cross_the_uplink(everyone):
-    """Two hosts of two ranks, a tower on each: 4 weights of `top` and 5 signals travel, of 20 and 3."""
+    """Two hosts of two ranks, a tower on each: 4 weights of `top` and 7 signals travel, of 20 and 5."""
     for rank in everyone:
         inside, over_all = rank["sent"]
         # Short buffers go whole, to the two ranks of the other host: numbers of 8 bytes, a multiple of ranks.
-        assert (inside["remote"], over_all["remote"]) == (2 * 12 * 8, 2 * (4 + 20) * 8)
+        assert (inside["remote"], over_all["remote"]) == (2 * 12 * 8, 2 * 28 * 8)
 
 
 def test_which_weights_are_a_towers_own():

@@ -20,11 +20,13 @@ class TrainerState(Protocol):
     """State of a trainer that a checkpoint saves and `restore_trainer` restores, on each rank, and the record reads."""
 
     model: torch.nn.Module
+    config: Any
+    """Settings of the run (`config.run.RunConfig`)."""
     collection: EmbeddingCollection
     mesh: Mesh
     rows: RowOptimizer
     dense: Any
-    """Dense gradients: `export_residuals()` and `set_checkpoint_residuals(states)`."""
+    """Dense gradients: `noise`, `export_residuals()` and `set_checkpoint_residuals(states)`."""
     dense_optimizer: torch.optim.Optimizer
     lr_schedules: tuple[Any, ...]
     data: Any

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -28,6 +29,7 @@ EXAMPLES = (
     "  colonnade plan mine.yaml --dram 8GiB --set plan.memory.ssd=/fast:200GiB --target 100000\n\n"
     "  colonnade plan mine.yaml --world 4x2 --uplink 10Gbit --table item\n\n"
     "  torchrun --nproc-per-node 2 -m -- colonnade plan mine.yaml\n\n"
+    "  colonnade plan mine.yaml --advise --uplink 1Gbit --hosts-up-to 16\n\n"
     "  colonnade plan mine.yaml --dram 8GiB --json > plan.json"
 )
 
@@ -44,6 +46,18 @@ RanksOption = Annotated[
 WorldOption = Annotated[
     str | None,
     typer.Option(help="Hosts x ranks per host, e.g. 4x2; under torchrun: leave it out."),
+]
+AdviseOption = Annotated[
+    bool,
+    typer.Option(
+        "--advise", help="Predict more and fewer hosts, and advise ranks, servers and batch."
+    ),
+]
+EfficiencyOption = Annotated[
+    float, typer.Option(help="With --advise: smallest speed-up per rank that is worthwhile.")
+]
+HostsOption = Annotated[
+    int, typer.Option(help="With --advise: largest number of hosts to predict.")
 ]
 
 
@@ -85,18 +99,21 @@ def plan(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print plan, prediction and measurements as JSON.")
     ] = False,
+    advise: AdviseOption = False,
+    efficiency: EfficiencyOption = 0.8,
+    hosts_up_to: HostsOption = 64,
 ) -> None:
     """Choose where rows are stored and how values are exchanged, and predict the speed of training."""
-    from colonnade.cli.plan_tables import print_plan
+    from colonnade.cli.plan_tables import print_advice, print_plan
     from colonnade.cli.train import build_config
     from colonnade.config.run import override_settings
-    from colonnade.run.run import plan_run
+    from colonnade.planning import planner
+    from colonnade.run.run import open_planned_setup, plan_run
 
     topology = _build_plan_world(world, ranks, uplink, local)
     if topology is None:  # another rank prints the plan
         return
-    is_one_host = topology.num_hosts == 1 and topology.origin == "planned"
-    if uplink is not None and is_one_host:
+    if uplink is not None and topology.num_hosts == 1 and not advise:
         raise ConfigError(
             f"--uplink: got {uplink} for one host, which sends nothing over it; give several hosts, e.g. --world 2x1"
         )
@@ -104,6 +121,20 @@ def plan(
         build_config(config, data, path, {"plan.memory.dram": dram}, set_, run),
         _default_to_automatic(config, set_),
     )
+    if advise:
+        advice = planner.advise(
+            open_planned_setup(chosen),
+            topology,
+            run_folder=run,
+            min_efficiency=efficiency,
+            max_hosts=hosts_up_to,
+            lookups=sample,
+        )
+        if as_json:
+            print(json.dumps(asdict(advice), indent=2))
+        else:
+            print_advice(advice, efficiency)
+        return
     choice, tables = plan_run(chosen, run, topology, lookups=sample, table=table)
     if as_json:
         print(json.dumps(convert_plan_to_json(choice, tables), indent=2))
@@ -159,8 +190,6 @@ def _default_to_automatic(config: Path | None, set_: list[str] | None) -> dict[s
 
 def convert_plan_to_json(planned: PlanningResult, tables: Sequence[Table]) -> dict[str, Any]:
     """Return JSON values of the plan: its prediction, the measured costs, device and links, and the alternatives."""
-    from dataclasses import asdict
-
     from colonnade.cli.plan_tables import cache_bytes
 
     def cost_values(cost: Any) -> dict[str, Any]:
@@ -183,5 +212,6 @@ def convert_plan_to_json(planned: PlanningResult, tables: Sequence[Table]) -> di
         },
         "consumers": [asdict(consumer) for consumer in planned.choice.consumers],
         "cache_bytes": cache_bytes(planned, tables),
+        "dense_seconds": dict(planned.dense_seconds),
         "sample": {"samples": planned.profile.samples, "batches": planned.profile.batches},
     }

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table as Grid
 
+from colonnade.plan.advice import (
+    MIN_GAIN,
+    MIN_NOISE_STEPS,
+    Advice,
+    limit_speedup,
+    solve_num_ranks,
+    solve_overhead,
+)
 from colonnade.plan.build import (
     find_row_files,
     mapped_cache_bytes,
@@ -47,6 +56,87 @@ def print_plan(
     if result.world.num_ranks > 1:
         _print_exchanges(console, result)
     _print_total_costs(console, result, tables)
+
+
+def print_advice(advice: Advice, min_efficiency: float) -> None:
+    """Print predicted speed by number of ranks, and a sentence on ranks, servers and batch each."""
+    console = Terminal()
+    columns = ("ranks", "step ms", "samples/s", "speed-up", "efficiency", "limit")
+    grid = _create_text_table(columns, ("limit",))
+    for point in advice.curve:
+        grid.add_row(
+            f"{point.num_ranks:,}",
+            f"{1e3 * point.step_seconds:,.1f}",
+            f"{advice.batch_size / point.step_seconds:,.0f}",
+            f"{point.speedup:.2f}",
+            f"{point.efficiency:.0%}",
+            point.limit,
+        )
+    console.print(
+        f"predicted: batches of {advice.batch_size:,} samples over all ranks, a processor for each thread"
+    )
+    console.print(grid)
+    console.print(f"ranks: {_describe_ranks(advice, min_efficiency)}", markup=False)
+    console.print(f"servers: {_describe_servers(advice)}", markup=False)
+    console.print(f"batch: {_describe_batch(advice)}", markup=False)
+
+
+def _describe_ranks(advice: Advice, min_efficiency: float) -> str:
+    advised = f"{advice.num_ranks} at an efficiency of {min_efficiency:.0%} or more"
+    point = next(p for p in advice.curve if p.num_ranks == advice.world.num_ranks)
+    overhead = solve_overhead(point.efficiency, point.num_ranks)
+    if (
+        not 0 < overhead < math.inf
+    ):  # one rank, all of a step is divided, or it is slower than on one
+        fastest = max(advice.curve, key=lambda point: point.speedup)
+        return f"{advised}; the fastest of these, {fastest.num_ranks}, are {fastest.speedup:.2f} times as fast as one"
+    return (
+        f"{advised}; R = {overhead:.2g}: what {point.num_ranks} ranks do not divide of a step, over what they divide. "
+        f"If it stayed, {solve_num_ranks(min_efficiency, overhead):,.1f} ranks would have this efficiency, and any "
+        f"number of ranks at most {limit_speedup(overhead):,.1f} times the speed of one"
+    )
+
+
+def _describe_servers(advice: Advice) -> str:
+    need = advice.servers
+    compute = format_seconds(need.compute_seconds)
+    room = "no limit"
+    if need.memory_bytes:
+        room = f"{format_bytes(need.row_bytes)} of rows / {format_bytes(need.memory_bytes)}"
+    hidden = f"hidden by reads that are {advice.staleness_steps} steps late"
+    if not advice.staleness_steps:
+        hidden = "not hidden: every step waits for them, unless plan.staleness_steps is 1 or more"
+    return (
+        f"{advice.num_servers} for {advice.world.num_trainers} trainers: link {need.link:.2g} "
+        f"({format_bytes(need.link_bytes)} in {compute} at {need.link_bytes_per_second / 1e6:,.0f} MB/s), processor "
+        f"{need.processor:.2g} ({format_seconds(need.processor_seconds)} in {compute}), room {need.room:.2g} "
+        f"({room}); {hidden}"
+    )
+
+
+def _describe_batch(advice: Advice) -> str:
+    noise = advice.noise
+    size = advice.batch_size
+    if noise is None:
+        return (
+            f"{size:,}; no run measured the noise of gradients. Train {MIN_NOISE_STEPS} steps on 2 ranks, or with "
+            "train.accumulate=2, and give its folder: --run FOLDER"
+        )
+    when = f"of steps {noise.first_step:,} to {noise.last_step:,}"
+    if noise.samples is None:
+        return f"it could be larger than measured: noise hid the gradient {when}"
+    cost = advice.batch
+    best = max(cost.best_batch(noise.samples), 1.0)
+    times = [cost.relative_time(batch, noise.samples) for batch in (best, size)]
+    saved = 1 - times[0] / times[1]
+    gain = (
+        f"saves {saved:.0%} of the time to a loss" if saved > MIN_GAIN else f"{size:,} is as good"
+    )
+    return (
+        f"sqrt(a B_noise / c) = {best:,.0f} on {advice.world.num_ranks} ranks, {gain}; a = "
+        f"{format_seconds(cost.fixed_seconds)} a step, c = {format_seconds(cost.sample_seconds)} a sample, B_noise = "
+        f"{noise.samples:,.0f} by the gradients {when}"
+    )
 
 
 def cache_bytes(result: PlanningResult, tables: Sequence[Table]) -> int:
@@ -302,6 +392,13 @@ def _print_link_costs(
         f"a step: {format_seconds(prediction.step_seconds)}: {format_seconds(prediction.processor_seconds)} computing "
         f"and {format_seconds(prediction.waited_seconds)} waiting for links; 16-bit values and gradients, which are "
         f"not exact and never chosen, would save {format_seconds(plan_decision.halved_seconds)}"
+    )
+    seconds_by_codec = ", ".join(
+        f"{codec} {format_seconds(seconds)}"
+        for codec, seconds in planning_result.dense_seconds.items()
+    )
+    console.print(
+        f"dense gradients, by plan.codec.dense, which is never chosen: {seconds_by_codec}; that is the links' time"
     )
 
 

@@ -11,8 +11,15 @@ from pydantic.functional_validators import AfterValidator, BeforeValidator, Plai
 from pydantic_core import PydanticKnownError
 
 from colonnade.config.section import Section
+from colonnade.errors import ConfigError
 from colonnade.hops.kinds import EXCHANGE_CHOICES
-from colonnade.plan.names import CacheTier, CodecName
+from colonnade.plan.names import (
+    CacheTier,
+    CodecName,
+    DenseCodec,
+    Thresholding,
+    ThresholdRule,
+)
 from colonnade.sizes import (
     SettingWords,
     StorageLocation,
@@ -37,9 +44,9 @@ def _validate_staleness(value: Any) -> Any:
     return value
 
 
-def _validate_lookahead(value: Any) -> Any:
+def _validate_count_or_auto(value: Any) -> Any:
     if not _is_count(value) and value != "auto":
-        raise ValueError(f"got {value!r}, wanted a number of batches, 0 or more, or auto")
+        raise ValueError(f"got {value!r}, wanted a whole number, 0 or more, or auto")
     return value
 
 
@@ -128,9 +135,30 @@ class CodecConfig(Section):
     row), rounded to nearest."""
     gradients: CodecName = "exact"
     """Encoding of row gradients sent to the owner ranks, rounded stochastically so that sums are unbiased."""
-    dense: CodecName = "exact"
-    """Encoding of the dense network's gradients between hosts (on one host: between ranks); the rounding error is added
-    to the next step's gradients (error feedback)."""
+    dense: CodecName | Literal["thresholded"] = "exact"
+    """Encoding of the dense network's gradients between hosts (on one host: between ranks): exact, bf16, fp16, int8, or
+    thresholded, which sends the largest elements alone. What a message leaves out is added to the next step's gradients
+    (error feedback)."""
+    dense_keep: float = Field(0.01, gt=0, le=1)
+    """Share of the elements that a thresholded message has. A run needs at least 50 / dense_keep steps."""
+    dense_keep_steps: int | None = Field(None, ge=0)
+    """Steps of the warm-up, in which the share falls from 25 % to dense_keep; default 10 / dense_keep."""
+    dense_refresh: ThresholdRule | Annotated[int, Field(ge=1)] = "controller"
+    """Thresholds: controller adjusts them each step so that dense_keep of the elements pass; geometric computes them
+    anew at steps 0, 1, 2, 4, 8, ...; a number N, every N steps."""
+
+    def choose_dense_codec(self) -> DenseCodec:
+        """Return the codec of dense gradients. If all elements are kept, thresholded sums are exact sums."""
+        if self.dense != "thresholded":
+            return self.dense
+        if self.dense_keep == 1:
+            return "exact"
+        steps = self.dense_keep_steps
+        return Thresholding(
+            keep=self.dense_keep,
+            keep_steps=round(10 / self.dense_keep) if steps is None else steps,
+            refresh=self.dense_refresh,
+        )
 
 
 if TYPE_CHECKING:
@@ -355,7 +383,7 @@ class PlanConfig(Section):
     placement: Literal["profiled", "even"] = "profiled"
     """Division of dram and hbm among tables if not all rows fit: most for the tables with the most used rows, by a
     profile of the run's first batches (profiled); or the same share for every table, by the settings alone (even)."""
-    lookahead: Annotated[int | Literal["auto"], PlainValidator(_validate_lookahead)] = 2
+    lookahead: Annotated[int | Literal["auto"], PlainValidator(_validate_count_or_auto)] = 2
     """Number of batches to prefetch ahead of training (their ids are sent and their rows read into memory); auto:
     enough to hide the reads."""
     write_budget: Rate | None = None
@@ -377,13 +405,22 @@ class PlanConfig(Section):
     towers: Annotated[int, Field(ge=1)] | str | None = None
     """Number of towers (groups of neighbouring ranks) for exchanges towers and tower_rows, over which tables are
     distributed, or a file that lists the features of each tower. Default: one tower for each host."""
-    servers: int = Field(0, ge=0)
+    servers: Annotated[int | Literal["auto"], PlainValidator(_validate_count_or_auto)] = 0
     """Number of ranks of each host, its last ones, that only store rows and do not train; 0: the ranks that train store
-    the rows."""
+    the rows; auto: the smallest number whose predicted step is about the shortest, which a run records."""
     tables: dict[str, TablePlanConfig] = {}
     """Sharding, exchange, ranks and staleness of single tables, by table name."""
     cache: CacheConfig | None = None
     """Cache of other ranks' rows on each rank, with bounded staleness. Default: none."""
+
+    @property
+    def num_servers(self) -> int:
+        """Number of servers of each host. Raises ConfigError for auto, which a run settles before it builds a plan."""
+        if self.servers == "auto":
+            raise ConfigError(
+                "got plan.servers=auto, which runs and `colonnade plan` choose; give a number to build a plan"
+            )
+        return self.servers
 
     @property
     def is_late(self) -> bool:

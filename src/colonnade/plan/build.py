@@ -88,7 +88,7 @@ def build_plan(
     towers or replicated rows. Raises ConfigError for a configuration that cannot work.
     """
     if isinstance(world, int):
-        world = World(ranks_per_host=world, servers_per_host=config.servers)
+        world = World(ranks_per_host=world, servers_per_host=config.num_servers)
     shardings, exchanges = _read_shardings(config, tables, world)
     if isinstance(config.towers, str) and world.num_ranks > 1:
         raise ConfigError(
@@ -167,7 +167,7 @@ def _assemble_plan(
         ssd=memory.ssd_locations,
         write_budget=config.write_budget,
         hbm_bytes=memory.hbm,
-        codecs=Codecs(codec.values, codec.gradients, codec.dense),
+        codecs=Codecs(codec.values, codec.gradients, codec.choose_dense_codec()),
         servers=world.servers,
         towers=config.towers if isinstance(config.towers, int) and world.num_ranks > 1 else None,
         cache_tier="dram" if config.cache is None else config.cache.tier,

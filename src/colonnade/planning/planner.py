@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,20 @@ from colonnade.batch import Batch
 from colonnade.checkpoint.header import list_checkpoints, read_header
 from colonnade.checkpoint.stores import read_table_shardings
 from colonnade.config.plan import PlanConfig, TablePlanConfig
-from colonnade.errors import ColonnadeError
-from colonnade.hops.kinds import get_exchange_setting
+from colonnade.config.run import override_settings
+from colonnade.errors import ColonnadeError, ConfigError
+from colonnade.hops.kinds import CHANNELS, EXCHANGES, Split, get_exchange_setting
 from colonnade.hops.load import TableLoad
 from colonnade.lookup.stacking import hash_ids
+from colonnade.plan.advice import (
+    Advice,
+    ScalingPoint,
+    ServerDemand,
+    average_noise,
+    choose_num_servers,
+    choose_scaling_point,
+    fit_batch_cost,
+)
 from colonnade.plan.build import apply_placement, build_plan
 from colonnade.plan.comparison import ComparedPlan, PlanComparison, order_plans_to_time
 from colonnade.plan.constraints import (
@@ -40,6 +52,7 @@ from colonnade.plan.cost.prediction import (
     choose_lookahead_depth,
     predict_speed,
 )
+from colonnade.plan.cost.step_time import predict_processor_seconds, predict_single_rank_seconds
 from colonnade.plan.measure.device import Device
 from colonnade.plan.measure.profile import Profile, profile_batches
 from colonnade.plan.placement import (
@@ -52,11 +65,13 @@ from colonnade.plan.placement import (
 from colonnade.plan.plan import Plan
 from colonnade.plan.search.candidates import PlanDecision
 from colonnade.planning.choices import (
+    apply_tower_partition,
     check_exchanges_of_features,
     choose_hot_ids,
     choose_shardings_and_exchanges,
     estimate_link_costs,
     estimate_sampled_loads,
+    estimate_seconds_by_codec,
 )
 from colonnade.planning.measure import measure_device, measure_links
 from colonnade.planning.placement import (
@@ -72,10 +87,13 @@ from colonnade.planning.timing import run_micro_benchmark
 from colonnade.table import Table
 from colonnade.topology.sharding import Sharding
 from colonnade.topology.world import World
+from colonnade.train.metrics_file import FILE_NAME, read_metrics_lines
 from colonnade.train.setup import RunSetup
 
 MAX_TIMED_BATCHES = 12
 """Maximum number of batches of the sample that the model is timed on."""
+SMALL_SHARES = 16
+"""Part of a rank's batch that is timed beside it, to measure what a sample costs."""
 AUTO_DEPTHS = (8, 4, 2)
 """Candidates for an automatic lookahead, in batches; the first with a window that fits in memory is taken."""
 
@@ -100,8 +118,15 @@ class PlanningResult:
     choice: PlanDecision
     loads: tuple[TableLoad, ...]
     world: World
+    dense_seconds: Mapping[str, float]
+    """Seconds that a step waits for the sums of dense gradients, by their codec; none on one rank."""
     runners_up: tuple[PlannedStep, ...] = ()
     """Plans of other kinds, in the order in which they are timed (`order_plans_to_time`); none on one rank."""
+
+    @property
+    def trainer_samples(self) -> float:
+        """Number of samples of a trainer in a step."""
+        return self.profile.largest_batch / self.world.num_trainers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -172,12 +197,16 @@ def plan_from_sample(
     rows_folder: Path,
     first_step: int = 0,
     lookups: int = SAMPLE_LOOKUPS,
+    measured: PlanningResult | None = None,
+    times_small_batches: bool = False,
 ) -> PlanningResult:
     """Plan from a sample, on one rank for all ranks. Memory is shared between tables by `plan.placement`.
 
     setup: its folder may have the measured device. world: with measured links. rows_folder: folder for rows without a
-    configured directory. Raises BudgetExceeded if a batch does not fit, ConfigError without a sample or with impossible
-    shardings, StorageError if a directory cannot be measured.
+    configured directory. measured: plan of another world, whose measurements of this machine are used, not made again.
+    times_small_batches: measure what a sample costs, too, for plans of worlds with other shares of a batch. Raises
+    BudgetExceeded if a batch does not fit, ConfigError without a sample or with impossible shardings, StorageError if a
+    directory cannot be measured.
     """
     config = setup.config
     run = _sample_run(setup, world, first_step, lookups)
@@ -186,18 +215,24 @@ def plan_from_sample(
     check_batches_fit(demands, budgets)  # before anything is measured, which takes seconds
     paths = list_row_folders(run.base_plan, rows_folder)
     # The run folder may have a measurement of the same directories.
-    device = read_measured_device(setup.folder, paths) or measure_device(paths)
+    device = measured.device if measured else read_measured_device(setup.folder, paths)
+    device = device or measure_device(paths)
     loads = estimate_sampled_loads(
         setup, run.hashed_sample, run.profile, run.hot_ids, world, run.last_step
     )
     choice = choose_shardings_and_exchanges(setup, loads, world, device, demands)
     placed = _place_rows(run, choice, depth)
-    costs = run_micro_benchmark(
-        setup,
-        _select_timed_batches(run),
-        folder=Path(paths[0]) if paths else None,
-        reads={table.name: table.reads for table in placed.memory},
-    )
+    if measured is None:
+        costs = run_micro_benchmark(
+            setup,
+            _select_timed_batches(run),
+            folder=Path(paths[0]) if paths else None,
+            reads={table.name: table.reads for table in placed.memory},
+            small_batches=_select_timed_batches(run, SMALL_SHARES) if times_small_batches else (),
+        )
+    else:
+        rank_samples = run.profile.largest_batch / world.num_trainers
+        costs = measured.costs.add_samples(rank_samples - measured.trainer_samples)
 
     def predict(decision: PlanDecision, rows: _PlacedRows) -> PlannedStep:
         links = estimate_link_costs(decision, loads.loads, device, setup, world, rows.plan)
@@ -227,6 +262,9 @@ def plan_from_sample(
         choice,
         tuple(loads.loads),
         world,
+        estimate_seconds_by_codec(run.setup.model, world, run.setup.config.plan.codec)
+        if world.num_ranks > 1
+        else {},
         runners_up=tuple(runners_up),
     )
 
@@ -334,6 +372,156 @@ def _predict_plan(
     return PlannedStep(plan, prediction)
 
 
+def advise(
+    setup: RunSetup,
+    world: World,
+    *,
+    run_folder: Path,
+    min_efficiency: float,
+    max_hosts: int,
+    lookups: int = SAMPLE_LOOKUPS,
+) -> Advice:
+    """Advise numbers of ranks and servers and a batch, from plans of 1, 2, 4, .. hosts up to `max_hosts` like those of
+    `world`, on one rank; see `plan_from_sample`.
+
+    Every rank is predicted with processors of its own. run_folder: of an earlier run, which may have measured the noise
+    of gradients. Raises ConfigError."""
+    if not 0 < min_efficiency <= 1:
+        raise ConfigError(
+            f"--efficiency: got {min_efficiency:g}, wanted a number above 0 and up to 1, such as 0.8"
+        )
+    size = setup.config.train.samples_per_step
+    worlds = list_worlds(replace(world, crowding=1.0), max_hosts, size)
+    plan = partial(plan_world, setup, rows_folder=run_folder, lookups=lookups)
+    single = plan(World(origin=world.origin), times_small_batches=True)
+    plans = [single, *(plan(other, measured=single) for other in worlds)]
+    curve = []
+    for prediction, num_ranks in (
+        (planned.prediction, planned.world.num_ranks) for planned in plans
+    ):
+        speedup = single.prediction.step_seconds / prediction.step_seconds
+        curve.append(
+            ScalingPoint(
+                num_ranks=num_ranks,
+                step_seconds=prediction.step_seconds,
+                speedup=speedup,
+                efficiency=speedup / num_ranks,
+                limit=prediction.limit,
+            )
+        )
+    efficient = choose_scaling_point(curve, min_efficiency).num_ranks
+    wanted = world.num_ranks if world.num_ranks > 1 else efficient
+    own = next(planned for planned in plans if planned.world.num_ranks == wanted)
+    small_size = max(size // SMALL_SHARES, 1)
+    small = plan(own.world, measured=single, batch_size=small_size)
+    servers = measure_server_demand(own, setup.config.plan.memory.dram)
+    lines = read_metrics_lines(run_folder / FILE_NAME)
+    return Advice(
+        batch_size=size,
+        curve=tuple(curve),
+        num_ranks=efficient,
+        world=own.world,
+        num_servers=servers.count,
+        servers=servers,
+        staleness_steps=min(own.plan.staleness_by_table),
+        batch=fit_batch_cost(
+            (small_size, size), (small.prediction.step_seconds, own.prediction.step_seconds)
+        ),
+        noise=average_noise([line for line in lines if line["kind"] == "noise"]),
+    )
+
+
+def list_worlds(world: World, max_hosts: int, batch_size: int) -> list[World]:
+    """Return the worlds to predict beside one rank: of 1, 2, 4, .. hosts, of `max_hosts` and of as many as `world` has,
+    ascending, with samples for each rank. Raises ConfigError if `world` has more ranks than samples."""
+    if max_hosts < 1:
+        raise ConfigError(f"--hosts-up-to: got {max_hosts}, wanted 1 or more")
+    if world.num_ranks > batch_size:
+        raise ConfigError(
+            f"got a batch of {batch_size} samples for {world.num_ranks} ranks, wanted at least one for each: set a "
+            "larger train.batch_size, or plan fewer ranks"
+        )
+    doubled = [1 << n for n in range(max_hosts.bit_length())]
+    worlds = [replace(world, num_hosts=n) for n in sorted({*doubled, max_hosts, world.num_hosts})]
+    return [other for other in worlds if 1 < other.num_ranks <= batch_size]
+
+
+def plan_world(
+    setup: RunSetup, world: World, *, batch_size: int | None = None, **options: Any
+) -> PlanningResult:
+    """Plan a world. batch_size: of another run than that of the settings. options: of `plan_from_sample`."""
+    config = apply_tower_partition(setup.config, setup.collection, world)
+    if batch_size is not None:
+        config = override_settings(config, {"train.batch_size": batch_size, "train.accumulate": 1})
+    return plan_from_sample(replace(setup, config=config), world, **options)
+
+
+def measure_server_demand(planned: PlanningResult, memory_bytes: int | None) -> ServerDemand:
+    """Return what the trainers of a plan need of servers, with exchange `rows`.
+
+    planned: without servers. memory_bytes: memory for rows of each server; None: no limit."""
+    world = planned.world
+    rates = planned.device.memory
+    split = Split(owners=1, trainers=world.num_trainers)
+    (hop,) = EXCHANGES["rows"]
+    sent = dict.fromkeys(CHANNELS, 0.0)
+    compute_seconds = planned.costs.step_seconds
+    server_seconds = 0.0
+    for load in planned.loads:
+        for flow in hop.flows(load, split):
+            sent[flow.channel] += flow.bytes * world.num_trainers
+        seconds = predict_processor_seconds("rows", load, split, rates)
+        server_seconds += seconds.owner
+        compute_seconds += seconds.trainer - predict_single_rank_seconds(load, rates)
+    is_one_machine = world.num_hosts == 1 < world.ranks_per_host
+    return ServerDemand(
+        compute_seconds=compute_seconds,
+        requested_rows=world.num_trainers * sum(load.unique_rank for load in planned.loads),
+        link_bytes=max(sent["fetch"], sent["route"] + sent["push"]),
+        processor_seconds=server_seconds,
+        row_bytes=sum(load.total_bytes for load in planned.loads),
+        link_bytes_per_second=world.local_bytes_per_second
+        if is_one_machine
+        else world.remote_bytes_per_second,
+        memory_bytes=memory_bytes,
+    )
+
+
+def choose_servers(setup: RunSetup, world: World, *, rows_folder: Path) -> int:
+    """Choose the number of servers on each host for `plan.servers=auto`: plan all numbers, on one rank; the smallest
+    counts whose predicted step is about the shortest."""
+    if world.ranks_per_host == 1:
+        return 0
+    plan = partial(plan_world, setup, rows_folder=rows_folder)
+    without = plan(world, times_small_batches=True)
+    seconds = [without.prediction.step_seconds]
+    for count in range(1, world.ranks_per_host):
+        seconds.append(math.inf)
+        with suppress(
+            ColonnadeError
+        ):  # rows do not fit on so few, or settings name ranks that train
+            planned = plan(world.with_servers(count), measured=without)
+            seconds[-1] = planned.prediction.step_seconds
+    return choose_num_servers(seconds)
+
+
+def choose_servers_on_rank_0(setup: RunSetup) -> int:
+    """Measure links on all ranks, and choose the number of servers on each host on rank 0. Collective.
+
+    A resumed run with as many ranks keeps its number."""
+    world = measure_links(setup.mesh)
+    folder = setup.folder or Path()
+
+    def make_message() -> dict[str, int]:
+        if (folder / "plan.json").is_file():
+            recorded = Plan.from_json((folder / "plan.json").read_text(encoding="utf-8"))
+            if recorded.num_ranks == world.num_ranks:
+                return {"servers": len(recorded.servers) // world.num_hosts}
+        return {"servers": choose_servers(setup, world, rows_folder=folder)}
+
+    return broadcast_plan_message(setup.mesh, make_message)["servers"]
+
+
 def read_measured_device(folder: Path | None, paths: Sequence[str]) -> Device | None:
     """Read the recorded measurement of these paths from a run folder; None if there is none."""
     if folder is None or not (folder / "device.json").is_file():
@@ -377,12 +565,16 @@ def _get_planned_memory(memory_demands: Sequence[MemoryDemand], plan: Plan) -> l
     ]
 
 
-def _select_timed_batches(run: _SampledRun) -> list[Batch]:
-    """Return the batches to time: one rank's share, because communication is predicted separately."""
+def _select_timed_batches(run: _SampledRun, num_shares: int = 1) -> list[Batch]:
+    """Return the batches to time: one rank's share, because communication is predicted separately.
+
+    num_shares: parts of such a share, of which one is returned; the whole share if samples are few."""
     sample = run.sample
+    size = run.setup.config.train.samples_per_step
     num_trainers = run.world.num_trainers
+    # A small batch has two samples at least, which normalisation needs.
+    num_trainers *= min(num_shares, max(size // (2 * num_trainers), 1))
     if num_trainers > 1:
-        size = run.setup.config.train.samples_per_step
         sample = read_sample_batches(run.setup.data.train, size, 1, num_ranks=num_trainers)
     return [batch for batch in sample if batch.size == sample[0].size][:MAX_TIMED_BATCHES]
 

@@ -63,29 +63,33 @@ def run_micro_benchmark(
     *,
     folder: Path | None,
     reads: Mapping[str, float],
+    small_batches: Sequence[Batch] = (),
 ) -> StepCosts:
     """Time steps of a model, with all rows in memory and with little memory. Runs on one rank.
 
-    Takes 2 x PASSES passes over `batches`, at least one. Passes with much and with little memory alternate, so that
-    slow seconds of the machine affect both.
+    Takes 2 x PASSES passes over `batches`, at least one. Passes with much and with little memory, and those over
+    `small_batches`, alternate, so that slow seconds of the machine affect all.
     setup: its model is not open, and does not change.
     folder: on the disk for rows. None: the cost of moving rows is not measured. With a single batch it is zero.
     reads: number of rows that a step of the run will read, by table.
+    small_batches: of fewer samples, to measure what a sample costs; empty: not measured.
     """
-    if len(batches) == 1:  # The first pass begins with an untimed step.
-        batches = [copy.copy(batches[0]) for _ in range(MIN_STEPS)]
+    batches, small_batches = map(_repeat_single_batch, (batches, small_batches))
     train = setup.config.train.model_copy(update={"accumulate": 1})
     config = setup.config.model_copy(update={"train": train})
     single = replace(setup, mesh=Mesh(), config=config)
-    plans = [build_plan(setup.collection.tables, 1, PlanConfig(lookahead=LOOKAHEAD))]
+    in_memory = build_plan(setup.collection.tables, 1, PlanConfig(lookahead=LOOKAHEAD))
+    timings = [(in_memory, batches)]
     if folder is not None:
-        plans.append(_plan_with_little_memory(setup.collection, batches, reads))
+        timings.append((_plan_with_little_memory(setup.collection, batches, reads), batches))
+    if small_batches:
+        timings.append((in_memory, small_batches))
     # Planning changes no random bit of the later run.
     with torch.random.fork_rng(), ExitStack() as stack:
         models = []
-        for plan in plans:
-            trainer = _open_copy(stack, single, plan, batches, folder)
-            models.append(_TimedModel(trainer, len(batches)))
+        for plan, timed_batches in timings:
+            trainer = _open_copy(stack, single, plan, timed_batches, folder)
+            models.append(_TimedModel(trainer, len(timed_batches)))
             stack.callback(models[-1].stream.close)
         passes = [[model.train_timed_pass() for model in models] for _ in range(PASSES)]
     step_seconds = _median_step_seconds([timed[0] for timed in passes[1:]])
@@ -94,13 +98,24 @@ def run_micro_benchmark(
         return max(_median_step_seconds(timed) - step_seconds, 0.0) / num_rows if num_rows else 0.0
 
     first_pass = passes[0][0]  # initialises every row
-    tight = [timed[-1] for timed in passes[1:]]  # without rows in files, nothing moves
+    # Without rows in files, nothing moves.
+    tight = [timed[0 if folder is None else 1] for timed in passes[1:]]
     num_moved = sum(timed.moved_rows for timed in tight) / len(tight)
+    sample_seconds = 0.0
+    if small_batches:
+        saved_seconds = step_seconds - _median_step_seconds([timed[-1] for timed in passes[1:]])
+        sample_seconds = max(saved_seconds, 0.0) / (batches[0].size - small_batches[0].size)
     return StepCosts(
         step_seconds=step_seconds,
         first_use_seconds=divide_additional_seconds([first_pass], first_pass.born_rows),
         moved_seconds=divide_additional_seconds(tight, num_moved),
+        sample_seconds=sample_seconds,
     )
+
+
+def _repeat_single_batch(batches: Sequence[Batch]) -> Sequence[Batch]:
+    """Repeat a batch that is the only one, because the first pass begins with an untimed step."""
+    return [copy.copy(batches[0]) for _ in range(MIN_STEPS)] if len(batches) == 1 else batches
 
 
 def _median_step_seconds(passes: Sequence[TimedPass]) -> float:

@@ -47,7 +47,6 @@ from colonnade.data import Splits
 from colonnade.data.contract import has_samples
 from colonnade.data.processes import read_in_processes
 from colonnade.data.tabular.tables import build_portable_options
-from colonnade.embedding import find_collection
 from colonnade.errors import CheckpointError, ColonnadeError, ConfigError
 from colonnade.files.disk import Disk
 from colonnade.files.durable import write_durably
@@ -59,7 +58,13 @@ from colonnade.plan.constraints import resolve_plan_config
 from colonnade.plan.plan import Plan
 from colonnade.planning.choices import apply_tower_partition, check_exchanges_of_features
 from colonnade.planning.placement import PROFILE_FILE, SAMPLE_LOOKUPS, Placement, count_run_steps
-from colonnade.planning.planner import PlanningResult, complete_plan, plan_from_sample
+from colonnade.planning.planner import (
+    PlanningResult,
+    choose_servers,
+    choose_servers_on_rank_0,
+    complete_plan,
+    plan_from_sample,
+)
 from colonnade.planning.timing import choose_plan
 from colonnade.processors import count_usable_processors
 from colonnade.publish.delivery import open_destinations
@@ -71,6 +76,7 @@ from colonnade.run.cross_rank_check import (
 )
 from colonnade.run.defaults import (
     check_data_for_settings,
+    check_thresholded_sums,
     describe_settings,
     open_data,
     resolve_settings,
@@ -288,6 +294,9 @@ def prepare_run(requested: RunSetup) -> TrainingRun:
     A finished run is opened for reading only.
     """
     config = resolve_settings(requested.config, requested.objective)
+    if config.plan.servers == "auto" and not requested.read_only:
+        num_servers = choose_servers_on_rank_0(replace(requested, config=config))
+        config = override_settings(config, {"plan.servers": num_servers})
     requested = replace(requested, config=config)
     setup = replace(requested, mesh=_select_mesh(requested))
     check_model_on_all_ranks(
@@ -309,6 +318,8 @@ def prepare_run(requested: RunSetup) -> TrainingRun:
     rows = RowOptimizer(setup.collection, clip_value=config.embedding.clip_value)
     optimizer = setup.make_optimizer(setup.parameters or [nn.Parameter(torch.empty(0))])
     run_steps = count_run_steps(config, setup.data)
+    if setup.mesh.num_ranks > 1 and not setup.read_only:
+        check_thresholded_sums(config, run_steps)
     if setup.console is not None and not setup.read_only:
         for note in setup.data.notes:
             setup.console.print(note, highlight=False, markup=False)
@@ -358,7 +369,7 @@ def _select_mesh(setup: RunSetup) -> Mesh:
         return collection.mesh
     if setup.read_only:
         return setup.mesh
-    return assign_server_ranks(setup.mesh, setup.config.plan.servers)
+    return assign_server_ranks(setup.mesh, setup.config.plan.num_servers)
 
 
 def _read_final_summary(setup: RunSetup) -> dict[str, Any] | None:
@@ -533,7 +544,30 @@ def plan_run(
     Returns the plan and the model's tables. run_folder: future run folder; nothing stays written. table: name of a
     table that the caller shows; raises ConfigError before anything is measured if the model does not have it.
     """
-    world = world.with_servers(config.plan.servers)
+    setup = open_planned_setup(config)
+    config = setup.config
+    collection = setup.collection
+    table_names = [table.name for table in collection.tables]
+    if table is not None and table not in table_names:
+        raise ConfigError(
+            f"--table: got {table!r}, wanted a table of this model: {', '.join(table_names)}"
+        )
+    if config.plan.servers == "auto":
+        num_servers = choose_servers(setup, world, rows_folder=run_folder)
+        config = override_settings(config, {"plan.servers": num_servers})
+    world = world.with_servers(config.plan.num_servers)
+    config = apply_tower_partition(config, collection, world)
+    default_plan = build_plan(
+        collection.tables, world, resolve_plan_config(config.plan, collection.tables, world)
+    )
+    check_tier_directories(default_plan.ssd, default_plan.mapped)
+    setup = replace(setup, config=config)
+    planned = plan_from_sample(setup, world, rows_folder=run_folder, lookups=lookups)
+    return planned, collection.tables
+
+
+def open_planned_setup(config: RunConfig) -> RunSetup:
+    """Open data and model of a run that is planned in this process alone. Raises ConfigError."""
     if config.data.name == OWN:
         raise ConfigError(
             "a model of your own is planned for by colonnade.fit, with placement='profiled'"
@@ -546,23 +580,10 @@ def plan_run(
     set_num_threads(config.train.threads, Mesh())
     config, data, _ = open_data(config, None)
     model = build_model(data.train.schema, config)
-    collection = find_collection(model)
-    table_names = [table.name for table in collection.tables]
-    if table is not None and table not in table_names:
-        raise ConfigError(
-            f"--table: got {table!r}, wanted a table of this model: {', '.join(table_names)}"
-        )
-    config = apply_tower_partition(config, collection, world)
-    default_plan = build_plan(
-        collection.tables, world, resolve_plan_config(config.plan, collection.tables, world)
-    )
-    check_tier_directories(default_plan.ssd, default_plan.mapped)
     move_dense_network(model, config.train.device, Mesh())
-    setup = RunSetup(
+    return RunSetup(
         model=model, data=data, config=config, mesh=Mesh(), objective=get_objective(model)
     )
-    planned = plan_from_sample(setup, world, rows_folder=run_folder, lookups=lookups)
-    return planned, collection.tables
 
 
 def move_dense_network(model: nn.Module, device: str, mesh: Mesh) -> None:

@@ -14,6 +14,9 @@ run/metrics.jsonl      {"step", "kind", "time", ...}; by kind:
                current values of held, live and lifetime bytes
     sent       payload `bytes` and `messages` that this rank sent since the previous such line, by channel (route,
                fetch, push, dense, evaluate, checkpoint, control) and link (local: ranks of its host, remote: others)
+    noise      only on several ranks or with micro-batches: number of `steps` since the previous such line; sums over
+               them of estimates of the variance of a sample's dense gradient, and of the square of the gradient's norm
+               without noise. The gradient noise scale is the one sum over the other (plan/advice.py)
     missed     only with bounded staleness: number of batches since the previous such line, by the number of updates
                that their reads missed ("4"), as this rank applied them
     cache      only with a row cache: `cache.directory.CacheCounts` of rows of batches since the previous such line:
@@ -248,6 +251,7 @@ class Counters:
         collection = self._trainer.collection
         sources = collection.store.sources
         cached = collection.cached
+        noise = self._trainer.dense.noise
         sent = collection.mesh.traffic.to_dict()
         missed = collection.pipeline.missed if collection.opened.reads_ahead else {}
         ages = () if cached is None else cached.ages
@@ -261,6 +265,13 @@ class Counters:
                 "evicted": sources.evicted_clean + sources.evicted_dirty,
             },
             "sent": sent if sent["bytes"] else {},
+            "noise": {
+                "steps": noise.steps,
+                "variance": self._trainer.config.train.samples_per_step * noise.variance,
+                "square": noise.square,
+            }
+            if noise.steps
+            else {},
             "missed": {str(steps): float(count) for steps, count in sorted(missed.items())},
             "cache": {} if cached is None else dict(vars(cached.counts)),
             # By the smallest age of a bin.

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from colonnade.comm.mesh import Mesh
+from colonnade.errors import ConfigError
 from colonnade.lookup.contract import TowerConsumers
 from colonnade.lookup.layout import EmbeddingDeclaration
 
@@ -158,3 +159,12 @@ def find_tower_weights(
     ):
         return None
     return TowerWeights(tower_consumers.size, tuple(map(tuple, modules)))
+
+
+def reject_tower_gradient(parameter: Tensor) -> None:
+    """Raise ConfigError, because backward added a gradient to a parameter that one tower alone trains."""
+    raise ConfigError(
+        f"got a gradient from the loss of a {tuple(parameter.shape)} weight that is trained inside a tower: ranks of "
+        "other towers have older values of it. Use weights of operators inside towers nowhere else (for a penalty on "
+        "them, take the optimizer's weight_decay), or send values (plan.exchange=pooled)"
+    )

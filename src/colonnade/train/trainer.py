@@ -308,6 +308,8 @@ class Trainer:
                 # Buckets of dense gradients are sent while backward runs.
                 self.dense.begin_last_backward(gradient_scale=gradient_scale)
             (loss if loss_scale == 1 else loss * loss_scale).backward()
+        if not is_last and not loss_weight:
+            self.dense.measure_first_part(self.config.train.accumulate)
         return loss.detach()
 
     def _serve_rows(self, batch: Batch) -> Tensor:

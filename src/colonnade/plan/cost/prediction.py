@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from colonnade.plan.cost.memory import MemoryDemand, TableMemory
@@ -36,6 +36,13 @@ class StepCosts:
     """Additional seconds for each row that is used for the first time."""
     moved_seconds: float = 0.0
     """Additional seconds for each row that is read from files or evicted."""
+    sample_seconds: float = 0.0
+    """Additional seconds of a step for each further sample; 0 if steps of one size were timed."""
+
+    def add_samples(self, num_samples: float) -> StepCosts:
+        """Return the costs of steps with `num_samples` more samples, or fewer if it is negative."""
+        seconds = self.step_seconds + num_samples * self.sample_seconds
+        return replace(self, step_seconds=seconds)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
