@@ -42,7 +42,6 @@ MODEL_PRESETS = {
     },
     "sasrec": {
         **interactions.MODEL_PRESETS["sasrec"],
-        "embedding.optimizer": "adam",
         "model.temperature": 0.1,
         "train.batch_size": 256,
     },

@@ -43,8 +43,8 @@ MODEL_PRESETS = {
     "sasrec": {
         "data.options": {"samples": "sequences", "max_history": 50, "negatives": 16},
         "model.dim": 64, "model.blocks": 1, "model.max_length": 50, "model.positions": False, "model.dropout": 0.1,
-        "model.temperature": 0.2, "embedding.optimizer": "adagrad", "embedding.lr": 0.005, "train.batch_size": 64,
-        "train.epochs": 30, "train.patience": 3,
+        "model.temperature": 0.07, "embedding.lr": 0.005, "train.batch_size": 64, "train.epochs": 30,
+        "train.patience": 3,
     }
 }  # fmt: skip
 
@@ -93,7 +93,7 @@ def open_interactions(
     split_seed                         seed of drawn parts; `seed` orders the samples of an epoch
     samples                            "pairs" (user, item), or "sequences" of a user's items
     max_history, max_pairs             most items of a history, and pairs of a user in an epoch (default: all)
-    negatives                          items drawn at random for each sequence
+    negatives                          items drawn for each sequence: those of a batch are distinct, at most all
     order                              order of a user's items; default: time if there is such a column, else none
     ranked_negatives                   number of drawn items among which held-out items are ranked, or a file of those
                                        for the test part; default: all items
