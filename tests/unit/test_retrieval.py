@@ -182,8 +182,9 @@ def test_an_item_that_occurs_often_scores_higher():
     scores = queries @ items.T / model.temperature
     cosines = queries[:, :-1] @ items[:, :-1].T / model.temperature
     torch.testing.assert_close(scores, cosines + batch.dense[:, 1])
-    torch.testing.assert_close(contrast.queries, queries)
-    torch.testing.assert_close(contrast.candidates, items)
+    # In training, what log_q adds is taken off: negatives are drawn with that frequency.
+    torch.testing.assert_close(contrast.queries, queries[:, :-1])
+    torch.testing.assert_close(contrast.candidates, items[:, :-1])
 
 
 def sasrec(dtype="float64", **settings):
@@ -270,7 +271,7 @@ def test_sasrec_is_plain_torch(positions):
     temperature=st.sampled_from([0.001, 0.1, 1.0]),  # at 0.001 shares underflow
 )
 def test_the_loss_by_blocks_is_that_of_all_scores(seed, shape, block, temperature):
-    """One softmax over a matrix, differentiated by torch; frequencies, known candidates and weights."""
+    """One softmax over a matrix, differentiated by torch; known candidates and weights."""
     num_positions, num_candidates = shape
     random = torch.Generator().manual_seed(seed)
 
@@ -284,9 +285,8 @@ def test_the_loss_by_blocks_is_that_of_all_scores(seed, shape, block, temperatur
     sample = torch.arange(num_positions) // 2
     ids = torch.arange(num_candidates) % 7
     known = sample.repeat(3), torch.randint(0, 9, (3 * num_positions,), generator=random)
-    log_q = draw(num_positions), draw(num_candidates)
     contrast = ContrastiveBatch(
-        queries, positives, draw(num_positions).abs(), sample, known, candidates, ids, *log_q
+        queries, positives, draw(num_positions).abs(), sample, known, candidates, ids
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(retriever, "LOSS_SCORES", block)
@@ -295,9 +295,9 @@ def test_the_loss_by_blocks_is_that_of_all_scores(seed, shape, block, temperatur
 
     pairs = set(zip(*(column.tolist() for column in known), strict=True))
     is_known = [[(s, item) in pairs for item in ids.tolist()] for s in sample.tolist()]
-    scores = queries @ candidates.T / temperature - log_q[1]
+    scores = queries @ candidates.T / temperature
     scores = scores.masked_fill(torch.tensor(is_known, dtype=torch.bool).view(shape), -math.inf)
-    positive = (queries * positives).sum(1) / temperature - log_q[0]
+    positive = (queries * positives).sum(1) / temperature
     shares = torch.cat([positive[:, None], scores], 1).log_softmax(1)[:, 0]
     wanted = -(shares * contrast.weight).sum() / max(float(contrast.weight.sum()), 1e-12)
     torch.testing.assert_close(loss, wanted)

@@ -59,9 +59,6 @@ class ContrastiveBatch:
     known: tuple[Tensor, Tensor]  # (sample, item), (T,) int64 each: items to exclude
     candidates: Tensor  # (M, D)
     candidate_ids: Tensor  # (M,) int64
-    # (P,): log of the probability that the item is drawn as a candidate, up to a constant
-    positive_log_q: Tensor
-    candidate_log_q: Tensor  # (M,)
 
 
 class RetrievalObjective:
@@ -127,10 +124,10 @@ class Retriever(SplitModel):
     """Retrieval model that scores an item for a query by the dot of their vectors, divided by `temperature`.
 
     Dense column `log_q`, if there is one, has the log of an item's frequency. Models of pairs add it to the score as
-    one more element of the vectors (`augment_queries`, `augment_items`). Negatives are drawn with that frequency, so
-    the logQ correction of training (Bengio and Senecal 2003) subtracts the same term, and the vectors learn how much
-    likelier than its frequency an item is. Correction without the term starts slower: rare items then have weight
-    1 / q.
+    one more element of the vectors (`augment_queries`, `augment_items`), so the others learn how much likelier than its
+    frequency an item is. Training leaves it out: negatives are drawn with that frequency, and the logQ correction
+    (Bengio and Senecal 2003) would subtract the same term. Scores of the others alone, without it, would start slower:
+    rare items would have weight 1 / q.
     """
 
     objective = RetrievalObjective()
@@ -169,16 +166,11 @@ class Retriever(SplitModel):
         bags of `known` items; a batch whose key is `HeldOutItems` lists both itself, completely."""
         if isinstance(batch.key, HeldOutItems):
             item_ids, known = batch.key.truth.values, [batch.key.excluded]
-        log_q = self.log_frequency(batch)
         sample = torch.arange(batch.size)
         bags = [Ids(item_ids), *known]
         pairs = torch.cat([bag.samples for bag in bags]), torch.cat([bag.values for bag in bags])
         weight = torch.ones(batch.size) if batch.sample_weight is None else batch.sample_weight
-        queries = self.augment_queries(queries)
-        items = self.augment_items(items, log_q)
-        return ContrastiveBatch(
-            queries, items, weight, sample, pairs, items, item_ids, log_q, log_q
-        )
+        return ContrastiveBatch(queries, items, weight, sample, pairs, items, item_ids)
 
     def log_frequency(self, batch: Batch) -> Tensor:
         """Return column `log_q`, (B,); zeros without one. In a batch of items it may be the only dense column."""
@@ -203,19 +195,19 @@ def contrastive_loss(contrast: ContrastiveBatch, temperature: float, mesh: Mesh)
     """Compute this rank's part of the weighted mean over all ranks' positions. Collective, and its backward too.
 
     A position's loss is -log of the positive's share in the softmax over it and all candidates that are not known items
-    of its sample. Scores are dots divided by `temperature`, minus the log of the item's sampling frequency.
+    of its sample. Scores are dots divided by `temperature`.
     """
     queries = contrast.queries / temperature
     candidates = concatenate_over_ranks(mesh, contrast.candidates)
     ids = concatenate_over_ranks(mesh, contrast.candidate_ids)
-    log_q = concatenate_over_ranks(mesh, contrast.candidate_log_q).to(queries)
     total = mesh.all_reduce("dense", contrast.weight.sum(dtype=torch.float64))
-    positive = (queries * contrast.positives).sum(1) - contrast.positive_log_q.to(queries)
+    positive = (queries * contrast.positives).sum(1)
     num_samples = int(contrast.sample[-1]) + 1 if len(contrast.sample) else 0
     is_known = mark_matching_candidates(*contrast.known, num_samples, ids)
-    known = group_items_by_user(*is_known.nonzero().unbind(1), num_samples)
+    of_sample, candidate = is_known.nonzero().T
+    known = group_items_by_user(of_sample, candidate, num_samples)
     share = contrast.weight.to(queries) / max(float(total), 1e-12)
-    return _SoftmaxLoss.apply(queries, candidates, positive, log_q, share, known, contrast.sample)
+    return _SoftmaxLoss.apply(queries, candidates, positive, share, known, contrast.sample)
 
 
 class _SoftmaxLoss(torch.autograd.Function):
@@ -231,13 +223,12 @@ class _SoftmaxLoss(torch.autograd.Function):
         queries: Tensor,
         candidates: Tensor,
         positive: Tensor,
-        log_q: Tensor,
         weight: Tensor,
         known: Ids,
         sample: Tensor,
     ) -> Tensor:
-        """Compute the sum. queries (P, D), candidates (M, D), positive (P,) scores, log_q (M,), weight (P,), known (B,)
-        bags of candidates' indices, sample (P,)."""
+        """Compute the sum. queries (P, D), candidates (M, D), positive (P,) scores, weight (P,), known (B,) bags of
+        candidates' indices, sample (P,)."""
         num_candidates = len(candidates)
         num_rows = max(1, LOSS_SCORES // (num_candidates + 1))
         buffer = queries.new_empty(min(num_rows, len(queries)), num_candidates + 1)
@@ -249,7 +240,7 @@ class _SoftmaxLoss(torch.autograd.Function):
             scores = buffer[: len(block)]
             scores[:, -1] = positive[rows]
             others = scores[:, :-1]
-            torch.addmm(-log_q, block, candidates.T, out=others)
+            torch.mm(block, candidates.T, out=others)
             mask_items(others, gather_ids(known, sample[rows]))
             largest = scores.amax(1)
             torch.softmax(scores, 1, out=scores)
@@ -264,7 +255,7 @@ class _SoftmaxLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor):  # type: ignore[override]
-        return *(gradients[0] * saved for saved in ctx.saved_tensors), None, None, None, None
+        return *(gradients[0] * saved for saved in ctx.saved_tensors), None, None, None
 
 
 def recall_and_ndcg(top_items: Tensor, true_items: Ids, k: int) -> tuple[Tensor, Tensor]:

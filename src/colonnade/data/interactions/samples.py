@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
-from itertools import starmap
 from typing import Any, Literal
 
 import numpy as np
@@ -241,19 +240,21 @@ class SequenceSource(BlockSource):
         lists = self.interactions.train
         if not self.interactions.is_ordered:
             lists = _shuffle_bags(lists, stream_key(self.shuffle_key, epoch, 1))
-        num_items = self.interactions.num_items
-        order = torch.from_numpy(
-            random_permutation(num_items, stream_key(self.shuffle_key, epoch, 2))
+        key = stream_key(self.shuffle_key, epoch, 2)
+        items = torch.from_numpy(random_permutation(self.interactions.num_items, key))
+        return (
+            self._build_sequence_batch(
+                lists, users[begin:end], self._select_negatives(items, begin, end)
+            )
+            for begin, end in blocks
         )
-        num_drawn = min(num_items, self.negatives * self.batch_size)
 
-        def build_batch(begin: int, end: int) -> Batch:
-            bounds = torch.arange(begin, end + 1) * num_drawn // self.batch_size
-            drawn = order[torch.arange(int(bounds[0]), int(bounds[-1])) % num_items]
-            negatives = Ids(drawn, bounds - bounds[0])
-            return self._build_sequence_batch(lists, users[begin:end], negatives)
-
-        return starmap(build_batch, blocks)
+    def _select_negatives(self, items: Tensor, begin: int, end: int) -> Ids:
+        """Return the negatives of the samples from `begin` to `end` of an epoch, of its order of items (I,)."""
+        num_drawn = min(len(items), self.negatives * self.batch_size)  # of a batch
+        bounds = torch.arange(begin, end + 1) * num_drawn // self.batch_size
+        position = torch.arange(int(bounds[0]), int(bounds[-1]))
+        return Ids(items[position % len(items)], bounds - bounds[0])
 
     def _build_sequence_batch(self, item_sequences: Ids, users_B: Tensor, negatives: Ids) -> Batch:
         items = truncate_to_newest_items(gather_ids(item_sequences, users_B), self.max_history + 1)
