@@ -319,8 +319,8 @@ CLICK_MODELS = ("lr", "fm", "nfm", "wide_deep", "deepfm", "dlrm", "dcn", "dcnv2"
 
 
 def own_data_rows() -> Iterable[tuple[str | Figure, ...]]:
-    cases = dict.fromkeys(c["case"] for c in read_results("own_data")["cases"])
-    for case in cases:
+    cases = read_results("own_data")["cases"]
+    for case in dict.fromkeys(c["case"] for c in cases if c["system"] in CLICK_MODELS):
         for label, unit in (("AUC", "auc_behind_lr"), ("log loss", "log_loss_behind_lr")):
             yield (f"{case}, {label}", *(Mean("own_data", case, m, unit) for m in CLICK_MODELS))
 

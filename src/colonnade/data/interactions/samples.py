@@ -6,9 +6,9 @@ Legend: U users, I items, n interactions, B samples of a batch, H items of a his
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -165,8 +165,9 @@ class SequenceSource(BlockSource):
     """Source with one sample per user with two or more training items; users in a new order each epoch.
 
     A sample has the user's items without the last (`history`), the same shifted by one (`target`), and `negatives`
-    items drawn uniformly from all (`negative`), others each epoch. It has the newest `max_history` + 1 items; in a new
-    order each epoch where their order is unknown.
+    others (`negative`). It has the newest `max_history` + 1 items; in a new order each epoch where their order is
+    unknown. Negatives follow each other in an order of all items that is drawn each epoch. A batch has no item twice,
+    and the whole catalogue if that is no larger than its negatives: these are then divided evenly among its samples.
     """
 
     schema: Schema
@@ -174,6 +175,8 @@ class SequenceSource(BlockSource):
     max_history: int
     negatives: int
     shuffle_key: int
+    batch_size: int = 1
+    """Number of samples of a batch of all ranks: the argument of `batches`."""
 
     @property
     def num_samples(self) -> int:
@@ -182,25 +185,41 @@ class SequenceSource(BlockSource):
     def _select_users(self) -> Tensor:
         return (self.interactions.train.counts >= 2).nonzero()[:, 0]
 
+    def batches(self, batch_size: int, **options: Any) -> Iterator[Batch]:
+        """Return this rank's batches, as `Source.batches` does."""
+        return BlockSource.batches(replace(self, batch_size=batch_size), batch_size, **options)
+
     def read_epoch(self, epoch: int, blocks: Iterator[Block]) -> Iterator[Batch]:
         users = self._select_users()
         users = users[_epoch_order(len(users), self.shuffle_key, epoch)]
         lists = self.interactions.train
         if not self.interactions.is_ordered:
             lists = _shuffle_bags(lists, stream_key(self.shuffle_key, epoch, 1))
-        return (self._build_sequence_batch(lists, users[begin:end], epoch) for begin, end in blocks)
+        key = stream_key(self.shuffle_key, epoch, 2)
+        items = torch.from_numpy(random_permutation(self.interactions.num_items, key))
+        return (
+            self._build_sequence_batch(
+                lists, users[begin:end], self._select_negatives(items, begin, end)
+            )
+            for begin, end in blocks
+        )
 
-    def _build_sequence_batch(self, item_sequences: Ids, users_B: Tensor, epoch: int) -> Batch:
+    def _select_negatives(self, items: Tensor, begin: int, end: int) -> Ids:
+        """Return the negatives of the samples from `begin` to `end` of an epoch, of its order of items (I,)."""
+        num_drawn = min(len(items), self.negatives * self.batch_size)  # of a batch
+        bounds = torch.arange(begin, end + 1) * num_drawn // self.batch_size
+        position = torch.arange(int(bounds[0]), int(bounds[-1]))
+        return Ids(items[position % len(items)], bounds - bounds[0])
+
+    def _build_sequence_batch(self, item_sequences: Ids, users_B: Tensor, negatives: Ids) -> Batch:
         items = truncate_to_newest_items(gather_ids(item_sequences, users_B), self.max_history + 1)
         assert items.offsets is not None
         lengths_B = items.offsets.diff() - 1
         offsets, index_E = locate_bag_items(items.offsets[:-1], lengths_B)
-        key = stream_key(self.shuffle_key, epoch, 2)
-        drawn = draw_items(key, users_B, self.negatives, self.interactions.num_items)
         bags = {
             "history": Ids(items.values[index_E], offsets),
             "target": Ids(items.values[index_E + 1], offsets),
-            "negative": Ids(drawn.flatten(), torch.arange(len(users_B) + 1) * self.negatives),
+            "negative": negatives,
         }
         ids = {name: self.interactions.get_item_ids(bag) for name, bag in bags.items()}
         return Batch(len(users_B), torch.empty(len(users_B), 0), ids, group=users_B)

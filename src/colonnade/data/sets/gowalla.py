@@ -31,7 +31,6 @@ MODEL_PRESETS = {
     "graphsage": {**interactions.MODEL_PRESETS["graphsage"], "train.batch_size": 2048},
     "sasrec": {
         **interactions.MODEL_PRESETS["sasrec"],
-        "embedding.optimizer": "adam",
         "model.temperature": 0.1,
         "train.batch_size": 256,
     },

@@ -44,8 +44,8 @@ MODEL_PRESETS = {
     "sasrec": {
         "data.options": {"samples": "sequences", "max_history": 50, "negatives": 16},
         "model.dim": 64, "model.blocks": 1, "model.max_length": 50, "model.positions": False, "model.dropout": 0.1,
-        "model.temperature": 0.2, "embedding.optimizer": "adagrad", "embedding.lr": 0.005, "train.batch_size": 64,
-        "train.epochs": 30, "train.patience": 3,
+        "model.temperature": 0.07, "embedding.lr": 0.005, "train.batch_size": 64, "train.epochs": 30,
+        "train.patience": 3,
     },
     "graphsage": {
         "data.options": {"samples": "neighbours"}, "model.dim": 64, "model.temperature": 0.1, "embedding.lr": 0.005,
@@ -97,7 +97,8 @@ def open_interactions(
     test_fraction, test_after, ...     shares (0.2, 0.1 of the rest), or cutoffs of split=time: ISO times or numbers
     samples                            "pairs" (user, item), "sequences" of a user's items, or pairs with "neighbours"
     max_history, max_pairs             most items of a history, and pairs of a user in an epoch (default: all)
-    negatives, fan_outs                items drawn for each sequence; neighbours drawn for each node, by hop
+    negatives, fan_outs                items drawn for each sequence (those of a batch are distinct, at most all);
+                                       neighbours drawn for each node, by hop
     order                              order of a user's items; default: time if there is such a column, else none
     ranked_negatives                   drawn items that held-out ones are ranked among, or a file; default: all items
 
