@@ -21,7 +21,8 @@ Suite ranking: see workers/own_ranking.py.
 Suite sequences: see workers/own_sequences.py.
 
     sasrec_vs_torch_hr10, sasrec_time_of_torch    hit rate@10 of SASRec over that of the better of two plain torch ones,
-                                                  all items ranked; seconds of ten epochs over its
+                                                  all items ranked; processor seconds of ten epochs over its (suite
+                                                  sequence_seconds)
 
 Suite graphs: see workers/own_graphs.py.
 
@@ -65,7 +66,11 @@ from rich.table import Table
 from workers.own_graphs import compute_graph_ratios, measure_thin_graph
 from workers.own_ranking import CASES as RANKING_CASES
 from workers.own_ranking import compute_ranking_ratios, measure_case
-from workers.own_sequences import compute_sequence_ratios, measure_sequences
+from workers.own_sequences import (
+    compute_sequence_ratios,
+    measure_sequence_seconds,
+    measure_sequences,
+)
 
 from colonnade import Mesh
 from colonnade.config.run import override_settings
@@ -449,6 +454,7 @@ SUITES = {
     "clicks": measure_clicks,
     "ranking": measure_rankings,
     "sequences": measure_one("sequences", measure_sequences),
+    "sequence_seconds": measure_one("sequences", measure_sequence_seconds),
     "graphs": measure_one("thin graph", measure_thin_graph),
     "reading": measure_reading,
 }

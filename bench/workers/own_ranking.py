@@ -29,7 +29,8 @@ from colonnade.batch import Ids
 from colonnade.config.run import override_settings
 from colonnade.data import open_source
 from colonnade.data.contract import Source, Splits
-from colonnade.data.interactions.samples import InteractionSplit, concat_bags
+from colonnade.data.interactions.samples import concat_bags
+from colonnade.data.interactions.splits import InteractionSplit
 from colonnade.models.retriever import (
     CUTOFFS,
     POPULARITY,

@@ -3,6 +3,7 @@
 
 #include "bind/arrays.h"
 #include "codec.h"
+#include "threshold.h"
 
 namespace colonnade {
 namespace {
@@ -45,6 +46,20 @@ CodedRows shape_of(const std::string& codec, int64_t rows, const In& dims) {
     if (dim < 0) throw std::invalid_argument("dims: got " + std::to_string(dim) + ", wanted 0 or more");
   }
   return shape;
+}
+
+ThresholdBlocks blocks_of(const In& starts, const In& slots) {
+  const ThresholdBlocks blocks{elements<const int64_t>(starts, "starts", {length(slots) + 1}),
+                               elements<const int64_t>(slots, "slots", {-1})};
+  for (size_t b = 0; b < blocks.slots.size(); ++b) {
+    const auto size = blocks.starts[b + 1] - blocks.starts[b];
+    if (blocks.starts[0] != 0 || size < 1 || size > 65536 || blocks.slots[b] < 1) {
+      throw std::invalid_argument("block " + std::to_string(b) + ": got " + std::to_string(size) + " elements and " +
+                                  std::to_string(blocks.slots[b]) +
+                                  " slots, wanted 1 to 65,536 elements, the first at 0, and 1 slot at least");
+    }
+  }
+  return blocks;
 }
 
 }  // namespace
@@ -114,6 +129,34 @@ void bind_packing(nb::module_& m) {
         decode_rows(shape, c.data(), v.data());
       },
       "codec"_a, "coded"_a, "dims"_a, "values"_a);
+  m.def(
+      "encode_thresholded",
+      [](In values, In residual, float scale, In starts, In slots, In thresholds, int64_t step, Out new_residual,
+         Out num_passed, Out message) {
+        const ThresholdBlocks blocks = blocks_of(starts, slots);
+        const auto size = blocks.starts.back(), count = length(blocks.slots);
+        const auto v = elements<const float>(values, "values", {size});
+        const auto r = elements<const float>(residual, "residual", {size});
+        const auto t = elements<const float>(thresholds, "thresholds", {count});
+        const auto n = elements<float>(new_residual, "new_residual", {size});
+        const auto p = elements<int64_t>(num_passed, "num_passed", {count});
+        const auto m = elements<int32_t>(message, "message", {blocks.num_slots()});
+        nb::gil_scoped_release release;
+        encode_thresholded(blocks, v.data(), r.data(), scale, t.data(), step, n.data(), p.data(),
+                           reinterpret_cast<Slot*>(m.data()));
+      },
+      "values"_a, "residual"_a, "scale"_a, "starts"_a, "slots"_a, "thresholds"_a, "step"_a, "new_residual"_a,
+      "num_passed"_a, "message"_a);
+  m.def(
+      "decode_thresholded",
+      [](In message, In starts, In slots, Out values) {
+        const ThresholdBlocks blocks = blocks_of(starts, slots);
+        const auto m = elements<const int32_t>(message, "message", {blocks.num_slots()});
+        const auto v = elements<float>(values, "values", {blocks.starts.back()});
+        nb::gil_scoped_release release;
+        decode_thresholded(blocks, reinterpret_cast<const Slot*>(m.data()), v.data());
+      },
+      "message"_a, "starts"_a, "slots"_a, "values"_a);
   m.def(
       "pack_numbers",
       [](In values) {

@@ -134,6 +134,24 @@ def encode_rows(
 def decode_rows(codec: str, coded: Array, dims: Array, values: Array) -> None:
     """Decode bytes of `encode_rows`, or any bytes, to values (n, W) float32."""
 
+def encode_thresholded(
+    values: Array,  # (n,) float32
+    residual: Array,  # (n,) float32: what earlier messages left out
+    scale: float,  # of the residual in units of the values
+    starts: Array,  # (blocks + 1,) int64: blocks of 1 to 65,536 elements, side by side
+    slots: Array,  # (blocks,) int64: slots of each in the message
+    thresholds: Array,  # (blocks,) float32
+    step: int,
+    new_residual: Array,  # (n,) float32, written
+    num_passed: Array,  # (blocks,) int64, written: elements at or above the threshold
+    message: Array,  # (sum of slots,) int32, written
+) -> None:
+    """Encode the elements of values + residual * scale at or above their block's threshold, as many as there are slots.
+    A NaN or inf makes a message of one NaN. tests/references/threshold_reference.py has the exact bits."""
+
+def decode_thresholded(message: Array, starts: Array, slots: Array, values: Array) -> None:
+    """Decode a message of `encode_thresholded` to values (n,) float32. ValueError for an offset outside its block."""
+
 def pack_numbers(values: Array) -> Array:
     """Pack (n,) int64, taken as unsigned, to uint8: blocks of 128, with the bit width of the largest in a leading
     byte."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,6 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colonnade.cli import app
+from colonnade.cli.churn import Predictions, compare_predictions, list_sample_settings
+from colonnade.config.run import DataConfig
 from colonnade.errors import DataError
 from colonnade.models.ranking import NUM_BLOCKS, assign_blocks
 from colonnade.predict.churn import TOP, Estimate, estimate_ratio, measure_churn
@@ -115,10 +118,12 @@ def runs(tmp_path_factory):
         ("a", ["--data", "csv", "--path", str(folder / "clicks.csv")]),
         ("b", ["--data", "csv", "--path", str(folder / "clicks.csv"), "--set", "train.seed=1"]),
         ("other", ["--data", "csv", "--path", str(folder / "others.csv")]),
+        ("less", ["--data", "csv", "--path", str(folder / "clicks.csv")]),
         ("retrieval", [*interactions, "--set", "train.max_steps=2"]),
     ):
         if name != "retrieval":
-            arguments += ["--set", "data.options.test_fraction=0.3"]
+            share = 0.2 if name == "less" else 0.3
+            arguments += ["--set", f"data.options.test_fraction={share}"]
         assert app.run_command(["train", *arguments, "--run", str(folder / name)]) == 0
     return folder
 
@@ -143,7 +148,13 @@ def test_two_runs_are_compared_and_a_run_agrees_with_itself(runs, colonnade):
 @pytest.mark.parametrize(
     ("first", "second", "options", "message"),
     [
-        ("a", "other", [], "got runs with other samples (180 and 180"),
+        ("a", "other", [], "got runs with other samples: data.path is '"),
+        (
+            "a",
+            "less",
+            [],
+            "got runs with other samples: data.options.test_fraction is 0.3 and 0.2, wanted",
+        ),
         ("a", "b", ["--group", "label"], "wanted a column with one id a sample: user, item"),
         ("a", "b", ["--part", "final"], "unknown part 'final'"),
         ("a", "retrieval", [], "TwoTower gives no logits"),
@@ -152,3 +163,29 @@ def test_two_runs_are_compared_and_a_run_agrees_with_itself(runs, colonnade):
 def test_what_cannot_be_compared_is_refused(runs, colonnade, first, second, options, message):
     status, _, text = colonnade("churn", runs / first, runs / second, *options)
     assert status == 2 and message in text
+
+
+def test_samples_of_one_class_are_told_apart_by_their_settings():
+    """Labels that are all 0 are equal, whatever the samples; a separate file alone says which these are."""
+    data = DataConfig(name="csv", path="a.csv", options={"test_fraction": 0.3, "threads": 2})
+    other = DataConfig(name="csv", path="b.csv", options={"test_fraction": 0.3, "threads": 1})
+    zeros = np.zeros((5, 1))
+    one, two = (
+        Predictions(1, list_sample_settings(d, "test"), ("label",), zeros, zeros, None, None)
+        for d in (data, other)
+    )
+    with pytest.raises(DataError, match=r"data.path is 'a.csv' and 'b.csv', wanted the same"):
+        list(compare_predictions(one, two))
+    with pytest.raises(DataError, match=r"other samples \(5 and 5, or other labels"):
+        list(compare_predictions(one, replace(one, labels=zeros + 1)))
+    files = [
+        list_sample_settings(DataConfig(name="csv", path=path, options={"test": "t.csv"}), "test")
+        for path in ("a.csv", "b.csv")
+    ]
+    assert files[0] == files[1] == {"data.options.test": "t.csv"}
+    shares = [{"test_fraction": 0.3, "validation_fraction": share} for share in (0.0, 0.1)]
+    parts = [
+        [list_sample_settings(DataConfig(name="csv", options=o), p) for o in shares]
+        for p in ("test", "validation")
+    ]
+    assert parts[0][0] == parts[0][1] and parts[1][0] != parts[1][1]

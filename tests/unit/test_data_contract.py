@@ -51,9 +51,7 @@ def open_memory(folder):
 SOURCES = {
     "synthetic": lambda p: open_source("synthetic", num_train=61, max_cardinality=50).train,
     "synthetic, everything": lambda p: (
-        open_source(
-            "synthetic", num_train=61, cardinalities=[5, 9], bags=[8], sequences=[9, 3], tasks=2
-        ).train
+        open_source("synthetic", num_train=61, cardinalities=[5, 9], bags=[8, 3]).train
     ),
     "criteo, streamed": lambda p: open_source("criteo", write_criteo(p, 61), test_fraction=0).train,
     "criteo, test": lambda p: open_source("criteo", write_criteo(p, 300)).test,

@@ -13,14 +13,16 @@ from movielens_files import write_movielens
 
 from colonnade.batch import Ids
 from colonnade.cli import app
-from colonnade.data import Position, open_interactions, open_source
+from colonnade.data import Position, Schema, open_interactions, open_source
 from colonnade.data.interactions.samples import (
+    InteractionSplit,
+    SequenceSource,
     concat_bags,
     draw_other_items,
     group_items_by_user,
-    mark_drawn,
     truncate_to_newest_items,
 )
+from colonnade.data.interactions.splits import mark_drawn
 from colonnade.errors import DataError
 
 
@@ -178,6 +180,31 @@ def test_a_sequence_is_learned_place_by_place(tmp_path, order):
     assert torch.equal(epochs[0], epochs[1]) and not torch.equal(epochs[0], epochs[2])
 
 
+@given(
+    num_items=st.integers(2, 40), batch_size=st.integers(1, 12), negatives=st.integers(1, 9),
+    num_ranks=st.integers(1, 3),
+)  # fmt: skip
+def test_a_batch_has_distinct_negatives_or_the_whole_catalogue(
+    num_items, batch_size, negatives, num_ranks
+):
+    """Ranks have parts of it; over an epoch, no item is drawn much more often than another."""
+    train, none = bags([[0, 1]] * 30), bags([[]] * 30)
+    catalogue = {"item": Ids(torch.arange(num_items))}
+    split = InteractionSplit(train, none, none, {}, catalogue, ())
+    source = SequenceSource(Schema((), (), labels=()), split, 4, negatives, 0)
+    ranks = [
+        [batch.ids["negative"].values for batch in source.batches(batch_size, rank=r, num_ranks=num_ranks)]
+        for r in range(num_ranks)
+    ]  # fmt: skip
+    batches = [torch.cat(parts) for parts in zip(*ranks, strict=True)]
+    assert all(len(items) == len(items.unique()) for items in batches)
+    whole, last = divmod(source.num_samples, batch_size)
+    assert all(len(items) == min(num_items, negatives * batch_size) for items in batches[:whole])
+    assert len(batches) == whole + (last > 0)
+    counts = torch.bincount(torch.cat(batches), minlength=num_items)
+    assert counts.max() - counts.min() <= 1
+
+
 @pytest.mark.parametrize("samples", ["pairs", "sequences"])
 def test_queries_rank_what_was_held_out(opened, samples):
     splits = opened(samples=samples, max_history=2)
@@ -216,7 +243,10 @@ def test_the_readers_law(opened, samples):
 
 
 def test_movielens_as_implicit_feedback(tmp_path):
-    folder = write_movielens(tmp_path)
+    films = range(1, 21)
+    ratings = [[user for user in (1, 2, 4, 7) for _ in films], [*films] * 4, [5] * 80]
+    movies = [f"{film}::Film (19{70 + film})::Drama" for film in films]
+    folder = write_movielens(tmp_path, movies=movies, ratings=ratings)
     splits = open_source("movielens_retrieval", folder)
     schema = splits.train.schema
     assert [c.name for c in schema.categorical] == [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
+from functools import partial
 
 import numpy as np
 import pyarrow as pa
@@ -169,13 +169,10 @@ def test_last_rows_that_are_not_the_newest_are_a_warning(order, tmp_path):
         days = np.argsort(SECONDS, kind="stable").reshape(-1, 20)
         indices = rng.permuted(days, axis=1).flatten()
     folder = write(tmp_path / "data", "parquet", TABLE.take(indices))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for options in ({"split_by": "user"}, {"order_by": "timestamp"}):
-            open_source("parquet", folder, schema=[*SCHEMA, HOUR], test_fraction=0.1, **options)
-        assert not caught
-        open_source("parquet", folder, schema=[*SCHEMA, HOUR], test_fraction=0.1)
-    messages = [str(w.message) for w in caught]
+    opened = partial(open_source, "parquet", folder, schema=[*SCHEMA, HOUR], test_fraction=0.1)
+    for options in ({"split_by": "user"}, {"order_by": "timestamp"}):
+        assert "newest" not in str(opened(**options).notes)
+    messages = opened().notes
     if order == "by user":
         (message,) = messages
         assert (
@@ -184,3 +181,18 @@ def test_last_rows_that_are_not_the_newest_are_a_warning(order, tmp_path):
         )
     else:
         assert not messages
+
+
+def test_a_run_says_once_that_its_last_rows_are_not_the_newest(tmp_path, colonnade):
+    folder, run = write(tmp_path / "data", "parquet", TABLE), tmp_path / "run"
+    schema = tmp_path / "schema.yaml"
+    schema.write_text(
+        "fields: {label: label, user: category, hour: {type: time, column: timestamp, part: hour}}"
+    )
+    texts = colonnade(
+        "train", "--path", folder, "--data", "parquet", "--run", run, "--set", f"data.options.schema={schema}", "--set",
+        "data.options.test_fraction=0.1", "--set", "train.max_steps=2",
+    )  # fmt: skip
+    assert texts[0] == 0 and "".join(texts[1:]).count("not the newest") == 1, texts
+    texts = colonnade("evaluate", run)
+    assert texts[0] == 0 and "newest" not in "".join(texts[1:])

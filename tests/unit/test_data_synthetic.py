@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colonnade.data import open_source
-from colonnade.data.counter import GAMMA, random_permutation, stream_key
+from colonnade.data.counter import GAMMA, random_permutation
 from colonnade.data.sets.synthetic import (
     CHUNK,
     CRITEO_CARDINALITIES,
@@ -74,59 +74,42 @@ def half(key: int, sample: int, first: int, i: int) -> int:
 
 
 def sample_slowly(law: ClickDistribution, sample: int):
-    """Dense values, ids by column, and by task probability and label: the module's docstring, written out."""
+    """Dense values, ids by column, probability and label: the module's docstring, written out."""
     dense = [
         float(law.quantiles[word(law.key, sample, 1 + i // 4) >> 16 * (i % 4) & 0xFFFF])
         for i in range(13)
     ]
     picked = [pick(f, half(law.key, sample, 5, i)) for i, f in enumerate(law.fields)]
-    lists = []
-    for column in law.lists:
+    bags = []
+    for column in law.bags:
         length = word(column.key, sample, 0) % (MAX_LENGTH + 1)
-        lists.append([pick(column.field, half(column.key, sample, 1, i)) for i in range(length)])
+        bags.append([pick(column.field, half(column.key, sample, 1, i)) for i in range(length)])
 
-    def entry_of(field, task, number):
-        return number * field.hash_factors[task] % 2**64 >> 48
+    def entry_of(field, number):
+        return number * field.hash_factor % 2**64 >> 48
 
-    def effect(field, task, rank, number):
-        return float(law.normals[entry_of(field, task, number)]) / (1 + rank / HALF_EFFECT_RANK)
+    def effect(field, rank, number):
+        return float(law.normals[entry_of(field, number)]) / (1 + rank / HALF_EFFECT_RANK)
 
-    probabilities, labels, first = [], [], 0.0
-    for t, task in enumerate(law.tasks):
-        logit = task.bias + task.scales["dense"] * sum(
-            x * float(w) for x, w in zip(dense, task.dense_weights, strict=True)
-        )
-        vectors = []
-        for field, (rank, number) in zip(law.fields, picked, strict=True):
-            logit += task.scales["effects"] * effect(field, t, rank, number)
-            if field.group is not None:
-                vectors.append((field.group, law.factors[:, entry_of(field, t, number)]))
-        for i, (group, v) in enumerate(vectors):
-            for other, w in vectors[:i]:
-                if other == group:
-                    logit += 2 * task.scales["interaction"] * float(v.astype(float) @ w)
-        for column, ids in zip(law.lists, lists, strict=True):
-            for i, (rank, number) in enumerate(ids):
-                weight = 1 / len(ids) if column.kind == "bag" else 2.0 ** (i + 1 - len(ids))
-                result = weight * effect(column.field, t, rank, number)
-                logit += task.scales[column.kind] * result
-        if t == 0:
-            first = logit
-        else:
-            logit += task.scales["first"] * first
-        probability = 1 / (1 + math.exp(-logit))
-        drawn = word(law.key, sample, 0)
-        if t > 0:
-            drawn = mix(drawn ^ stream_key(law.key, t))
-        probabilities.append(probability)
-        labels.append(int((drawn >> 11) / 2**53 < probability))
-    return (
-        dense,
-        [n for _, n in picked],
-        [[n for _, n in ids] for ids in lists],
-        probabilities,
-        labels,
+    logit = law.bias + law.scales["dense"] * sum(
+        x * float(w) for x, w in zip(dense, law.dense_weights, strict=True)
     )
+    vectors = []
+    for field, (rank, number) in zip(law.fields, picked, strict=True):
+        logit += law.scales["effects"] * effect(field, rank, number)
+        if field.group is not None:
+            vectors.append((field.group, law.factors[:, entry_of(field, number)]))
+    for i, (group, v) in enumerate(vectors):
+        for other, w in vectors[:i]:
+            if other == group:
+                logit += 2 * law.scales["interaction"] * float(v.astype(float) @ w)
+    for column, ids in zip(law.bags, bags, strict=True):
+        for rank, number in ids:
+            logit += law.scales["bag"] * effect(column.field, rank, number) / len(ids)
+    probability = 1 / (1 + math.exp(-logit))
+    label = int((word(law.key, sample, 0) >> 11) / 2**53 < probability)
+    ids = [n for _, n in picked]
+    return dense, ids, [[n for _, n in bag] for bag in bags], probability, label
 
 
 WORLDS = {
@@ -139,9 +122,7 @@ WORLDS = {
     },
     "everything": {
         "cardinalities": [9, 70],
-        "tasks": 3,
         "bags": [30, 500],
-        "sequences": [40],
         "exponent": 0.9,
     },
 }
@@ -154,30 +135,15 @@ def test_samples_are_those_of_the_definition(world):
     one = [c.name for c in source.schema.categorical if c.kind == "one"]
     several = [c.name for c in source.schema.categorical if c.kind != "one"]
     for i in range(batch.size):
-        dense, ids, lists, probabilities, labels = sample_slowly(source.distribution, 20_000 + i)
+        dense, ids, bags, probability, label = sample_slowly(source.distribution, 20_000 + i)
         assert batch.dense[i].tolist() == dense
         assert [int(batch.ids[name].values[i]) for name in one] == ids
-        for name, wanted in zip(several, lists, strict=True):
+        for name, wanted in zip(several, bags, strict=True):
             column = batch.ids[name]
             begin, end = column.offsets[i : i + 2].tolist()
             assert column.values[begin:end].tolist() == wanted
-        assert batch.key.reshape(200, -1)[i].tolist() == pytest.approx(probabilities, abs=1e-5)
-        assert batch.label[i].tolist() == labels
-
-
-def test_every_task_has_its_ceiling_and_something_of_the_first():
-    source = open_synthetic(tasks=3, bags=[100], sequences=[100]).train
-    batch = source.read(0, 20_000)
-    assert source.schema.labels == ("label", "label2", "label3")
-    logits = torch.logit(batch.key)
-    for task in range(3):
-        result = best_possible_metrics([batch], task=task)
-        assert result["auc"] == pytest.approx(0.80, abs=0.03)
-        assert result["positive_rate"] == pytest.approx(0.25, abs=0.01)
-        assert float(logits[:, task].std()) == pytest.approx(1.36, abs=0.1)
-    correlation = torch.corrcoef(logits.T)
-    assert correlation[0, 1] == pytest.approx(0.5**0.5, abs=0.1)
-    assert correlation[1, 2] == pytest.approx(0.5, abs=0.1)
+        assert float(batch.key[i]) == pytest.approx(probability, abs=1e-5)
+        assert batch.label[i].tolist() == [label]
 
 
 def test_only_fields_of_a_group_interact():
@@ -196,7 +162,7 @@ def test_only_fields_of_a_group_interact():
         return draws._replace(ids=ids)
 
     def value(of):
-        return compute_logit_terms(law, 0, of)["interaction"]
+        return compute_logit_terms(law, of)["interaction"]
 
     for f, g in itertools.combinations(range(5), 2):
         joint = value(pair(f, g)) - value(rolled[f]) - value(rolled[g]) + value(draws)
@@ -333,9 +299,8 @@ def test_a_permutation_is_one_and_depends_on_its_key(size, key):
         ({"groups": [["C1"]]}, "two or more fields"),
         ({"groups": [["C1", "C27"]]}, "got 'C27' in a group"),
         ({"groups": [["C1", "C2"], ["C3", "C1"]]}, "C1 in two groups"),
-        ({"tasks": 0}, "tasks=0"),
         ({"bags": [0]}, r"bags=\(0,\)"),
-        ({"sequences": [1 << 27]}, "sequences="),
+        ({"bags": [1 << 27]}, "bags="),
     ],
 )
 def test_bad_options_are_refused(options, message):

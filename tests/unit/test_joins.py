@@ -16,7 +16,14 @@ from test_data_contract import same
 import colonnade
 from colonnade.cli.app import run_command
 from colonnade.config.run import RunConfig, list_fixed_settings, override_settings
-from colonnade.data import infer_schema, open_arrow, open_csv, open_interactions, open_parquet
+from colonnade.data import (
+    infer_schema,
+    open_arrow,
+    open_csv,
+    open_interactions,
+    open_parquet,
+    open_source,
+)
 from colonnade.data.tabular.join import format_keys
 from colonnade.errors import ConfigError, DataError
 from colonnade.predict import Predictor
@@ -156,6 +163,23 @@ BAD = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("data", "option", "setting"),
+    [
+        ("csv", {"join": {"user": "nope.csv"}}, "join.user"),
+        ("csv", {"test": "nope.csv"}, "test"),
+        ("interactions", {"users": "nope.csv"}, "users"),
+        ("interactions", {"items": "nope.csv"}, "items"),
+        ("triples", {"validation": "nope.csv"}, "validation"),
+    ],
+)
+def test_a_missing_file_is_named_with_its_setting(data, option, setting, tmp_path):
+    (tmp_path / "clicks.csv").write_text("user,item,label\n1,2,0\n1,3,1\n2,3,1\n")
+    message = f"nope.csv: no such file or folder, which data.options.{setting} names"
+    with pytest.raises(DataError, match=message):
+        open_source(data, tmp_path / "clicks.csv", **option)
+
+
 @pytest.mark.parametrize("name", BAD)
 def test_tables_at_fault(name, tmp_path):
     clicks, users, message = BAD[name]
@@ -212,7 +236,7 @@ def test_a_join_of_another_kind_is_refused():
 
 
 def test_interactions_join_users_by_the_same_rules(tmp_path):
-    rows = [(u, i) for u in range(5) for i in range(4)]
+    rows = [(u, i) for u in range(5) for i in range(12)]
     clicks = write_csv(tmp_path / "clicks.csv", ["user", "item"], rows)
     users = write_csv(
         tmp_path / "users.csv", ["user", "age"], [(f"{u}.0", 20 + u) for u in range(4)]

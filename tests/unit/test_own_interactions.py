@@ -294,7 +294,7 @@ def test_a_pair_of_both_parts_is_in_the_training_part(tmp_path):
 def test_core_leaves_out_what_is_rare():
     rows = [(u, i) for u in range(4) for i in range(4)] + [(0, 9), (9, 0)]
     table = pa.table({"user": [r[0] for r in rows], "item": [r[1] for r in rows]})
-    splits = open_interactions(table, core=2)
+    splits = open_interactions(table, core=2, split="rows")
     assert splits.train.interactions.user_keys.tolist() == [0, 1, 2, 3]
     with pytest.raises(ConfigError, match="core=9"):
         open_interactions(table, core=9)
@@ -576,7 +576,7 @@ def test_items_of_the_test_alone_are_never_trained(rows, split):
         try:
             splits = open_interactions(table, split=split, samples=samples, negatives=1)
         except ConfigError as error:
-            assert "left to train on" in str(error)
+            assert re.search("left to train on|split=per_user: got no", str(error))
             continue
         split_of = splits.train.interactions
         trained = [set(items) for items in lists_of(split_of.train)]
@@ -598,7 +598,7 @@ def test_items_of_the_test_alone_are_never_trained(rows, split):
 )  # fmt: skip
 def test_values_of_options_are_checked(option, value, hint, tmp_path):
     path = tmp_path / "a.csv"
-    path.write_text("user,item\n1,2\n1,3\n")
+    path.write_text("user,item\n" + "".join(f"1,{item}\n" for item in range(20)))
     for call in (partial(open_source, "interactions"), open_interactions):
         with pytest.raises(ConfigError, match=rf"{option}: got '{value}'.*Did you mean '{hint}'"):
             call(path, **{option: value})
@@ -612,6 +612,22 @@ def test_shares_of_a_split_without_any_are_refused(tmp_path):
         ):
             open_interactions(table, **{share: 0.5})
     assert open_interactions(table, split="time", test_fraction=0.3).test.num_samples == 1
+
+
+@pytest.mark.parametrize(("num_items", "name"), [(4, "test"), (9, "validation"), (12, None)])
+def test_shares_that_are_no_interaction_of_any_user_are_refused(num_items, name):
+    pairs = [(u, i) for u in range(3) for i in range(num_items)]
+    table = pa.table({"user": [u for u, _ in pairs], "item": [i for _, i in pairs]})
+    if name is None:
+        notes = open_interactions(table).notes
+        assert notes[1].endswith("3 validate, 6 test; of 3 users 3 validate, 3 test")
+        return
+    with pytest.raises(
+        ConfigError, match=f"no interaction for {name}, .*more than {num_items}, .*{name}_fraction"
+    ):
+        open_interactions(table)
+    shares = {"test_fraction": 0.5, "validation_fraction": 0}
+    assert open_interactions(table, **shares).notes[1].endswith("of 3 users 0 validate, 3 test")
 
 
 def test_times_are_recognised_by_a_last_word_and_other_columns_are_listed(tmp_path):

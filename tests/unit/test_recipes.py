@@ -116,6 +116,13 @@ def test_churn_grows_with_the_epochs(run):
     assert 0.01 < churn[0] < churn[1] < 0.2
 
 
+def test_dct_learns_with_fewer_bytes(run):
+    output = run("dct.py", num_ranks=2)
+    assert float(output.split("test_auc ")[1].split()[0]) > 0.75
+    sent, exact = (int(word.replace(",", "")) for word in output.split()[-8:] if word[0].isdigit())
+    assert 0 < sent < 0.2 * exact
+
+
 def test_lemmas_advise_a_batch_by_the_noise_of_a_run(run, tmp_path):
     output = run("lemmas.py", str(tmp_path / "run"))
     assert "\nranks: " in output and "\nservers: 1 for 4 trainers: link " in output

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import math
 import random
@@ -346,6 +347,8 @@ def test_catalogues_that_cannot_be_are_refused(films, towers, tmp_path):
             "record 0, column history: got 'a', wanted an integer",
         ),
         ([{"user": "x"}], {}, "record 0, column user: got 'x', wanted"),
+        ([{"user": True}], {}, "record 0, column user: got true, wanted"),
+        ([{"user": 3, "history": [True]}], {}, "record 0, column history: got true, wanted a list"),
         ([USER], {"k": 0}, "got k=0, wanted 1 to 10,000 items"),
         ([USER], {"k": 10**9}, "got k=1000000000, wanted 1 to 10,000 items"),
         ([USER], {"k": True}, "got k=true"),
@@ -409,6 +412,26 @@ def test_the_command_writes_lists_in_the_order_of_the_users(towers, films, colon
         assert table.column_names == ["key", "items", "scores", "by_popularity"]
         assert [str(key) for key in table["key"].to_pylist()] == [str(u["user"]) for u in users]
         assert table["items"].to_pylist() == items and table["scores"].to_pylist() == scores
+    for ending, delimiter in (("csv", ","), ("tsv", "\t")):
+        path = tmp_path / f"best.{ending}"
+        command = [
+            "recommend",
+            towers,
+            "--users",
+            tmp_path / "users.csv",
+            "--k",
+            "4",
+            "--batch-size",
+            "32",
+        ]
+        assert colonnade(*command, "--output", path)[0] == 0
+        rows = list(csv.DictReader(path.open(newline=""), delimiter=delimiter))
+        assert [[int(item) for item in row["items"].split("|")] for row in rows] == items
+        assert [[float(x) for x in row["scores"].split("|")] for row in rows] == scores
+    assert (
+        "wanted a name that ends in .parquet, .csv, .tsv"
+        in colonnade(*command, "--output", "b.txt")[2]
+    )
     (tmp_path / "films.jsonl").write_text("".join(json.dumps(film) + "\n" for film in FILMS))
     (tmp_path / "them.csv").write_text("name,customer,watched\nAnn,c1,film 01|film 02\n")
     status, text, _ = colonnade(

@@ -15,8 +15,10 @@ from torch.nn.functional import cross_entropy, normalize, scaled_dot_product_att
 
 from colonnade import SGD, Batch, Feature, Ids, Mesh, RowOptimizer, Table, Uniform
 from colonnade.errors import ConfigError, DataError, NonFiniteError
+from colonnade.models import retriever
 from colonnade.models.dlrm import DLRM
 from colonnade.models.retriever import (
+    ContrastiveBatch,
     RetrievalObjective,
     contrastive_loss,
     mask_items,
@@ -180,8 +182,9 @@ def test_an_item_that_occurs_often_scores_higher():
     scores = queries @ items.T / model.temperature
     cosines = queries[:, :-1] @ items[:, :-1].T / model.temperature
     torch.testing.assert_close(scores, cosines + batch.dense[:, 1])
-    torch.testing.assert_close(contrast.queries, queries)
-    torch.testing.assert_close(contrast.candidates, items)
+    # In training, what log_q adds is taken off: negatives are drawn with that frequency.
+    torch.testing.assert_close(contrast.queries, queries[:, :-1])
+    torch.testing.assert_close(contrast.candidates, items[:, :-1])
 
 
 def sasrec(dtype="float64", **settings):
@@ -259,6 +262,47 @@ def test_sasrec_is_plain_torch(positions):
     RowOptimizer(model.embeddings).step()
     result = model.embeddings.rows("item", torch.arange(ITEMS))
     torch.testing.assert_close(result, (item - 0.5 * gradients[-1]).detach())
+
+
+@given(
+    seed=st.integers(0, 10**6),
+    shape=st.tuples(st.integers(0, 9), st.integers(0, 12)),
+    block=st.integers(1, 60),
+    temperature=st.sampled_from([0.001, 0.1, 1.0]),  # at 0.001 shares underflow
+)
+def test_the_loss_by_blocks_is_that_of_all_scores(seed, shape, block, temperature):
+    """One softmax over a matrix, differentiated by torch; known candidates and weights."""
+    num_positions, num_candidates = shape
+    random = torch.Generator().manual_seed(seed)
+
+    def draw(*size):
+        return torch.randn(*size, generator=random, dtype=torch.float64)
+
+    vectors = [
+        draw(n, 3).requires_grad_(True) for n in (num_positions, num_positions, num_candidates)
+    ]
+    queries, positives, candidates = vectors
+    sample = torch.arange(num_positions) // 2
+    ids = torch.arange(num_candidates) % 7
+    known = sample.repeat(3), torch.randint(0, 9, (3 * num_positions,), generator=random)
+    contrast = ContrastiveBatch(
+        queries, positives, draw(num_positions).abs(), sample, known, candidates, ids
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(retriever, "LOSS_SCORES", block)
+        loss = contrastive_loss(contrast, temperature, Mesh())
+    gradients = torch.autograd.grad(3 * loss, vectors)
+
+    pairs = set(zip(*(column.tolist() for column in known), strict=True))
+    is_known = [[(s, item) in pairs for item in ids.tolist()] for s in sample.tolist()]
+    scores = queries @ candidates.T / temperature
+    scores = scores.masked_fill(torch.tensor(is_known, dtype=torch.bool).view(shape), -math.inf)
+    positive = (queries * positives).sum(1) / temperature
+    shares = torch.cat([positive[:, None], scores], 1).log_softmax(1)[:, 0]
+    wanted = -(shares * contrast.weight).sum() / max(float(contrast.weight.sum()), 1e-12)
+    torch.testing.assert_close(loss, wanted)
+    for gradient, other in zip(gradients, torch.autograd.grad(3 * wanted, vectors), strict=True):
+        torch.testing.assert_close(gradient, other)
 
 
 def test_a_query_is_the_last_place_of_a_history():

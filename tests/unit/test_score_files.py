@@ -14,7 +14,7 @@ from criteo_files import criteo_lines, write_criteo
 
 from colonnade.batch import Batch
 from colonnade.cli.record_files import read_records
-from colonnade.cli.score_files import ScoreFile, score_names
+from colonnade.cli.score_files import ScoreFile, TableWriter, score_names
 from colonnade.cli.score_inputs import open_inputs
 from colonnade.data import open_source
 from colonnade.data.sets.criteo import CSV_OPTIONS
@@ -90,6 +90,17 @@ def test_outputs_that_cannot_be_are_refused_at_once(tmp_path):
         pass
 
 
+def test_ids_with_the_separator_of_lists_are_no_text(tmp_path):
+    table = pa.table({"items": [["a", "b|c"], []]})
+    with pytest.raises(DataError, match=r"got 'b\|c', wanted ids without \|.* Write .parquet"):
+        with TableWriter(tmp_path / "best.csv", table[:0]) as file:
+            file.write(table)
+    assert list(tmp_path.iterdir()) == []
+    with TableWriter(tmp_path / "best.parquet", table[:0]) as file:
+        file.write(table)
+    assert pa.parquet.read_table(tmp_path / "best.parquet").equals(table)
+
+
 def test_criteo_lines_are_read_whole_with_labels_or_without(tmp_path):
     write_criteo(tmp_path / "data", 300)
     splits = open_source("criteo", tmp_path / "data", test_fraction=0.4)
@@ -133,4 +144,4 @@ def test_a_time_that_python_cannot_hold_is_named(tmp_path, unit):
     times = pa.array([0, 2**50], pa.timestamp(unit))
     pyarrow.parquet.write_table(pa.table({"item": [1, 2], "at": times}), path)
     with pytest.raises(DataError, match=r"items.parquet, column at: got a time out of range"):
-        read_records(path)
+        list(read_records(path))

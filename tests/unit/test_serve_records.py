@@ -441,9 +441,9 @@ def test_a_model_of_numbers_alone_and_one_without():
 
 FIELDS = [
     Number("x", missing=-7.0, std=1.0), Number("x", missing=0.0, transform="log1p", std=1.0), Category("x"),
-    Category("x", dtype="integer"), Category("x", cardinality=40), Category("x", vocabulary=(1, 12)),
-    Category("x", vocabulary=("true", "12", "a", "0.5")), Bag("x"), Bag("x", dtype="integer"),
-    Sequence("x", cardinality=40, max_length=2), Bucket("x", boundaries=(0.5, 12)),
+    Category("x", dtype="integer"), Category("x", dtype="boolean"), Category("x", cardinality=40),
+    Category("x", vocabulary=(1, 12)), Category("x", vocabulary=("true", "12", "a", "0.5")), Bag("x"),
+    Bag("x", dtype="integer"), Sequence("x", cardinality=40, max_length=2), Bucket("x", boundaries=(0.5, 12)),
     Time("x", part="hour", unit="s"), Number("x", days_before="2024-06-01", missing=0.0, unit="s", std=1.0),
     Time("x", part="weekday", unit="ms"), Time("x", part="weekday", unit="ns"),
     Time("x", part="weekday", unit="yyyymmdd"), Category("x", missing="error"),
@@ -485,6 +485,11 @@ def test_a_value_is_what_a_csv_file_with_its_characters_gives(
 ):
     if isinstance(value, list) and not isinstance(field, Bag | Sequence):
         with pytest.raises(DataError, match="column x: got a list"):
+            encoder_of("csv", FileSchema((field,))).encode([{"x": value}])
+        return
+    is_integer = getattr(field, "declared_dtype", None) == "integer"
+    if is_integer and bool in map(type, value if isinstance(value, list) else [value]):
+        with pytest.raises(DataError, match=r"column x: got (true|false), wanted .*an integer"):
             encoder_of("csv", FileSchema((field,))).encode([{"x": value}])
         return
     path = tmp_path_factory.getbasetemp() / "value.csv"
@@ -575,6 +580,8 @@ GOOD = {"price": 1, "user": 3}
         ([GOOD, {"price": {}}], "record 1, column price: got an object, wanted a number. Send"),
         ([GOOD, {"price": [1]}], "record 1, column price: got a list of 1 values, wanted a number. Send"),
         ([{"price": True}], "record 0, column price: got true, wanted a number. Send"),
+        ([{"user": True}], "record 0, column user: got true, wanted an integer. Send"),
+        ([{"history": [False]}], "record 0, column history: got false, wanted a list, and each of its elements an"),
         ([{"price": float("inf")}], "record 0, column price: got inf, wanted a finite number. Send"),
         ([GOOD, {"user": 2**64}], "record 1, column user: got '18446744073709551616', wanted an integer. Send"),
         ([GOOD, {"user": 2**63}], "record 1, column user: got -9223372036854775808, wanted another id, because"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections import Counter
 from itertools import chain
 
@@ -14,11 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import colonnade
+from colonnade import Recommender
 from colonnade.cli import app
 from colonnade.config.run import override_settings
 from colonnade.data import open_source
 from colonnade.errors import ConfigError, DataError
 from colonnade.run.defaults import get_preset, open_data
+from colonnade.run.run import load_run_config
 
 HEADERS = (
     None,
@@ -193,43 +196,119 @@ def test_parts_of_a_folder_must_be_clear(tmp_path):
         open_source("triples", tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("header", "bipartite"),
-    [("customer_id,sku", True), ("userId,movieId", True), ("follower,followee", False)],
-)
-def test_headers_of_edges_are_no_edges(tmp_path, header, bipartite):
+@pytest.mark.parametrize("header", ["user_id,friend_id", "follower,followee", "source,target"])
+def test_headers_of_edges_are_no_edges(tmp_path, header):
     path = tmp_path / "e.csv"
     path.write_text(f"{header}\n1,2\n3,4\n5,6\n")
-    data = open_source("edges", path, bipartite=bipartite)
-    assert json.loads(data.options["node_names"]) == ([1, 3, 5] if bipartite else [*range(1, 7)])
+    data = open_source("edges", path)
+    assert data.train.interactions.user_keys.tolist() == [*range(1, 7)]
+
+
+@pytest.mark.parametrize(
+    "header", ["customer_id,sku,n", "userId,movieId,n", "movieId,userId,rating"]
+)
+def test_users_and_items_are_no_nodes_of_one_kind(tmp_path, header):
+    path = tmp_path / "e.csv"
+    path.write_text(f"{header}\n5,5,1\n5,6,1\n6,5,1\n")
+    with pytest.raises(ConfigError, match=r"one kind of nodes, .*--set model.name=graphsage"):
+        open_source("edges", path)
+    data = open_source("edges", path, columns=header.split(",")[:2])
+    assert "2 nodes, of which 2 are in both columns" in data.notes[1]
 
 
 @settings(max_examples=20, deadline=None)
-@given(seed=st.integers(0, 10**6), size=st.integers(1, 60), bipartite=st.booleans())
-def test_edges_are_those_of_a_plain_reader(tmp_path_factory, seed, size, bipartite):
+@given(seed=st.integers(0, 10**6), size=st.integers(1, 60))
+def test_edges_are_those_of_a_plain_reader(tmp_path_factory, seed, size):
     rng = random.Random(seed)
     edges = [(f"n{rng.randrange(9)}", f"n{rng.randrange(9)}") for _ in range(size)]
     path = tmp_path_factory.mktemp("edges") / "e.txt"
     path.write_text("".join(f"{a} {b}\n" for a, b in edges))
-    wanted = set(edges) if bipartite else {tuple(sorted(e)) for e in edges if e[0] != e[1]}
-    data = open_source(
-        "edges", path, bipartite=bipartite, fan_outs=[2], split_seed=seed, test_fraction=0.3
-    )
-    nodes = json.loads(data.options["node_names"])
-    items = json.loads(data.options["item_names"]) if bipartite else nodes
+    wanted = {tuple(sorted(e)) for e in edges if e[0] != e[1]}
+    data = open_source("edges", path, fan_outs=[2], split_seed=seed, test_fraction=0.3)
     interactions = data.train.interactions
+    nodes = interactions.user_keys.tolist()
+    assert nodes == sorted({*chain(*wanted)}) == interactions.item_keys.tolist()
     parts = [
         [
-            (nodes[u], items[i])
+            (nodes[u], nodes[i])
             for u, i in zip(bag.samples.tolist(), bag.values.tolist(), strict=True)
         ]
         for bag in (interactions.train, interactions.validation, interactions.test)
     ]
-    assert Counter(chain(*parts)) == (
-        Counter(wanted) if bipartite else Counter([*wanted, *((b, a) for a, b in wanted)])
+    assert Counter(chain(*parts)) == Counter([*wanted, *((b, a) for a, b in wanted)])
+    assert {a for a, _ in parts[0]} == set(nodes) and data.train.first_item == 0
+
+
+def write_links(folder, is_bipartite):
+    """Links among nodes of one of three kinds, and of users with films of their kind, whose numbers overlap."""
+    rng = random.Random(0)
+    rows = [
+        (a, b)
+        for a in range(30)
+        for b in rng.sample([b for b in range(a % 3, 30, 3) if is_bipartite or b != a], 6)
+    ]
+    path = folder / "links.csv"
+    lines = [f"{a},{b}" if is_bipartite else f"n{a},n{b}" for a, b in rows]
+    path.write_text("\n".join(["user_id,movie_id" if is_bipartite else "from,to", *lines]))
+    return path, rows
+
+
+@pytest.mark.parametrize("is_bipartite", [False, True])
+def test_a_graph_recommends_by_name(tmp_path, colonnade, is_bipartite):
+    path, rows = write_links(tmp_path, is_bipartite)
+    kind = ["interactions", "--set", "model.name=graphsage", "--set", "data.options.split=rows"]
+    command = ["train", "--path", path, "--run", tmp_path / "run", "--data"]
+    command += kind if is_bipartite else ["edges"]
+    status, text, _ = colonnade(*command, "--epochs", "12", "--set", "model.dim=8")
+    assert status == 0 and re.search(r"test recall@10: \d\.\d+   by popularity 0\.\d+", text), text
+    column, name = ("user_id", int) if is_bipartite else ("node", lambda n: f"n{n}")
+    (tmp_path / "who.csv").write_text(f"{column}\n{name(4)}\n{name(8)}\nnobody\n")
+    status, text, _ = colonnade(
+        "recommend", tmp_path / "run", "--users", tmp_path / "who.csv", "--output",
+        tmp_path / "best.parquet", "--k", "3", "--key", column,
+    )  # fmt: skip
+    assert status == 0 and "unknown: 1 users" in text
+    best = pq.read_table(tmp_path / "best.parquet").to_pylist()
+    assert [row["by_popularity"] for row in best] == [False, False, True]
+    for node, row in zip((4, 8), best, strict=False):
+        known = {name(b) for a, b in rows if a == node} | {name(a) for a, b in rows if b == node}
+        alike = {name(n) for n in range(node % 3, 30, 3)}
+        assert row["key"] == str(name(node))
+        if is_bipartite:
+            assert len({*row["items"]} & alike) >= 2
+        else:
+            assert not {name(node), *known} & {*row["items"]}
+    with Recommender.open(tmp_path / "run") as recommender:
+        test = load_test_part(tmp_path / "run")
+        (batch,) = test.batches(100)
+        wanted = recommender.recommend_batch(batch, 4, batch.key.excluded)
+        users = [{column: test.interactions.user_keys[u]} for u in batch.group.tolist()]
+        truth = [test.interactions.item_keys[i] for i in batch.key.truth.values.tolist()]
+        result = recommender.recommend(users, 4)
+        samples = batch.key.truth.samples.tolist()
+        for u, (wanted_items, items) in enumerate(zip(wanted.items, result.items, strict=True)):
+            held_out = {item for item, sample in zip(truth, samples, strict=True) if sample == u}
+            expected = [item for item in wanted_items if item not in held_out]
+            assert items[: len(expected)] == expected
+        for records, message in (
+            ([{}], f"1 records without a value in '{column}'"),
+            ([{column: True}], f"record 0, column {column}: got true, wanted an id"),
+            ([{"histroy": [1]}], "which the model was not trained on"),
+        ):
+            with pytest.raises(DataError, match=message):
+                recommender.recommend(records)
+    with pytest.raises(ConfigError, match="got records of items for a graph"):
+        Recommender.open(tmp_path / "run", items=[{"item": 1}])
+    path.write_text(path.read_text() + f"\n{name(4)},{name(77)}\n")
+    status, _, text = colonnade("evaluate", tmp_path / "run")
+    assert (
+        status == 2 and "the nodes of the graph are not those that the run was trained on" in text
     )
-    assert {a for a, _ in parts[0]} == set(nodes) and {b for _, b in parts[0]} == set(items)
-    assert data.train.first_item == (len(nodes) if bipartite else 0)
+
+
+def load_test_part(run):
+    config = load_run_config(run)
+    return open_source(config.data.name, config.data.path, **config.data.options).test
 
 
 CITIES = {

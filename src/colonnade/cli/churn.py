@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from colonnade.batch import Batch
+    from colonnade.config.run import DataConfig
     from colonnade.predict.churn import Estimate
     from colonnade.terminal import Terminal
 
@@ -29,11 +30,17 @@ EXAMPLES = (
 )
 
 
+OTHER_OPTIONS = frozenset(("schema", "label", "seed", "shuffle_window", "threads", "join"))
+"""Options of data that do not decide which samples are in a part."""
+
+
 @dataclass(frozen=True)
 class Predictions:
     """Predictions of a run for the S samples of a part, for T labels."""
 
     step: int
+    samples: Mapping[str, Any]
+    """Settings by which the run's data say which samples these are, by name."""
     label_names: tuple[str, ...]
     scores: NDArray  # (S, T) float64
     labels: NDArray  # (S, T)
@@ -116,12 +123,24 @@ def predict_part(run: Path, part: str, *, at: str | None, group: str | None) -> 
         arrays = {name: np.concatenate(parts) for name, parts in columns.items()}
         return Predictions(
             predictor.step,
+            list_sample_settings(config.data, part),
             predictor.labels,
             arrays["scores"],
             arrays["labels"].astype(np.float64),
             arrays.get("weights"),
             arrays.get("groups"),
         )
+
+
+def list_sample_settings(data: DataConfig, part: str) -> dict[str, Any]:
+    """Return the settings that decide which samples are in a part: its own file, else the path and the split."""
+    options = {name: value for name, value in data.options.items() if value is not None}
+    if part in options:
+        return {f"data.options.{part}": options[part]}
+    others = ("validation",) if part == "test" else ()
+    names = [n for n in options if n not in OTHER_OPTIONS and not n.startswith(others)]
+    source = {"data.name": data.name, "data.path": data.path}
+    return {**source, **{f"data.options.{name}": options[name] for name in names}}
 
 
 def _get_groups(batch: Batch, column: str | None) -> Tensor | None:
@@ -149,6 +168,13 @@ def compare_predictions(
             f"got runs with the labels {', '.join(first.label_names)} and {', '.join(second.label_names)}, "
             "wanted the same"
         )
+    for name in {**first.samples, **second.samples}:
+        one, other = (repr(p.samples.get(name)) for p in (first, second))
+        if one != other:
+            raise DataError(
+                f"got runs with other samples: {name} is {one[:80]} and {other[:80]}, wanted the same: train both with "
+                "one --set data.options.test=FILE"
+            )
     columns = [
         (p.labels, np.ones(len(p.labels)) if p.weights is None else p.weights)
         for p in (first, second)

@@ -212,5 +212,6 @@ def convert_plan_to_json(planned: PlanningResult, tables: Sequence[Table]) -> di
         },
         "consumers": [asdict(consumer) for consumer in planned.choice.consumers],
         "cache_bytes": cache_bytes(planned, tables),
+        "dense_seconds": dict(planned.dense_seconds),
         "sample": {"samples": planned.profile.samples, "batches": planned.profile.batches},
     }

@@ -393,6 +393,13 @@ def _print_link_costs(
         f"and {format_seconds(prediction.waited_seconds)} waiting for links; 16-bit values and gradients, which are "
         f"not exact and never chosen, would save {format_seconds(plan_decision.halved_seconds)}"
     )
+    seconds_by_codec = ", ".join(
+        f"{codec} {format_seconds(seconds)}"
+        for codec, seconds in planning_result.dense_seconds.items()
+    )
+    console.print(
+        f"dense gradients, by plan.codec.dense, which is never chosen: {seconds_by_codec}; that is the links' time"
+    )
 
 
 def _describe_choice(cost: TableCost, result: PlanningResult) -> str:

@@ -16,12 +16,12 @@ from colonnade.terminal import print_text
 EXAMPLES = (
     "A file of users has the columns that the model reads of a user, such as history, as the training file has them "
     "(Parquet, CSV, or one JSON object per line). The output has a row per user, in their order: lists of items and of "
-    "scores, best first, and whether these are the most popular items because nothing is known of the user. It appears "
-    "when it is complete.\n\n"
+    "scores, best first (in .csv and .tsv with | between them), and whether these are the most popular items because "
+    "nothing is known of the user. It appears when it is complete.\n\n"
     "[bold]Examples[/bold]\n\n"
     "  colonnade recommend runs/mine --users users.parquet --k 10 --output best.parquet\n\n"
     "  colonnade recommend runs/mine --users users.jsonl --items items.csv --output best.parquet --key user_id\n\n"
-    "  colonnade recommend served --users users.csv --output best.parquet --with-seen"
+    "  colonnade recommend served --users users.csv --output best.csv --with-seen"
 )
 
 
@@ -30,7 +30,9 @@ def recommend(
         Path, typer.Argument(help="Run folder, or a folder that `colonnade export` wrote.")
     ],
     users: Annotated[Path, typer.Option(help="File of users: .parquet, .csv, .tsv or .jsonl.")],
-    output: Annotated[Path, typer.Option(help="File for the items and scores: .parquet.")],
+    output: Annotated[
+        Path, typer.Option(help="File for the items and scores: .parquet, .csv or .tsv.")
+    ],
     k: Annotated[int, typer.Option(min=1, help="Items for each user.")] = 10,
     items: Annotated[
         Path | None,
@@ -57,7 +59,7 @@ def recommend(
     from colonnade.serve.recommend import Recommender
 
     started = time.perf_counter()
-    catalogue = None if items is None else read_records(items)
+    catalogue = None if items is None else list(read_records(items))
     num_users = num_popular = num_left_out = 0
     with Recommender.open(model, items=catalogue, at=at) as recommender:
         item_type = pa.string() if recommender.catalogue.keys.dtype == object else pa.int64()
@@ -67,7 +69,7 @@ def recommend(
             "by_popularity": pa.bool_(),
         }
         empty = pa.table({name: pa.array([], kind) for name, kind in types.items()})
-        with TableWriter(output, empty, (".parquet",)) as file:
+        with TableWriter(output, empty) as file:
             for records in read_record_batches(users, batch_size):
                 keys = None if key is None else take_keys(records, key, users, recommender.columns)
                 best = recommender.recommend(records, k, exclude_seen=not with_seen)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from itertools import chain
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -12,46 +12,38 @@ import pyarrow as pa
 
 from colonnade.data.lines import check_regular_file
 from colonnade.data.tabular.files import read_tables
-from colonnade.data.tabular.formats import TableFormat, find_format, list_endings
+from colonnade.data.tabular.formats import find_format, list_endings
 from colonnade.errors import ConfigError, DataError
 
 JSON_ENDINGS = (".jsonl", ".ndjson")
-
-
-def read_records(path: Path) -> list[dict[str, Any]]:
-    """Read all records of a file. Raises ConfigError, DataError as `read_record_batches`."""
-    return list(chain.from_iterable(read_record_batches(path, 1 << 16)))
+ROWS_TOGETHER = 1 << 12
+"""Number of rows of a table that become records at a time."""
 
 
 def read_record_batches(path: Path, size: int) -> Iterator[list[dict[str, Any]]]:
-    """Yield the rows of a file in order, `size` at a time, as records with all columns.
+    """Yield the rows of a file in order, `size` at a time, as records with all columns. Raises as `read_records`."""
+    records = read_records(path)
+    while batch := list(islice(records, size)):
+        yield batch
+
+
+def read_records(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a file in order, as records with all columns.
 
     Raises ConfigError for an unknown suffix, DataError naming file and line or row.
     """
     suffix = path.suffix.lower()
     if suffix in JSON_ENDINGS:
-        return _read_json_lines(path, size)
-    format = find_format(suffix)
-    if format is None:
+        yield from _read_json_lines(path)
+    elif (format := find_format(suffix)) is not None:
+        file = format.open_file(check_regular_file(path))
+        for table in read_tables(file, file.names):
+            for rows in table.to_batches(max_chunksize=ROWS_TOGETHER):
+                yield from _list_rows(rows, path)
+    else:
         raise ConfigError(
             f"got {str(path)!r}, wanted a name that ends in {', '.join([*list_endings(), *JSON_ENDINGS])}"
         )
-    return _read_table(path, format, size)
-
-
-def _read_table(
-    file_path: Path, table_format: TableFormat, rows_per_batch: int
-) -> Iterator[list[dict[str, Any]]]:
-    file = table_format.open_file(check_regular_file(file_path))
-    rows: list[dict[str, Any]] = []
-    for table in read_tables(file, file.names):
-        for part in table.to_batches(max_chunksize=rows_per_batch):
-            rows += _list_rows(part, file_path)
-            while len(rows) >= rows_per_batch:
-                yield rows[:rows_per_batch]
-                rows = rows[rows_per_batch:]
-    if rows:
-        yield rows
 
 
 def _list_rows(record_batch: pa.RecordBatch, file_path: Path) -> list[dict[str, Any]]:
@@ -70,34 +62,23 @@ def _list_rows(record_batch: pa.RecordBatch, file_path: Path) -> list[dict[str, 
     ]
 
 
-def _read_json_lines(file_path: Path, rows_per_batch: int) -> Iterator[list[dict[str, Any]]]:
-    rows: list[dict[str, Any]] = []
-    with check_regular_file(file_path).open(encoding="utf-8") as file:
-        for number, line in enumerate(_decode_lines(file, file_path), 1):
+def _read_json_lines(file_path: Path) -> Iterator[dict[str, Any]]:
+    with check_regular_file(file_path).open("rb") as file:
+        for number, line in enumerate(file, 1):
             try:
                 record = json.loads(line)
+            except UnicodeDecodeError as error:
+                raise DataError(
+                    f"{file_path}, line {number}: got bytes that are not UTF-8 ({error.reason}), wanted UTF-8. Convert "
+                    "the file with iconv"
+                ) from None
             except (ValueError, RecursionError) as error:
                 raise DataError(
-                    f"{file_path}, line {number}: got no JSON ({str(error)[:100]}), wanted an object on each "
-                    "line. Repair "
-                    "the line"
+                    f"{file_path}, line {number}: got no JSON ({str(error)[:100]}), wanted an object on each line. "
+                    "Repair the line"
                 ) from None
             if not isinstance(record, dict):
                 raise DataError(
                     f"{file_path}, line {number}: got {type(record).__name__}, wanted an object on each line. Repair it"
                 )
-            rows.append(record)
-            if len(rows) == rows_per_batch:
-                yield rows
-                rows = []
-    if rows:
-        yield rows
-
-
-def _decode_lines(text_file: Any, file_path: Path) -> Iterator[str]:
-    try:
-        yield from text_file
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{file_path}: got bytes that are not UTF-8 ({error.reason}), wanted UTF-8. Convert the file with iconv"
-        ) from None
+            yield record

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.csv
 import pyarrow.parquet
 from torch import Tensor
@@ -30,12 +31,12 @@ class TableWriter:
     """Context manager that writes tables to a temporary file, renamed to `path` at the end, deleted after an
     exception."""
 
-    def __init__(self, path: Path, empty: pa.Table, formats: Sequence[str] = FORMATS) -> None:
+    def __init__(self, path: Path, empty: pa.Table) -> None:
         """Choose the format by the suffix of `path`. `empty`: the table to write if there is none. Raises ConfigError
         for an unknown suffix."""
-        if path.suffix not in formats:
+        if path.suffix not in FORMATS:
             raise ConfigError(
-                f"got output {str(path)!r}, wanted a name that ends in {', '.join(formats)}"
+                f"got output {str(path)!r}, wanted a name that ends in {', '.join(FORMATS)}"
             )
         self.path = path
         self._empty = empty
@@ -51,7 +52,14 @@ class TableWriter:
         return self
 
     def write(self, table: pa.Table) -> None:
-        """Append a table; all have the same columns."""
+        """Append a table; all have the same columns. Text has the elements of a list with `|` between them."""
+        if self.path.suffix != ".parquet":
+            table = pa.table(
+                {
+                    name: _join_lists(column)
+                    for name, column in zip(table.column_names, table.columns, strict=True)
+                }
+            )
         try:
             if self._writer is None:
                 self._writer = self._open_writer(table.schema)
@@ -64,7 +72,7 @@ class TableWriter:
     ) -> None:
         try:
             if kind is None and self._writer is None:
-                self._writer = self._open_writer(self._empty.schema)
+                self.write(self._empty)
             if self._writer is not None:
                 self._writer.close()
             if kind is None:
@@ -125,6 +133,19 @@ class ScoreFile(TableWriter):
         columns |= {name: np.ascontiguousarray(values[:, t]) for t, name in enumerate(self.names)}
         self.write(pa.table(columns))
         self.num_samples += batch.size
+
+
+def _join_lists(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Return lists as texts, as CSV files of lists are read, and other columns as they are. Raises DataError."""
+    if not pa.types.is_list(column.type):
+        return column
+    lists = column.cast(pa.list_(pa.string()))
+    elements = pc.list_flatten(lists)
+    if len(odd := elements.filter(pc.match_substring(elements, "|"))):
+        raise DataError(
+            f"got {odd[0].as_py()!r}, wanted ids without |, which is between those of a list in text. Write .parquet"
+        )
+    return pc.binary_join(lists, "|")
 
 
 def score_names(labels: Sequence[str]) -> tuple[str, ...]:

@@ -266,7 +266,7 @@ def convert_items_to_json(items_path: Path | None, folder: Path) -> str | None:
     from colonnade.cli.record_files import read_records
 
     path = folder / "items.json"
-    path.write_text(json.dumps(read_records(items_path)), encoding="utf-8")
+    path.write_text(json.dumps(list(read_records(items_path))), encoding="utf-8")
     return str(path)
 
 

@@ -13,7 +13,13 @@ from pydantic_core import PydanticKnownError
 from colonnade.config.section import Section
 from colonnade.errors import ConfigError
 from colonnade.hops.kinds import EXCHANGE_CHOICES
-from colonnade.plan.names import CacheTier, CodecName
+from colonnade.plan.names import (
+    CacheTier,
+    CodecName,
+    DenseCodec,
+    Thresholding,
+    ThresholdRule,
+)
 from colonnade.sizes import (
     SettingWords,
     StorageLocation,
@@ -129,9 +135,30 @@ class CodecConfig(Section):
     row), rounded to nearest."""
     gradients: CodecName = "exact"
     """Encoding of row gradients sent to the owner ranks, rounded stochastically so that sums are unbiased."""
-    dense: CodecName = "exact"
-    """Encoding of the dense network's gradients between hosts (on one host: between ranks); the rounding error is added
-    to the next step's gradients (error feedback)."""
+    dense: CodecName | Literal["thresholded"] = "exact"
+    """Encoding of the dense network's gradients between hosts (on one host: between ranks): exact, bf16, fp16, int8, or
+    thresholded, which sends the largest elements alone. What a message leaves out is added to the next step's gradients
+    (error feedback)."""
+    dense_keep: float = Field(0.01, gt=0, le=1)
+    """Share of the elements that a thresholded message has. A run needs at least 50 / dense_keep steps."""
+    dense_keep_steps: int | None = Field(None, ge=0)
+    """Steps of the warm-up, in which the share falls from 25 % to dense_keep; default 10 / dense_keep."""
+    dense_refresh: ThresholdRule | Annotated[int, Field(ge=1)] = "controller"
+    """Thresholds: controller adjusts them each step so that dense_keep of the elements pass; geometric computes them
+    anew at steps 0, 1, 2, 4, 8, ...; a number N, every N steps."""
+
+    def choose_dense_codec(self) -> DenseCodec:
+        """Return the codec of dense gradients. If all elements are kept, thresholded sums are exact sums."""
+        if self.dense != "thresholded":
+            return self.dense
+        if self.dense_keep == 1:
+            return "exact"
+        steps = self.dense_keep_steps
+        return Thresholding(
+            keep=self.dense_keep,
+            keep_steps=round(10 / self.dense_keep) if steps is None else steps,
+            refresh=self.dense_refresh,
+        )
 
 
 if TYPE_CHECKING:

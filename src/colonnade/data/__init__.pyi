@@ -14,11 +14,11 @@ from colonnade.data.interactions.files import (
     read_interactions as read_interactions,
 )
 from colonnade.data.interactions.samples import (
-    InteractionSplit as InteractionSplit,
     group_items_by_user as group_items_by_user,
     open_interaction_splits as open_interaction_splits,
 )
 from colonnade.data.interactions.splits import (
+    InteractionSplit as InteractionSplit,
     SplitOptions as SplitOptions,
     assign_parts as assign_parts,
     build_split as build_split,

@@ -5,6 +5,8 @@ Legend: N nodes, E directed edges, B samples, P requested nodes, f a fan-out, I 
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import tee
@@ -12,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from colonnade.batch import Batch, Ids
@@ -20,18 +23,23 @@ from colonnade.data.counter import Words, random_words, stream_key
 from colonnade.data.interactions.samples import (
     LOG_Q,
     HeldOutItems,
-    InteractionSplit,
     PairSource,
     QuerySource,
     concat_bags,
     group_items_by_user,
 )
+from colonnade.data.interactions.splits import InteractionSplit
 from colonnade.data.tensors import TensorColumns
-from colonnade.errors import ConfigError
+from colonnade.errors import ConfigError, DataError
 
 NODE = "node"
 ROLES = ("query", "item")
 FAN_OUTS = (10, 5)
+
+
+def has_neighbours(schema: Schema) -> bool:
+    """Return whether samples have the sampled neighbours of queries and items: records of these have no columns."""
+    return f"{ROLES[0]}_hop1" in {column.name for column in schema.categorical}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -124,6 +132,7 @@ def open_graph(
     seed: int = 0,
     fan_outs: Sequence[int] = FAN_OUTS,
     max_pairs: int | None = None,
+    node_digest: str | None = None,
 ) -> Splits:
     """Open samples of training pairs (query, item) with sampled neighbours of both.
 
@@ -131,10 +140,13 @@ def open_graph(
     the training pairs only. `first_item` 0: queries and items are the same nodes, pairs exist in both directions, and
     no node is ranked for itself.
 
-    fan_outs   neighbours sampled for each node, by hop: one number for each layer of the model
-    max_pairs  maximal pairs of a query in an epoch, different ones each epoch; default: all
+    fan_outs     neighbours sampled for each node, by hop: one number for each layer of the model
+    max_pairs    maximal pairs of a query in an epoch, different ones each epoch; default: all
+    node_digest  digest of the keys of queries and items that a run recorded, because their numbers are rows of its
+                 table: `Splits.options` has it
 
-    Raises ConfigError for invalid fan-outs, and for a `first_item` among the queries.
+    Raises ConfigError for invalid fan-outs, and for a `first_item` among the queries; DataError for other keys than the
+    run had.
     """
     fan_outs = tuple(fan_outs)
     if not fan_outs or not all(isinstance(f, int) and f >= 1 for f in fan_outs):
@@ -168,37 +180,61 @@ def open_graph(
     )
     catalogue = TensorColumns(dense=interactions.log_shares()[:, None], ids=item_columns)
 
+    popularity = interactions.popularity
+
     def build_queries(truth: Ids, *known: Ids) -> QuerySource:
         bags = (*excluded, *known)
-        return QuerySource(schema, interactions, query_columns, (), truth, bags, catalogue)
+        return QuerySource(
+            schema, interactions, query_columns, (), truth, bags, catalogue, popularity=popularity
+        )
 
     samples = PairSource(schema, interactions, 0, max_pairs, seed)
     return Splits(
         train=NeighbourSource(schema, samples, graph, first_item, fan_outs),
         validation=build_queries(interactions.validation),
         test=build_queries(interactions.test, interactions.validation),
+        options=_digest_nodes(interactions, node_digest),
     )
+
+
+def _digest_nodes(interactions: InteractionSplit, recorded: str | None) -> dict[str, str]:
+    """Return the option by which a run records the keys of queries and items; none if they are numbers. Raises
+    DataError for other keys than those of the digest that a run recorded."""
+    if interactions.user_keys is None or interactions.item_keys is None:
+        return {}
+    keys = json.dumps([interactions.user_keys.tolist(), interactions.item_keys.tolist()])
+    digest = hashlib.sha256(keys.encode()).hexdigest()
+    if recorded not in (None, digest):
+        raise DataError(
+            "the nodes of the graph are not those that the run was trained on, because the files were changed. Restore "
+            "them, or train on them in another folder (--run)"
+        )
+    return {"node_digest": digest}
 
 
 def open_edge_parts(
-    parts: Sequence[Tensor], num_nodes: int, *, num_items: int | None = None, **options: Any
+    parts: Sequence[Tensor], num_nodes: int, keys: NDArray | None = None, **options: Any
 ) -> Splits:
-    """Open a graph from the edges (n, 2) that train, validate and test; `options` are those of `open_graph`.
+    """Open a graph of nodes of one kind from the edges (n, 2) that train, validate and test, which have no direction.
 
-    num_items  number of items, to which edges go from the nodes, as users; None: edges join nodes of one kind, without
-               direction
+    keys: names of the nodes (N,), ascending; None: they are numbered. `options` are those of `open_graph`.
     """
-    nodes, items = (Ids(torch.arange(n)) for n in (num_nodes, num_items or num_nodes))
-    if num_items is None:
-        parts = [torch.cat([edges, edges.flip(1)]) for edges in parts]
+    nodes = Ids(torch.arange(num_nodes))
+    both_ways = [torch.cat([edges, edges.flip(1)]) for edges in parts]
     train, validation, test = (
-        group_items_by_user(edges[:, 0], edges[:, 1], num_nodes) for edges in parts
+        group_items_by_user(edges[:, 0], edges[:, 1], num_nodes) for edges in both_ways
     )
-    columns = (Column("user", num_nodes), Column("item", num_items or num_nodes))
     interactions = InteractionSplit(
-        train, validation, test, {"user": nodes}, {"item": items}, columns
+        train,
+        validation,
+        test,
+        {"user": nodes},
+        {"item": nodes},
+        (Column("user", num_nodes), Column("item", num_nodes)),
+        user_keys=keys,
+        item_keys=keys,
     )
-    return open_graph(interactions, first_item=0 if num_items is None else num_nodes, **options)
+    return open_graph(interactions, first_item=0, **options)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

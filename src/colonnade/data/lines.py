@@ -19,7 +19,7 @@ def check_regular_file(path: Path) -> Path:
             f"{path}: got a folder, a pipe, a device or a broken link, wanted a regular file. Write the samples to a "
             "file, or take this out of the data"
         )
-    raise DataError(f"{path}: no such file or folder. Check the path given with --path")
+    raise DataError(f"{path}: no such file or folder. Check its name and its folder")
 
 
 def locate_data_file(path: str | Path | None, *, data_set_folder: str, file_name: str) -> Path:

@@ -72,12 +72,13 @@ def read_name_columns(
     roles: Mapping[str, Sequence[str]],
     column_names: Sequence[str] | None = None,
     delimiter: str | None = None,
-) -> tuple[list[pa.ChunkedArray], list[str]]:
-    """Read the columns of files, texts without the blanks around them or integers, and describe what was read.
+) -> tuple[list[pa.ChunkedArray], tuple[str, ...], list[str]]:
+    """Read the columns of files, texts without the blanks around them or integers.
 
     roles: meaning of each column, with its usual names in headers (lower case). column_names: the meanings of all
     columns in the order of the file, where others than the roles are not read; or else the header's names of the roles.
-    Raises DataError for a missing or unsuitable value, naming file and line; ConfigError.
+    Returns the columns (n,), their names in the first file, and lines that describe what was read. Raises DataError for
+    a missing or unsuitable value, naming file and line; ConfigError.
     """
     is_list = isinstance(column_names, list | tuple)
     if column_names is not None and not (is_list and all(isinstance(c, str) for c in column_names)):
@@ -85,7 +86,7 @@ def read_name_columns(
             f"got columns={column_names!r}, wanted a list of names such as [{', '.join(roles)}]"
         )
     blocks: list[list[pa.Array]] = []
-    notes: dict[str, str] = {}
+    first_files: dict[tuple[str, ...], str] = {}
     for file_path in find_files(path, ENDINGS):
         file, names = _open_name_file(file_path, roles, column_names, delimiter)
         fields = [Category(role, column=name) for role, name in zip(roles, names, strict=True)]
@@ -98,12 +99,13 @@ def read_name_columns(
                     lambda columns, _: [_read_names(c, a) for c, a in columns.items()],
                 )
             )
-        listed = ", ".join(f"{role} from {name}" for role, name in zip(roles, names, strict=True))
-        notes.setdefault(listed, file_path.name)
-    return (
-        [pa.chunked_array(column) for column in zip(*blocks, strict=True)],
-        [f"{name}: {note}" for note, name in notes.items()],
-    )
+        first_files.setdefault(tuple(names), file_path.name)
+    notes = [
+        f"{file}: " + ", ".join(f"{r} from {name}" for r, name in zip(roles, names, strict=True))
+        for names, file in first_files.items()
+    ]
+    columns = [pa.chunked_array(column) for column in zip(*blocks, strict=True)]
+    return columns, next(iter(first_files)), notes
 
 
 def _open_name_file(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
+from glob import has_magic
 from importlib import import_module
 from inspect import Parameter, signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from colonnade.data.tabular.formats import FORMATS
-from colonnade.errors import ColonnadeError, ConfigError
+from colonnade.errors import ColonnadeError, ConfigError, DataError
 
 if TYPE_CHECKING:
     from colonnade.data.contract import Splits
@@ -28,6 +29,9 @@ DATA_SETS = (
     "triples",
 )
 """Data sets other than files of a format in FORMATS. The module `data/sets/NAME.py` has `open_NAME`."""
+
+FILE_OPTIONS = ("validation", "test", "users", "items")
+"""Options that name files or folders, besides the tables of `join`."""
 
 CSV_PRESETS = ("criteo",)
 """Data sets that are CSV files: the module has `CSV_OPTIONS` and `locate_file`, and runs record them as csv."""
@@ -98,8 +102,26 @@ def open_source(name: str, path: str | Path | None = None, **options: Any) -> Sp
         )
     try:
         return opener(**options)
+    except DataError:
+        _check_named_files(options)
+        raise
     except (TypeError, ValueError) as error:
         if isinstance(error, ColonnadeError):
             raise
         text = ", ".join(f"{key}={value!r}" for key, value in options.items())
         raise ConfigError(f"source {name!r} cannot use its options ({text}): {error}") from None
+
+
+def _check_named_files(options: Mapping[str, Any]) -> None:
+    """Raise DataError for a file, beside that of the samples, that is not there: it names the option."""
+    join = options.get("join")
+    joined = join.items() if isinstance(join, Mapping) else ()
+    named_files = {name: options.get(name) for name in FILE_OPTIONS}
+    named_files |= {f"join.{key}": file for key, file in joined}
+    for name, file in named_files.items():
+        if isinstance(file, str | Path) and not (
+            has_magic(str(file)) or Path(file).expanduser().exists()
+        ):
+            raise DataError(
+                f"{file}: no such file or folder, which data.options.{name} names. Check its name and its folder"
+            )

@@ -9,6 +9,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,8 +19,8 @@ from colonnade.batch import Batch, Ids
 from colonnade.comm.collectives import concatenate_over_ranks
 from colonnade.comm.mesh import Mesh
 from colonnade.data.contract import Source
-from colonnade.data.interactions.samples import HeldOutItems
-from colonnade.data.tensors import TensorColumns
+from colonnade.data.interactions.samples import HeldOutItems, group_items_by_user
+from colonnade.data.tensors import TensorColumns, gather_ids
 from colonnade.errors import ConfigError
 from colonnade.models.ranking import (
     average_metrics,
@@ -37,6 +38,8 @@ BLOCK = 1 << 16
 """Number of items scored at a time, at least."""
 BLOCK_SCORES = 1 << 23
 """Number of scores computed at a time, where few queries leave room for more than BLOCK items."""
+LOSS_SCORES = 1 << 20
+"""Number of scores that the loss computes at a time: a few MiB, as a processor's cache has."""
 TILE = 64
 """Number of neighbouring items that a search of the best chooses or leaves out together."""
 
@@ -56,9 +59,6 @@ class ContrastiveBatch:
     known: tuple[Tensor, Tensor]  # (sample, item), (T,) int64 each: items to exclude
     candidates: Tensor  # (M, D)
     candidate_ids: Tensor  # (M,) int64
-    # (P,): log of the probability that the item is drawn as a candidate, up to a constant
-    positive_log_q: Tensor
-    candidate_log_q: Tensor  # (M,)
 
 
 class RetrievalObjective:
@@ -124,10 +124,10 @@ class Retriever(SplitModel):
     """Retrieval model that scores an item for a query by the dot of their vectors, divided by `temperature`.
 
     Dense column `log_q`, if there is one, has the log of an item's frequency. Models of pairs add it to the score as
-    one more element of the vectors (`augment_queries`, `augment_items`). Negatives are drawn with that frequency, so
-    the logQ correction of training (Bengio and Senecal 2003) subtracts the same term, and the vectors learn how much
-    likelier than its frequency an item is. Correction without the term starts slower: rare items then have weight
-    1 / q.
+    one more element of the vectors (`augment_queries`, `augment_items`), so the others learn how much likelier than its
+    frequency an item is. Training leaves it out: negatives are drawn with that frequency, and the logQ correction
+    (Bengio and Senecal 2003) would subtract the same term. Scores of the others alone, without it, would start slower:
+    rare items would have weight 1 / q.
     """
 
     objective = RetrievalObjective()
@@ -166,16 +166,11 @@ class Retriever(SplitModel):
         bags of `known` items; a batch whose key is `HeldOutItems` lists both itself, completely."""
         if isinstance(batch.key, HeldOutItems):
             item_ids, known = batch.key.truth.values, [batch.key.excluded]
-        log_q = self.log_frequency(batch)
         sample = torch.arange(batch.size)
         bags = [Ids(item_ids), *known]
         pairs = torch.cat([bag.samples for bag in bags]), torch.cat([bag.values for bag in bags])
         weight = torch.ones(batch.size) if batch.sample_weight is None else batch.sample_weight
-        queries = self.augment_queries(queries)
-        items = self.augment_items(items, log_q)
-        return ContrastiveBatch(
-            queries, items, weight, sample, pairs, items, item_ids, log_q, log_q
-        )
+        return ContrastiveBatch(queries, items, weight, sample, pairs, items, item_ids)
 
     def log_frequency(self, batch: Batch) -> Tensor:
         """Return column `log_q`, (B,); zeros without one. In a batch of items it may be the only dense column."""
@@ -200,22 +195,67 @@ def contrastive_loss(contrast: ContrastiveBatch, temperature: float, mesh: Mesh)
     """Compute this rank's part of the weighted mean over all ranks' positions. Collective, and its backward too.
 
     A position's loss is -log of the positive's share in the softmax over it and all candidates that are not known items
-    of its sample. Scores are dots divided by `temperature`, minus the log of the item's sampling frequency.
+    of its sample. Scores are dots divided by `temperature`.
     """
-    queries = contrast.queries
+    queries = contrast.queries / temperature
     candidates = concatenate_over_ranks(mesh, contrast.candidates)
     ids = concatenate_over_ranks(mesh, contrast.candidate_ids)
-    log_q = concatenate_over_ranks(mesh, contrast.candidate_log_q).to(queries)
-    weight = contrast.weight.to(queries)
     total = mesh.all_reduce("dense", contrast.weight.sum(dtype=torch.float64))
-    positive = (queries * contrast.positives).sum(1, keepdim=True) / temperature
-    positive = positive - contrast.positive_log_q.to(queries)[:, None]
-    others = queries @ candidates.T / temperature - log_q
+    positive = (queries * contrast.positives).sum(1)
     num_samples = int(contrast.sample[-1]) + 1 if len(contrast.sample) else 0
-    is_known = mark_matching_candidates(*contrast.known, num_samples, ids)[contrast.sample]
-    others = others.masked_fill(is_known.to(queries.device), float("-inf"))
-    losses = torch.cat([positive, others], dim=1).logsumexp(1) - positive[:, 0]
-    return (losses * weight).sum() / max(float(total), 1e-12)
+    is_known = mark_matching_candidates(*contrast.known, num_samples, ids)
+    of_sample, candidate = is_known.nonzero().T
+    known = group_items_by_user(of_sample, candidate, num_samples)
+    share = contrast.weight.to(queries) / max(float(total), 1e-12)
+    return _SoftmaxLoss.apply(queries, candidates, positive, share, known, contrast.sample)
+
+
+class _SoftmaxLoss(torch.autograd.Function):
+    """Weighted sum of the losses of `contrastive_loss`. Its gradients are computed in the same pass.
+
+    A block of scores stays in the processor's cache, and its memory is used again for the next: operators on all
+    scores (P, M) would write and read them from memory a dozen times.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        queries: Tensor,
+        candidates: Tensor,
+        positive: Tensor,
+        weight: Tensor,
+        known: Ids,
+        sample: Tensor,
+    ) -> Tensor:
+        """Compute the sum. queries (P, D), candidates (M, D), positive (P,) scores, weight (P,), known (B,) bags of
+        candidates' indices, sample (P,)."""
+        num_candidates = len(candidates)
+        num_rows = max(1, LOSS_SCORES // (num_candidates + 1))
+        buffer = queries.new_empty(min(num_rows, len(queries)), num_candidates + 1)
+        gradients = [torch.zeros_like(values) for values in (queries, candidates, positive)]
+        losses = torch.empty_like(positive)
+        for begin in range(0, len(queries), num_rows):
+            rows = slice(begin, begin + num_rows)
+            block = queries[rows]
+            scores = buffer[: len(block)]
+            scores[:, -1] = positive[rows]
+            others = scores[:, :-1]
+            torch.mm(block, candidates.T, out=others)
+            mask_items(others, gather_ids(known, sample[rows]))
+            largest = scores.amax(1)
+            torch.softmax(scores, 1, out=scores)
+            # The largest share is 1 / (sum of exp(score - largest)), and never underflows.
+            losses[rows] = largest - scores.amax(1).log() - positive[rows]
+            scale = weight[rows, None]
+            gradients[0][rows] = (others @ candidates) * scale
+            gradients[1].addmm_(others.T, block * scale)
+            gradients[2][rows] = (scores[:, -1] - 1) * weight[rows]
+        ctx.save_for_backward(*gradients)
+        return (losses * weight).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor):  # type: ignore[override]
+        return *(gradients[0] * saved for saved in ctx.saved_tensors), None, None, None
 
 
 def recall_and_ndcg(top_items: Tensor, true_items: Ids, k: int) -> tuple[Tensor, Tensor]:

@@ -133,8 +133,6 @@ class SASRec(Retriever):
             ),
             normalize(rows["negative"], dim=1),
             negative.values,
-            torch.zeros(len(rows_used)),
-            torch.zeros(len(negative.values)),
         )
 
     def queries(self, batch: Batch) -> Tensor:
@@ -168,16 +166,10 @@ class SASRec(Retriever):
         if not len(rows_used):
             return rows_ED[:0]
         counts = torch.bincount(sample)
-        starts = counts.cumsum(0) - counts
-        num_samples = len(counts)
-        longest = int(counts.max())
-        padded_index = sample * longest + torch.arange(len(sample)) - starts[sample]
-        padded_index = padded_index.to(rows_ED.device)
-        rows_used = rows_used.to(rows_ED.device)
-        padded = rows_ED.new_zeros(num_samples * longest, rows_ED.shape[1])
-        padded = padded.index_copy(0, padded_index, rows_ED.index_select(0, rows_used))
-        predictions = self.evaluate_network(padded.view(num_samples, longest, -1), out_like=rows_ED)
-        return predictions.flatten(0, 1).index_select(0, padded_index)
+        is_used = (torch.arange(int(counts.max())) < counts[:, None]).to(rows_ED.device)
+        padded = rows_ED.new_zeros(*is_used.shape, rows_ED.shape[1])
+        padded[is_used] = rows_ED.index_select(0, rows_used.to(rows_ED.device))
+        return self.evaluate_network(padded, out_like=rows_ED)[is_used]
 
 
 def _sequence_offsets(ids: Ids) -> Tensor:

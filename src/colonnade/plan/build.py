@@ -167,7 +167,7 @@ def _assemble_plan(
         ssd=memory.ssd_locations,
         write_budget=config.write_budget,
         hbm_bytes=memory.hbm,
-        codecs=Codecs(codec.values, codec.gradients, codec.dense),
+        codecs=Codecs(codec.values, codec.gradients, codec.choose_dense_codec()),
         servers=world.servers,
         towers=config.towers if isinstance(config.towers, int) and world.num_ranks > 1 else None,
         cache_tier="dram" if config.cache is None else config.cache.tier,

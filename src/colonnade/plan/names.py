@@ -14,6 +14,31 @@ CacheTier = Literal["dram", "hbm"]
 """Memory of row caches: main memory, or that of each rank's device."""
 CodecName = Literal["exact", "bf16", "fp16", "int8"]
 """Encoding of rows or gradients in messages."""
+ThresholdRule = Literal["controller", "geometric"]
+"""Thresholds that change each step, by how many elements passed, or are computed anew at steps 0, 1, 2, 4, 8, ..."""
+
+
+@dataclass(frozen=True, slots=True)
+class Thresholding:
+    """Thresholded sums of the dense network's gradients (wire/thresholded.py)."""
+
+    keep: float
+    """Share of the elements that a message has, after the warm-up."""
+    keep_steps: int
+    """Steps of the warm-up, in which the share falls from 25 % to `keep`."""
+    refresh: ThresholdRule | int = "controller"
+    """Rule of the thresholds, or the number of steps after which they are computed anew."""
+    adam_weight_decay: float | None = None
+    """Messages have the directions of Adam with this weight decay; None: gradients."""
+
+    def __str__(self) -> str:
+        return (
+            f"thresholded ({100 * self.keep:g} % of the elements from step {self.keep_steps:,} on)"
+        )
+
+
+DenseCodec = CodecName | Thresholding
+"""Encoding of the dense network's gradients in messages."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from colonnade.errors import ColonnadeError, ConfigError, CorruptionError
 from colonnade.formats import make_format_stamp, parse_stamped_json
 from colonnade.hops.kinds import EXCHANGES
 from colonnade.plan.comparison import PlanComparison, describe_exchanges
-from colonnade.plan.names import CacheTier, CodecName, Tier
+from colonnade.plan.names import CacheTier, CodecName, DenseCodec, Thresholding, Tier
 from colonnade.sizes import StorageLocation
 from colonnade.staleness import RowClock, TableCache
 from colonnade.topology.sharding import HotRows, Sharding
@@ -23,11 +23,11 @@ from colonnade.topology.sharding import HotRows, Sharding
 
 @dataclass(frozen=True, slots=True)
 class Codecs:
-    """Names of the codecs of row values, of row gradients, and of the dense network's gradients."""
+    """Codecs of row values, of row gradients, and of the dense network's gradients."""
 
     values: CodecName = "exact"
     gradients: CodecName = "exact"
-    dense: CodecName = "exact"
+    dense: DenseCodec = "exact"
 
     @property
     def is_exact(self) -> bool:
@@ -203,11 +203,15 @@ class Plan:
             tables=tables,
             mapped=None if mapped is None else StorageLocation(**mapped),
             ssd=tuple(StorageLocation(**location) for location in values.pop("ssd", ())),
-            codecs=Codecs(**values.pop("codecs", {})),
+            codecs=_read_codecs(**values.pop("codecs", {})),
             servers=tuple(values.pop("servers", ())),
             comparison=None if comparison is None else PlanComparison.from_dict(comparison),
             **values,
         )
+
+
+def _read_codecs(dense: CodecName | Mapping[str, Any] = "exact", **names: CodecName) -> Codecs:
+    return Codecs(dense=Thresholding(**dense) if isinstance(dense, Mapping) else dense, **names)
 
 
 def _read_sharding(fields: dict[str, Any]) -> Sharding:

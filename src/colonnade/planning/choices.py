@@ -15,7 +15,7 @@ from colonnade.comm.collectives import (
     estimate_sum_traffic,
     sum_algorithm_of_layout,
 )
-from colonnade.config.plan import PlanConfig
+from colonnade.config.plan import CodecConfig, PlanConfig
 from colonnade.config.run import RunConfig
 from colonnade.data.contract import Splits, multi_id_columns
 from colonnade.embedding import EmbeddingCollection
@@ -41,7 +41,7 @@ from colonnade.plan.measure.profile import (
     build_table_loads,
     profile_batches,
 )
-from colonnade.plan.names import CodecName
+from colonnade.plan.names import DenseCodec
 from colonnade.plan.plan import Codecs, Plan
 from colonnade.plan.search import choose
 from colonnade.plan.search.candidates import Constraint, Memory, PlanDecision, Problem
@@ -49,7 +49,7 @@ from colonnade.topology.sharding import Sharding, row_wise
 from colonnade.topology.towers import Partition
 from colonnade.topology.world import World
 from colonnade.train.setup import RunSetup
-from colonnade.wire.coded_sums import CODED_DTYPES, SIGNAL_BYTES, coded_buffer_bytes
+from colonnade.wire.coded_sums import SIGNAL_BYTES, coded_buffer_bytes, is_coded
 
 NUM_RUNNERS_UP = 4
 """Largest number of plans of other kinds that are predicted, and timed, beside the predicted fastest."""
@@ -122,7 +122,7 @@ def estimate_sampled_loads(
             num_samples=train_data.num_samples,
             last_batch=last_step,
         ),
-        Codecs(codec.values, codec.gradients, codec.dense),
+        Codecs(codec.values, codec.gradients),
         build_table_caches(setup.config.plan.cache, declared.tables) if world.num_ranks > 1 else {},
     )
     bags = multi_id_columns(train_data.schema) | set(hashed_tables_by_feature(declared))
@@ -270,10 +270,21 @@ def find_weights_in_towers(
     return parameters
 
 
+def estimate_seconds_by_codec(
+    model: nn.Module, world: World, config: CodecConfig
+) -> dict[str, float]:
+    """Estimate the seconds to sum dense gradients over ranks, by codec: exact, the configured one, and those that save
+    most. Towers sum all weights here."""
+    thresholded = config.model_copy(update={"dense": "thresholded"}).choose_dense_codec()
+    codecs = dict.fromkeys(("exact", config.choose_dense_codec(), "int8", thresholded))
+    trainers = world.trainer_world()
+    return {str(codec): estimate_reduction_seconds(model, trainers, codec) for codec in codecs}
+
+
 def estimate_reduction_seconds(
     model: nn.Module,
     trainer_world: World,
-    dense_codec: CodecName,
+    dense_codec: DenseCodec,
     tower_weights: Sequence[nn.Parameter] = (),
     num_towers: int = 1,
 ) -> float:
@@ -294,7 +305,7 @@ def estimate_reduction_seconds(
     if size == trainer_world.num_ranks:  # one tower has all ranks
         tower_ids = set()
     trained = [p for p in model.parameters() if p.requires_grad and id(p) not in tower_ids]
-    coded = [p for p in trained if dense_codec != "exact" and p.dtype in CODED_DTYPES]
+    coded = [p for p in trained if is_coded(dense_codec, p)]
     size = sum(p.numel() * p.element_size() for p in coded)
     other_bytes = sum(p.numel() * p.element_size() for p in trained) - size
     if other_bytes:
@@ -303,7 +314,7 @@ def estimate_reduction_seconds(
         ).predict_seconds(trainer_world)
     if size:
         coded_bytes = coded_buffer_bytes(
-            dense_codec, sum(p.numel() for p in coded), trainer_world.num_ranks
+            dense_codec, [p.numel() for p in coded], trainer_world.num_ranks
         )
         seconds += estimate_sum_traffic(
             sum_algorithm_of_layout(trainer_world), trainer_world, size, coded_bytes

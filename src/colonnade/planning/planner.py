@@ -71,6 +71,7 @@ from colonnade.planning.choices import (
     choose_shardings_and_exchanges,
     estimate_link_costs,
     estimate_sampled_loads,
+    estimate_seconds_by_codec,
 )
 from colonnade.planning.measure import measure_device, measure_links
 from colonnade.planning.placement import (
@@ -117,6 +118,8 @@ class PlanningResult:
     choice: PlanDecision
     loads: tuple[TableLoad, ...]
     world: World
+    dense_seconds: Mapping[str, float]
+    """Seconds that a step waits for the sums of dense gradients, by their codec; none on one rank."""
     runners_up: tuple[PlannedStep, ...] = ()
     """Plans of other kinds, in the order in which they are timed (`order_plans_to_time`); none on one rank."""
 
@@ -259,6 +262,9 @@ def plan_from_sample(
         choice,
         tuple(loads.loads),
         world,
+        estimate_seconds_by_codec(run.setup.model, world, run.setup.config.plan.codec)
+        if world.num_ranks > 1
+        else {},
         runners_up=tuple(runners_up),
     )
 

@@ -28,9 +28,11 @@ from colonnade.data.tabular.formats import FORMATS
 from colonnade.errors import ConfigError
 from colonnade.models.build import MODEL_SPECS
 from colonnade.models.split import Scorer
+from colonnade.plan.names import Thresholding
 from colonnade.publish.mirror import open_url
 from colonnade.train.best import check_monitor_metric
 from colonnade.train.objective import Objective
+from colonnade.wire.thresholded import MESSAGES_OF_AN_ELEMENT
 
 DEFAULT_SECTIONS = {
     "model": {"name": "deepfm", "dim": 16},
@@ -544,3 +546,32 @@ def check_data_for_settings(data: Splits, config: RunConfig, objective: Objectiv
             f"train.patience={config.train.patience} waits for a better {monitor} on the validation part, "
             "and this data set has none; give it one, or set patience to 0"
         )
+
+
+def check_thresholded_sums(config: RunConfig, num_steps: int | None) -> None:
+    """Raise ConfigError if a run is too short for `plan.codec.dense=thresholded`, or clips dense gradients.
+
+    num_steps: None if unknown."""
+    codec = config.plan.codec.choose_dense_codec()
+    if not isinstance(codec, Thresholding):
+        return
+    if config.dense.clip_norm is not None:
+        raise ConfigError(
+            f"got dense.clip_norm={config.dense.clip_norm:g} with plan.codec.dense=thresholded, wanted one of them: "
+            "what earlier steps owe is part of a sum, so clipping would drop it"
+        )
+    if num_steps is None:
+        return
+    min_steps = MESSAGES_OF_AN_ELEMENT / codec.keep
+    if num_steps < min_steps:
+        raise ConfigError(
+            f"got a run of {num_steps:,} steps with plan.codec.dense=thresholded, wanted at least {min_steps:,.0f}: "
+            f"with dense_keep={codec.keep:g} an element of a gradient is sent every {1 / codec.keep:,.0f} steps; train "
+            f"for longer, set plan.codec.dense_keep={_round_up(MESSAGES_OF_AN_ELEMENT / max(num_steps, 1))}, or "
+            "plan.codec.dense=int8"
+        )
+
+
+def _round_up(share: float) -> float:
+    """Round a share up to two decimals, 1 at most."""
+    return min(1.0, math.ceil(100 * share) / 100)

@@ -76,6 +76,7 @@ from colonnade.run.cross_rank_check import (
 )
 from colonnade.run.defaults import (
     check_data_for_settings,
+    check_thresholded_sums,
     describe_settings,
     open_data,
     resolve_settings,
@@ -317,6 +318,8 @@ def prepare_run(requested: RunSetup) -> TrainingRun:
     rows = RowOptimizer(setup.collection, clip_value=config.embedding.clip_value)
     optimizer = setup.make_optimizer(setup.parameters or [nn.Parameter(torch.empty(0))])
     run_steps = count_run_steps(config, setup.data)
+    if setup.mesh.num_ranks > 1 and not setup.read_only:
+        check_thresholded_sums(config, run_steps)
     if setup.console is not None and not setup.read_only:
         for note in setup.data.notes:
             setup.console.print(note, highlight=False, markup=False)

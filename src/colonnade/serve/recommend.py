@@ -17,6 +17,7 @@ import re
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,13 +30,14 @@ from colonnade.batch import Batch, Ids
 from colonnade.config.run import RunConfig
 from colonnade.data import open_source
 from colonnade.data.contract import Schema
+from colonnade.data.graph import has_neighbours
 from colonnade.data.interactions.columns import USER, to_positions
 from colonnade.data.interactions.samples import (
-    InteractionSplit,
+    QuerySource,
     concat_bags,
     truncate_to_newest_items,
 )
-from colonnade.data.tensors import TensorColumns, gather_ids
+from colonnade.data.tensors import TensorColumns, gather_ids, locate_bag_items
 from colonnade.errors import ConfigError, DataError
 from colonnade.models.retriever import Retriever, embed_items, rank_items, to_column_major
 from colonnade.predict import Predictor
@@ -81,11 +83,8 @@ class Catalogue:
                 )
         if not is_text:
             item_ids = [key for key in item_ids if -(2**63) <= key < 2**63]
-        wanted = np.array(item_ids, dtype=self.keys.dtype)
-        if not len(wanted) or not self.num_items:
-            return np.empty(0, np.int64)
-        positions = np.searchsorted(self.keys, wanted).clip(max=self.num_items - 1)
-        return positions[self.keys[positions] == wanted]
+        positions = to_positions(self.keys, np.array(item_ids, dtype=self.keys.dtype)).numpy()
+        return positions[positions >= 0]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -181,9 +180,12 @@ class Recommender:
         queries = encoder.select(
             [*model.query_features, *dense], ignored=encoder.find_columns(USER)
         )
+        users = {n: ids for n, ids in catalogue.users.items() if n in model.query_features}
+        catalogue = replace(catalogue, users=users)
         active = _embed_catalogue(predictor, catalogue)
         ids, order = catalogue.features.ids[model.item_features[0]].values.sort(stable=True)
-        return cls(active, catalogue, queries, _find_history(model), (ids, order))
+        history = () if has_neighbours(predictor.schema) else _find_history(model)
+        return cls(active, catalogue, queries, history, (ids, order))
 
     @property
     def step(self) -> int:
@@ -236,6 +238,12 @@ class Recommender:
         user_ids = [r.get(self._user_column) if isinstance(r, Mapping) else None for r in users]
         positions = self._find_users(user_ids)
         encoded = self._encode_users(users, user_ids, positions)
+        unnamed = sum(map(_is_empty, user_ids))
+        if unnamed and not self.encoder.columns:
+            raise DataError(
+                f"got {unnamed:,} records without a value in {self._user_column!r}, wanted one in each, because it is "
+                "all that a graph knows of a node. Send it"
+            )
         batch = self._leave_out_unknown_items(encoded)
         mask = self._build_mask(batch, positions, exclude, exclude_seen)
         best = self.recommend_batch(batch, k, mask, self._mark_unknown_users(users, positions))
@@ -336,12 +344,7 @@ class Recommender:
         if exclude_seen:
             parts += [self._find_positions(batch.ids[name]) for name in self._history]
             parts.append(self._find_seen_items(user_positions))
-        masked = Ids(
-            torch.empty(0, dtype=torch.int64), torch.zeros(batch.size + 1, dtype=torch.int64)
-        )
-        for part in parts:
-            masked = concat_bags(masked, part)
-        return masked
+        return reduce(concat_bags, parts, _build_empty_bags(batch.size))
 
     def _find_excluded(self, excluded_ids: Sequence[Sequence[Any]], num_users: int) -> Ids:
         is_list = isinstance(excluded_ids, list | tuple) and len(excluded_ids) == num_users
@@ -362,19 +365,18 @@ class Recommender:
         """Return the bags of the positions of items, from bags of their ids; hashed ids may have several."""
         first = torch.searchsorted(self._item_ids, item_id_bags.values)
         counts = torch.searchsorted(self._item_ids, item_id_bags.values, right=True) - first
-        ends = counts.cumsum(0)
-        step = torch.arange(int(counts.sum())) - torch.repeat_interleave(ends - counts, counts)
-        positions = self._item_order[torch.repeat_interleave(first, counts) + step]
-        ends = torch.cat([torch.zeros(1, dtype=torch.int64), ends])
-        offsets = (
-            torch.arange(len(item_id_bags.values) + 1)
-            if item_id_bags.offsets is None
-            else item_id_bags.offsets
-        )
-        return Ids(positions, ends[offsets])
+        ends, order = locate_bag_items(first, counts)
+        offsets = item_id_bags.offsets
+        return Ids(self._item_order[order], ends if offsets is None else ends[offsets])
 
     def _find_users(self, user_ids: Sequence[Any]) -> Tensor:
-        """Return the position of each user in the training data, (B,) int64; -1 for none."""
+        """Return the position of each user in the training data, (B,) int64; -1 for none. Raises DataError."""
+        for row, user in enumerate(user_ids):
+            if isinstance(user, bool | float | list | tuple | Mapping):
+                raise DataError(
+                    f"record {row}, column {self._user_column}: got {describe_value(user)}, wanted an id: a text or an "
+                    "integer. Send what a row of the training file has there"
+                )
         keys = self.catalogue.user_keys
         if keys.dtype != object:
             return to_positions(keys, np.array([_parse_integer_key(user) for user in user_ids]))
@@ -403,11 +405,12 @@ class Recommender:
         ]
         batch = self.encoder.encode(filled)
         ids = dict(batch.ids)
-        for name in stored.keys() & ids.keys():
+        for name in stored:
             columns = self.encoder.find_columns(name)
             is_absent = torch.tensor([all(_is_empty(r.get(c)) for c in columns) for r in records])
             of_users = gather_ids(stored[name], positions.clamp(min=0))
-            ids[name] = select_samples(ids[name], of_users, is_absent & (positions >= 0))
+            own = ids.get(name, of_users)  # the neighbours of a node are in no record
+            ids[name] = select_samples(own, of_users, is_absent & (positions >= 0))
         return replace(batch, ids=ids)
 
     def _leave_out_unknown_items(self, batch: Batch) -> Batch:
@@ -426,15 +429,15 @@ class Recommender:
 
     def _find_seen_items(self, user_positions: Tensor) -> Ids:
         """Return the bags of items that the users of the training data took; empty for others."""
-        taken = self.catalogue.taken
+        taken, none = self.catalogue.taken, _build_empty_bags(len(user_positions))
         if taken is None or not len(taken.counts):
-            offsets = torch.zeros(len(user_positions) + 1, dtype=torch.int64)
-            return Ids(torch.empty(0, dtype=torch.int64), offsets)
+            return none
         bags = gather_ids(taken, user_positions.clamp(min=0))
-        is_known = user_positions >= 0
-        counts = bags.counts * is_known
-        values = bags.values[is_known[bags.samples]]
-        return Ids(values, torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)]))
+        return select_samples(none, bags, user_positions >= 0)
+
+
+def _build_empty_bags(size: int) -> Ids:
+    return Ids(torch.empty(0, dtype=torch.int64), torch.zeros(size + 1, dtype=torch.int64))
 
 
 def _is_empty(value: Any) -> bool:
@@ -469,9 +472,7 @@ def _find_history(model: Retriever) -> tuple[str, ...]:
     """Return the query's features of the item's table, such as a history: their ids are items the user took."""
     features = {f.name: f.table for f in model.embeddings.declaration.features}
     table = features[model.item_features[0]]
-    return tuple(
-        name for name in model.query_features if features[name] == table and "_hop" not in name
-    )
+    return tuple(name for name in model.query_features if features[name] == table)
 
 
 def _open_catalogue(
@@ -484,6 +485,11 @@ def _open_catalogue(
     """Return the catalogue from what the caller has: itself, records of items, or nothing: that of the model's data."""
     if isinstance(items, Catalogue):
         return items
+    if items is not None and has_neighbours(schema):
+        raise ConfigError(
+            "got records of items for a graph, wanted none: its items are those of its data, which have their "
+            "neighbours. Leave out items=, or --items"
+        )
     if items is not None:
         return build_catalogue(model, encoder, schema, items, _find_data_catalogue(config))
     if config is None:
@@ -511,27 +517,23 @@ def open_data_catalogue(config: RunConfig) -> Catalogue:
             "give the records of all items: items=[...], or --items FILE"
         ) from None
     parts = (splits.test, splits.validation, splits.train)
-    features = next(
-        (c for c in (getattr(p, "catalogue", None) for p in parts) if c is not None), None
-    )
-    if features is None:
+    source: Any = next((p for p in parts if getattr(p, "catalogue", None) is not None), None)
+    if source is None:
         raise ConfigError(
             f"the {config.data.name} reader has no catalogue of items, wanted all items that may be recommended. Give "
             "their records: items=[...], or --items FILE"
         )
-    split = getattr(splits.train, "interactions", None)
-    if not isinstance(split, InteractionSplit):
-        return Catalogue(features, np.arange(features.num_samples))
-    if split.item_keys is None or split.user_keys is None:
-        taken = concat_bags(split.train, split.validation)
-        numbers = np.arange(features.num_samples), taken, np.arange(len(taken.counts))
-        return Catalogue(features, *numbers, popularity=split.log_shares())
-    taken = concat_bags(concat_bags(split.history, split.validation), split.test)
-    history = truncate_to_newest_items(split.get_item_ids(taken), splits.train.max_history)  # type: ignore[attr-defined]
-    users = {**split.users, "history": history}
-    return Catalogue(
-        features, split.item_keys, taken, split.user_keys, users, True, split.log_shares()
-    )
+    item_keys = np.arange(source.catalogue.num_samples)
+    if not isinstance(source, QuerySource):
+        return Catalogue(source.catalogue, item_keys)
+    split = source.interactions
+    taken = reduce(concat_bags, (*source.excluded, source.truth))
+    users = dict(source.users)
+    if source.history:
+        users["history"] = truncate_to_newest_items(split.get_item_ids(taken), source.max_history)
+    user_keys = np.arange(len(taken.counts)) if split.user_keys is None else split.user_keys
+    item_keys = item_keys if split.item_keys is None else split.item_keys
+    return Catalogue(source.catalogue, item_keys, taken, user_keys, users, True, split.log_shares())
 
 
 def build_catalogue(

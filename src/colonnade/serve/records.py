@@ -31,6 +31,8 @@ from numpy.typing import NDArray
 from colonnade.batch import Batch, Ids
 from colonnade.config.run import RunConfig
 from colonnade.data.contract import Schema
+from colonnade.data.graph import NODE, has_neighbours
+from colonnade.data.interactions.columns import USER
 from colonnade.data.tabular.arrow_types import MISSING_NUMBER
 from colonnade.data.tabular.columns import resolve_dtypes
 from colonnade.data.tabular.declaration import FileSchema, load_file_schema
@@ -54,7 +56,7 @@ from colonnade.data.tabular.join import KeyedTable, read_keyed_table
 from colonnade.errors import ConfigError, DataError
 
 Record = Mapping[str, Any]
-ScalarKind = Literal["number", "integer", "text", "time"]
+ScalarKind = Literal["number", "integer", "boolean", "text", "time"]
 PLAIN = frozenset((str, int, float, bool, type(None), list))
 """Types of the values of parsed JSON, except objects."""
 MAX_NAME = 100
@@ -179,7 +181,8 @@ class RawColumn:
                 raise self._build_error(row_index, value)
             return value
         if isinstance(value, bool):
-            if self.kind == "number" and not value_rules.has_booleans:
+            is_number = self.kind == "number" and not value_rules.has_booleans
+            if is_number or self.kind == "integer":
                 raise self._build_error(row_index, value)
             word = "true" if value else "false"
             return str(int(value)) if self.kind == "number" else word
@@ -216,6 +219,7 @@ class RawColumn:
         wanted = {
             "number": "a number",
             "integer": "an integer",
+            "boolean": "true or false",
             "text": "one text or number",
             "time": "a time such as 2024-05-31T12:00:00, or a number",
         }[self.kind]
@@ -271,7 +275,7 @@ def plan_columns(file_schema: FileSchema, *, is_required: bool) -> list[RawColum
     columns = []
     for name, pairs in readers.items():
         kinds = {kind for _, kind in pairs}
-        order: list[ScalarKind] = ["text", "time", "integer", "number"]
+        order: list[ScalarKind] = ["text", "time", "boolean", "integer", "number"]
         # Texts are read by all; times and numbers together are written as texts.
         kind: ScalarKind = "text" if {"time"} < kinds else next(k for k in order if k in kinds)
         lists = [field for field, _ in pairs if isinstance(field, Bag | SequenceField)]
@@ -288,7 +292,7 @@ def _choose_scalar_kind(field: DeclaredField, is_weights: bool) -> ScalarKind:
     if is_weights or isinstance(field, Bucket | Number):
         return "number"
     assert isinstance(field, Category | Bag | SequenceField)
-    return "integer" if field.dtype == "integer" else "text"
+    return field.dtype or "text"
 
 
 @dataclass(frozen=True, slots=True)
@@ -568,6 +572,7 @@ def build_encoder(config: RunConfig | None, schema: Schema) -> RecordEncoder:
     The model was trained on            a record has
     files with a schema (FORMATS)       the columns of the files
     interactions                        history, and the columns of users, of items and of the files that describe them
+    a graph                             the user's id, or `node`
     any other reader, or its own loop   the features and dense columns of `schema`: integer ids, numbers, lists of ids
     """
     name = "" if config is None else config.data.name
@@ -579,6 +584,9 @@ def build_encoder(config: RunConfig | None, schema: Schema) -> RecordEncoder:
                 "data.options.schema. Export the model again from its run folder"
             )
         return _build_file_encoder(name, options)
+    if has_neighbours(schema):
+        recorded = options.get("schema")
+        return _build_node_encoder(load_file_schema(recorded).fields if recorded else ())
     if name == "interactions" and "schema" in options:
         return _build_interaction_encoder(load_file_schema(options["schema"]), schema)
     return _build_schema_encoder(schema)
@@ -613,6 +621,14 @@ def _build_interaction_encoder(record_schema: FileSchema, schema: Schema) -> Rec
     is_sequence = any(column.name == "target" for column in schema.categorical)
     names = {"item": "target"} if is_sequence else {}
     return RecordEncoder(file_schema, columns, FORMATS["csv"].value_rules, names=names)
+
+
+def _build_node_encoder(recorded_fields: Sequence[DeclaredField]) -> RecordEncoder:
+    """Build the encoder for nodes of a graph: their records have an id alone, of a user or a `node`."""
+    fields = (*recorded_fields, Category(USER, column=NODE))
+    file_schema = FileSchema((next(field for field in fields if field.name == USER),))
+    columns = plan_columns(file_schema, is_required=True)
+    return RecordEncoder(file_schema, columns, FORMATS["csv"].value_rules)
 
 
 def _build_schema_encoder(schema: Schema) -> RecordEncoder:

@@ -35,14 +35,13 @@ from colonnade.comm.mesh import Mesh
 from colonnade.comm.process_groups import open_tower_mesh
 from colonnade.comm.traffic import count_waiting_time
 from colonnade.plan.advice import GradientNoise
-from colonnade.plan.names import CodecName
+from colonnade.plan.names import DenseCodec
 from colonnade.train.tower_weights import TowerWeights, reject_tower_gradient
-from colonnade.wire.codec import CODECS
 from colonnade.wire.coded_sums import (
-    CODED_DTYPES,
     CodedAllReduce,
     GradientBucket,
     State,
+    is_coded,
     sum_gradient_squares,
     sum_residuals_by_parameter,
 )
@@ -51,43 +50,47 @@ BUCKET_BYTES = 1 << 20
 """Minimum size of a full bucket: 8 ms on an uplink of 1 Gbit/s, where the latency of its hops is below 1 ms."""
 
 
+ParameterKind = tuple[torch.dtype, torch.device, bool]
+"""Dtype and device of a parameter, and whether its gradients are encoded."""
+
+
 def assign_parameters_to_buckets(
-    dtypes_and_devices: Sequence[tuple[torch.dtype, torch.device]],
+    kinds: Sequence[ParameterKind],
     parameter_sizes: Sequence[int],
     late_indices: Collection[int] = (),
     excluded_indices: Collection[int] = (),
 ) -> list[list[int]]:
     """Assign parameters to buckets; return the parameter indices of each bucket. Pure.
 
-    Buckets are ordered as backward fills them if it runs through the model from end to beginning. `late_indices`
-    parameters have separate buckets after all others. The last bucket may carry signals, so it has float32 or float64
-    or is empty.
+    Parameters of a bucket are of one kind. Buckets are ordered as backward fills them if it runs through the model from
+    end to beginning. `late_indices` parameters have separate buckets after all others. The last bucket may carry
+    signals, so it has float32 or float64 or is empty.
     """
     buckets = fill_buckets(
-        dtypes_and_devices,
+        kinds,
         parameter_sizes,
-        [n for n in range(len(dtypes_and_devices)) if n not in excluded_indices],
+        [n for n in range(len(kinds)) if n not in excluded_indices],
         late_indices,
     )
-    if not buckets or dtypes_and_devices[buckets[-1][0]][0] not in (torch.float32, torch.float64):
+    if not buckets or kinds[buckets[-1][0]][0] not in (torch.float32, torch.float64):
         buckets.append([])
     return buckets
 
 
 def fill_buckets(
-    dtypes_and_devices: Sequence[tuple[torch.dtype, torch.device]],
+    kinds: Sequence[ParameterKind],
     sizes: Sequence[int],
     indices: Sequence[int],
     late_indices: Collection[int] = (),
 ) -> list[list[int]]:
     """Fill buckets with the parameters `indices`, last one first; see `assign_parameters_to_buckets`. Pure."""
     buckets: list[list[int]] = []
-    open_buckets: dict[tuple[torch.dtype, torch.device, bool], list[int]] = {}
+    open_buckets: dict[tuple[ParameterKind, bool], list[int]] = {}
     for index in reversed(indices):
-        kind = (*dtypes_and_devices[index], index in late_indices)
+        kind = (kinds[index], index in late_indices)
         open_bucket = open_buckets.setdefault(kind, [])
         open_bucket.append(index)
-        if sum(sizes[n] for n in open_bucket) * kind[0].itemsize >= BUCKET_BYTES:
+        if sum(sizes[n] for n in open_bucket) * kinds[index][0].itemsize >= BUCKET_BYTES:
             buckets.append(open_buckets.pop(kind))
     return sorted(
         [*buckets, *open_buckets.values()],
@@ -95,6 +98,7 @@ def fill_buckets(
     )
 
 
+NOT_CODED = {"sent": None, "summed": None}  # in checkpoints
 SIGNALS = 5  # not finite, stop requested, checkpoint requested, loss, squared norm of this rank's gradients
 ALONE_BYTES = 1 << 16
 """Bytes from which the last bucket is sent without signals between hosts: 0.5 ms at 1 Gbit/s, one message's time."""
@@ -116,7 +120,7 @@ class DenseGradients:
         self,
         parameters: Sequence[nn.Parameter],
         mesh: Mesh,
-        codec: CodecName = "exact",
+        codec: DenseCodec = "exact",
         *,
         late: Sequence[nn.Parameter] = (),
         towers: TowerWeights | None = None,
@@ -124,7 +128,8 @@ class DenseGradients:
         """Set up without buckets; `build_buckets` builds them.
 
         parameters: ignored on a server, which takes part in the signals of a step alone.
-        codec: compression of 32 and 64 bit gradients on the slow hop; not used on one rank or inside a tower.
+        codec: compression of gradients on the slow hop (of those that `is_coded` names); not used on one rank or inside
+        a tower.
         late: parameters with gradients that are complete only at `send` (`Exchange.pushed_parameters`). Their buckets
         are the last.
         towers: weights that one tower alone trains, which are `late`, too. Not possible with servers.
@@ -132,7 +137,7 @@ class DenseGradients:
         self.late = {id(parameter) for parameter in late}
         self.full_mesh = mesh
         self.mesh = mesh.trainers
-        self.codec: CodecName = codec if self.mesh.num_ranks > 1 else "exact"
+        self.codec: DenseCodec = codec if self.mesh.num_ranks > 1 else "exact"
         self.parameters = () if mesh.is_server else tuple(parameters)
         self.buckets: list[GradientBucket] = []  # in sending order; the last carries the signals
         self.towers = towers
@@ -170,17 +175,28 @@ class DenseGradients:
         self._can_restore_residuals = False
         self._saved_residuals: Sequence[State | None] = ()
 
+    @property
+    def directed_parameters(self) -> list[nn.Parameter]:
+        """Parameters that get directions of Adam instead of gradients."""
+        if isinstance(self.codec, str) or self.codec.adam_weight_decay is None:
+            return []
+        return [
+            parameter
+            for parameter in self.parameters
+            if is_coded(self.codec, parameter) and id(parameter) not in self._tower_of
+        ]
+
     def build_buckets(self) -> None:
         """Build the buckets, make every `.grad` a view of them, and load restored residuals. Collective."""
         for hook in self._hooks:
             hook.remove()
-        dtypes_and_devices = [(p.dtype, p.device) for p in self.parameters]
+        kinds = [(p.dtype, p.device, is_coded(self.codec, p)) for p in self.parameters]
         late = {index for index, p in enumerate(self.parameters) if id(p) in self.late}
         sizes = [p.numel() for p in self.parameters]
         tower_of_parameter = self._map_parameters_to_towers()
-        layout = assign_parameters_to_buckets(dtypes_and_devices, sizes, late, tower_of_parameter)
+        layout = assign_parameters_to_buckets(kinds, sizes, late, tower_of_parameter)
         # The loss shares a bucket with gradients, so it has their dtype.
-        dtype = dtypes_and_devices[layout[-1][-1]][0] if layout[-1] else torch.float32
+        dtype = kinds[layout[-1][-1]][0] if layout[-1] else torch.float32
         last_bytes = sum(sizes[index] * dtype.itemsize for index in layout[-1] if index not in late)
         is_signal_bucket = last_bytes >= ALONE_BYTES and self.mesh.world.num_hosts > 1
         if self.codec != "exact":
@@ -204,7 +220,7 @@ class DenseGradients:
             ]
             tower_buckets = [
                 self._build_bucket(indices, mesh_of_tower)
-                for indices in fill_buckets(dtypes_and_devices, sizes, own_parameters)
+                for indices in fill_buckets(kinds, sizes, own_parameters)
             ]
             self._agree_on_algorithms(mesh_of_tower, tower_buckets)
             self.buckets[-1:-1] = tower_buckets
@@ -352,6 +368,8 @@ class DenseGradients:
         square_of_parts = num_parts * first_square
         if self.mesh.num_ranks > 1:
             num_parts, square_of_parts = self.mesh.num_ranks, rank_squares
+        if self.directed_parameters:  # sums of directions have another noise
+            return
         square = sum(bucket.square for bucket in self.buckets if bucket.tower_mesh is None)
         if num_parts > 1 and 0 < square < math.inf and square_of_parts < math.inf:
             unit = self._gradient_scale**2
@@ -383,10 +401,7 @@ class DenseGradients:
                 {
                     "is_inside": bucket.tower_mesh is not None,
                     "numbers": list(bucket.indices),
-                    "sent": None if bucket.coded is None else bucket.coded.sent.residual.clone(),
-                    "summed": None
-                    if bucket.coded is None
-                    else bucket.coded.summed.residual.clone(),
+                    **(NOT_CODED if bucket.coded is None else bucket.coded.export_state()),
                     "owed": None if bucket.residual is None else bucket.residual.cpu().clone(),
                 }
                 for bucket in self.buckets
@@ -470,7 +485,8 @@ class DenseGradients:
     ) -> GradientBucket:
         """Allocate the buffers of a bucket. dtype: used if the bucket holds signals alone."""
         first_parameter = self.parameters[indices[0]] if indices else torch.zeros(0, dtype=dtype)
-        size = sum(self.parameters[index].numel() for index in indices)
+        sizes = [self.parameters[index].numel() for index in indices]
+        size = sum(sizes)
         ranks = mesh.num_ranks
         signals = (SIGNALS + len(self._tower_norms)) * is_last
         padded_size = -(-(size + signals) // ranks) * ranks
@@ -486,12 +502,12 @@ class DenseGradients:
         is_in_tower = mesh is not self.mesh
         algorithm = choose_sum_algorithm(world, padded_size * send_buffer.itemsize)
         coded = None
-        is_coded = self.codec != "exact" and send_buffer.dtype in CODED_DTYPES
-        if is_coded and indices and not is_in_tower:
-            algorithm = sum_algorithm_of_layout(world)
-            coded = CodedAllReduce(
-                CODECS[self.codec], world, algorithm, padded_size, send_buffer.dtype
-            )
+        if self.codec != "exact" and indices and is_coded(self.codec, first_parameter):
+            if not is_in_tower:
+                algorithm = sum_algorithm_of_layout(world)
+                coded = CodedAllReduce(
+                    self.codec, world, mesh.rank, algorithm, sizes, send_buffer.dtype
+                )
         return GradientBucket(
             indices,
             gradients,
@@ -525,13 +541,15 @@ class DenseGradients:
                 self.buckets, saved_states[self.mesh.rank]["buckets"], strict=True
             ):
                 if bucket.coded is not None:
-                    bucket.coded.sent.residual.copy_(saved_bucket["sent"])
-                    bucket.coded.summed.residual.copy_(saved_bucket["summed"])
+                    bucket.coded.load_state(saved_bucket)
                 if saved_bucket["owed"] is not None:
                     bucket.residual = saved_bucket["owed"].to(bucket.gradients)
         else:
             residuals = sum_residuals_by_parameter(states)
+            step = max(bucket.get("step", 0) for bucket in saved_states[0]["buckets"])
             for bucket in self.buckets:
+                if bucket.coded is not None:
+                    bucket.coded.step = step  # the warm-up is not repeated
                 is_first = (bucket.tower_mesh or self.mesh).rank == 0
                 if is_first and any(index in residuals for index in bucket.indices):
                     zeros = (torch.zeros(sizes[index]) for index in bucket.indices)
@@ -614,6 +632,7 @@ class DenseGradients:
                 if self._is_aborted:
                     return
                 mesh = bucket.tower_mesh or self.mesh
+                self._add_weight_decay(bucket)
                 bucket.fill_send_buffer(mesh, self._gradient_scale)
                 if mesh is self.mesh and mesh.num_ranks > 1:
                     rank_square += sum_gradient_squares(bucket.send_pieces)
@@ -623,6 +642,19 @@ class DenseGradients:
                     self._add_tower_norm(bucket)
         except BaseException as error:  # raised again by `wait`
             self._error = error
+
+    def _add_weight_decay(self, bucket: GradientBucket) -> None:
+        """Add this rank's part of the weight decay that Adam adds to gradients, where directions are sent."""
+        if bucket.coded is None or isinstance(self.codec, str) or not self.codec.adam_weight_decay:
+            return
+        for event in bucket.gradient_events:
+            event.synchronize()
+        factor = self.codec.adam_weight_decay * self._gradient_scale / self.mesh.num_ranks
+        with torch.no_grad():
+            for index in bucket.indices:
+                view = self._views[index]
+                assert view is not None
+                view.add_(self.parameters[index], alpha=factor)
 
     def _add_tower_norm(self, bucket: GradientBucket) -> None:
         """Add the norm of a tower's gradients to the signals, on its first rank. NaN or inf if they are not finite."""
@@ -648,7 +680,7 @@ def _describe_residual_layout(state: State | None) -> list[Any]:
     if state is None:
         return []
     buckets = [
-        (bucket["numbers"], bucket["sent"] is None)
+        (bucket["numbers"], bucket["sent"] is None, bool(bucket.get("thresholds")))
         for bucket in state["buckets"]
         if not bucket.get("is_inside")
     ]

@@ -259,10 +259,10 @@ class Evaluation:
         return metrics
 
 
-def best_possible_metrics(batches: Iterable[Batch], *, task: int = 0) -> dict[str, float]:
+def best_possible_metrics(batches: Iterable[Batch]) -> dict[str, float]:
     """Compute the metrics of a perfect model: one that predicts the true probabilities, the batches' `key`.
 
-    Synthetic streams have such a `key` (data/sets/synthetic.py): (B,), or (B, T) with several tasks.
+    Synthetic streams have such a `key` (data/sets/synthetic.py): (B,).
     """
     truth = Evaluation()
     for batch in batches:
@@ -271,9 +271,7 @@ def best_possible_metrics(batches: Iterable[Batch], *, task: int = 0) -> dict[st
                 "got a batch without labels or without true probabilities in its key; "
                 "only synthetic streams have a ceiling that is known"
             )
-        truth.add_predictions(
-            batch.key.reshape(batch.size, -1)[:, task], batch.label[:, task], batch.sample_weight
-        )
+        truth.add_predictions(batch.key, batch.label[:, 0], batch.sample_weight)
     return truth.compute_metrics()
 
 

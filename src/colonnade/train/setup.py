@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
@@ -22,6 +23,7 @@ from colonnade.data.batches import open_batches
 from colonnade.embedding import EmbeddingCollection, find_collection
 from colonnade.files.disk import Disk
 from colonnade.models.tower_modules import describe_tower_modules
+from colonnade.plan.names import DenseCodec, Thresholding
 from colonnade.plan.plan import Plan
 from colonnade.row_optimizer import RowOptimizer
 from colonnade.store.contract import Backing
@@ -33,6 +35,7 @@ from colonnade.train.progress import Progress
 from colonnade.train.record import select_record_part
 from colonnade.train.tower_weights import find_tower_weights
 from colonnade.train.trainer import Optimizers, Trainer
+from colonnade.wire.thresholded import ADAM_BETAS, ADAM_EPSILON
 
 OptimizerFactory = Callable[[Sequence[nn.Parameter]], Optimizer]
 ScheduleFactory = Callable[[Optimizer], LRScheduler | ReduceLROnPlateau | None]
@@ -116,12 +119,14 @@ def build_trainer(
     gradients = DenseGradients(
         setup.parameters,
         mesh,
-        collection.plan.codecs.dense,
+        choose_messages(collection.plan.codecs.dense, optimizer),
         late=exchange.pushed_parameters,
         towers=find_tower_weights(
             collection.declaration, exchange.inside, mesh.num_ranks, optimizer
         ),
     )
+    if gradients.directed_parameters:
+        apply_directions(optimizer, gradients.directed_parameters)
     trainer = Trainer(
         setup.model,
         data,
@@ -199,3 +204,39 @@ def build_dense_optimizer(
     return optimizer_class(
         parameters, lr=config.dense.learning_rate, weight_decay=config.dense.weight_decay or 0.0
     )
+
+
+def choose_messages(codec: DenseCodec, optimizer: Optimizer) -> DenseCodec:
+    """Return the codec of dense gradients: for torch.optim.Adam with default betas, thresholded sums are of directions.
+
+    Each rank then sends the direction of its own step, and all apply the mean direction."""
+    if not isinstance(codec, Thresholding) or type(optimizer) is not torch.optim.Adam:
+        return codec
+    forms = {
+        (group["betas"], group["eps"], group["amsgrad"], group["maximize"], group["weight_decay"])
+        for group in optimizer.param_groups
+    }
+    weight_decay = optimizer.defaults["weight_decay"]
+    is_default = forms == {(ADAM_BETAS, ADAM_EPSILON, False, False, weight_decay)}
+    return replace(codec, adam_weight_decay=weight_decay) if is_default else codec
+
+
+def apply_directions(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
+    """Let `optimizer.step()` subtract the gradients of `parameters`, which are directions, times the learning rate."""
+    directions: dict[nn.Parameter, Tensor | None] = {}
+
+    @torch.no_grad()
+    def apply(optimizer: Optimizer, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter in directed and parameter.grad is not None:
+                    parameter.add_(parameter.grad, alpha=-group["lr"])
+                    directions[parameter], parameter.grad = parameter.grad, None
+
+    def restore(*_: Any) -> None:
+        for parameter, direction in directions.items():
+            parameter.grad = direction
+
+    directed = set(parameters)
+    optimizer.register_step_pre_hook(apply)
+    optimizer.register_step_post_hook(restore)

@@ -1,10 +1,10 @@
 """Buckets of dense gradients, and their all-reduce in fewer bits on the slow hop, with error feedback.
 
 A rank encodes the values that it sends to be added (its gradients; `by host` the sum of its host), and the owner of a
-share encodes the sum that it sends to all ranks. The rounding error of both is a residual of that rank, which it adds
-to the values of the next step (error feedback). So after any number of steps the applied sums differ from the true ones
-by the residuals of the last step alone. Every rank decodes the messages, the sender too, so all ranks have the same
-bits.
+share encodes the sum that it sends to all ranks. A codec rounds all elements; thresholds (wire/thresholded.py) select
+the largest. What a message leaves out is a residual of its sender, who adds it to the values of the next step (error
+feedback). So after any number of steps the applied sums differ from the true ones by the residuals of the last step
+alone. Every rank decodes the messages, the sender too, so all ranks have the same bits.
 
 `scattered`: both legs are among all ranks. `by host`: messages inside a host are exact, and both legs are among
 hosts.
@@ -33,14 +33,22 @@ from colonnade.comm.collectives import (
     sum_over_ranks,
 )
 from colonnade.comm.mesh import ALL, Mesh, Scope
+from colonnade.plan.names import CodecName, DenseCodec, Thresholding
 from colonnade.topology.world import World
 from colonnade.wire.codec import CODECS, Codec, RowBlock, decode_elements, encode_elements
+from colonnade.wire.thresholded import (
+    AdamMoments,
+    ThresholdedShares,
+    density_of_step,
+    split_into_blocks,
+    thresholded_buffer_bytes,
+)
 
 SCALE_GROUP = 512
 """Number of elements that share a scale or an exponent. It is small, because a buffer has gradients of several
 layers."""
-CODED_DTYPES = (torch.float32, torch.float64)
-"""Types of gradients that are encoded. Those of 16 bits are sent as they are, because their sums are rounded anyway."""
+MIN_THRESHOLDED = 256
+"""Number of elements from which a tensor is thresholded."""
 SIGNAL_BYTES = 24
 """Size of the ranks' step status, which is not encoded and so has a message of its own."""
 
@@ -49,49 +57,82 @@ State = dict[str, Any]
 
 
 @dataclass(slots=True)
-class RoundingResidual:
-    """Rounding errors of the values that this rank sent on one leg, in units of applied gradients."""
+class RoundedShares:
+    """Shares of a buffer that one rank sends on one leg of a sum, rounded to nearest, with their rounding errors."""
 
-    residual: Tensor  # (shares, n / N): added in the next step
-    before: Tensor  # before the last step
+    codec: Codec
+    residual: Tensor  # (shares, n / N), in units of applied gradients: added in the next step
+    residual_before: Tensor  # before the last step
 
-    def encode_with_residuals(self, codec: Codec, values: Tensor, gradient_scale: float) -> Tensor:
-        """Encode values plus residuals to uint8, share by share, rounded to nearest, and store the new residuals.
+    def encode_with_residuals(self, values: Tensor, gradient_scale: float, step: int) -> Tensor:
+        """Encode values plus residuals to uint8, share by share, and store the new residuals.
+
         Elements that are not finite leave none."""
-        self.residual, self.before = self.before, self.residual
+        self.undo_last_step()  # the same buffers, in turns
         coded = []
-        shares = zip(values.view(self.residual.shape), self.before, self.residual, strict=True)
+        shares = zip(
+            values.view(self.residual.shape), self.residual_before, self.residual, strict=True
+        )
         for share in shares:
             for new, owed, error in zip(
                 *(part.split(CHUNK_ELEMENTS) for part in share), strict=True
             ):
                 wanted = torch.add(new, owed, alpha=gradient_scale)
                 blocks = _blocks(len(new))
-                coded.append(encode_elements(codec, wanted, blocks))
-                decode_elements(codec, coded[-1], blocks, error)
+                coded.append(encode_elements(self.codec, wanted, blocks))
+                decode_elements(self.codec, coded[-1], blocks, error)
                 torch.sub(wanted, error, out=error)
                 error.div_(gradient_scale).masked_fill_(~error.isfinite(), 0.0)
         return torch.cat(coded)
 
+    def decode(self, coded: Tensor, values_out: Tensor, step: int) -> None:
+        """Decode shares (shares x bytes,) into `values_out` (shares, n / N)."""
+        piece_bytes = coded_share_bytes(self.codec, CHUNK_ELEMENTS)
+        for data, share in zip(coded.view(len(values_out), -1), values_out, strict=True):
+            for piece_data, piece in zip(
+                data.split(piece_bytes), share.split(CHUNK_ELEMENTS), strict=True
+            ):
+                decode_elements(self.codec, piece_data, _blocks(len(piece)), piece)
+
     def undo_last_step(self) -> None:
         """Restore the residuals before the last step."""
-        self.residual, self.before = self.before, self.residual
+        self.residual, self.residual_before = self.residual_before, self.residual
+
+
+Shares = RoundedShares | ThresholdedShares
 
 
 class CodedAllReduce:
     """Encoded all-reduce of one buffer of n elements."""
 
     def __init__(
-        self, codec: Codec, world: World, way: SumAlgorithm, size: int, dtype: torch.dtype
+        self,
+        codec: CodecName | Thresholding,
+        world: World,
+        rank: int,
+        way: SumAlgorithm,
+        sizes: Sequence[int],
+        dtype: torch.dtype,
     ) -> None:
-        """Begin with residuals of 0. way: not "whole"."""
-        self.codec = codec
+        """Begin with residuals of 0. way: not "whole"; sizes: elements of the tensors in the buffer."""
         self.way = way
-        self.dtype = dtype
-        self.share = size // world.num_ranks
-        peers = world.num_hosts if way == "by host" else world.num_ranks
-        self.sent = self._zero_residual(peers)
-        self.summed = self._zero_residual(1)
+        self.step = 0  # number of sums that were applied
+        self.adam: AdamMoments | None = None
+        self.share = -(-sum(sizes) // world.num_ranks)
+        own_sent, own_summed = find_own_shares(
+            rank, world.num_hosts, world.ranks_per_host, way == "by host"
+        )
+        if isinstance(codec, Thresholding):
+            blocks = split_into_blocks(sizes, world.num_ranks)
+            self.sent: Shares = ThresholdedShares(codec, blocks, own_sent)
+            self.summed: Shares = ThresholdedShares(codec, blocks, own_summed)
+            if codec.adam_weight_decay is not None:
+                self.adam = AdamMoments(len(own_sent) * self.share)
+        else:
+            self.sent, self.summed = (
+                RoundedShares(CODECS[codec], *torch.zeros(2, len(own), self.share, dtype=dtype))
+                for own in (own_sent, own_summed)
+            )
 
     def sum_over_ranks(self, mesh: Mesh, values: Tensor, unit: float) -> None:
         """Sum values (n,) on the CPU over ranks, in place, as `sum_over_ranks`. Collective, one issuing thread. unit:
@@ -106,11 +147,42 @@ class CodedAllReduce:
             copy_in_chunks(all_gather_in_scope(mesh, mesh.host_scope, host_sum, local), values)
         else:
             self._sum_over_scope(mesh, ALL, values, (hosts, local), unit)
+        self.step += 1
 
     def undo_last_step(self) -> None:
         """Restore the residuals before the last sum."""
+        self.step -= 1
         self.sent.undo_last_step()
         self.summed.undo_last_step()
+        if self.adam is not None:
+            self.adam.undo_last_step()
+
+    def export_state(self) -> dict[str, Any]:
+        """Return copies of residuals (shares, n / N), and of thresholds (blocks,), by leg, and of Adam's moments."""
+        legs = {"sent": self.sent, "summed": self.summed}
+        thresholds = {
+            leg: shares.thresholds.clone()
+            for leg, shares in legs.items()
+            if isinstance(shares, ThresholdedShares)
+        }
+        return {
+            **{leg: shares.residual.clone() for leg, shares in legs.items()},
+            "thresholds": thresholds,
+            "step": self.step,
+            "moments": None if self.adam is None else self.adam.moments.clone(),
+            "moments_step": 0 if self.adam is None else self.adam.step,
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Load the result of `export_state` of the same rank in the same world."""
+        self.step = state.get("step", 0)
+        for leg, shares in (("sent", self.sent), ("summed", self.summed)):
+            shares.residual.copy_(state[leg])
+            if isinstance(shares, ThresholdedShares):
+                shares.thresholds.copy_(state["thresholds"][leg])
+        if self.adam is not None:
+            self.adam.moments.copy_(state["moments"])
+            self.adam.step = state["moments_step"]
 
     def _sum_over_scope(
         self,
@@ -121,29 +193,37 @@ class CodedAllReduce:
         unit: float,
     ) -> None:
         peers = hosts_and_ranks[0] * hosts_and_ranks[1]
+        own = values
+        if self.adam is not None:  # the mean of the senders' directions
+            own = self.adam.compute_directions(values / unit).mul_(unit / peers)
         coded = exchange_shares(
-            mesh, scope, self.sent.encode_with_residuals(self.codec, values, unit), peers
+            mesh, scope, self.sent.encode_with_residuals(own, unit, self.step), peers
         )
         parts = values.new_empty(peers, self.share)
-        self._decode_shares(coded, parts)
+        self.summed.decode(coded, parts, self.step)
         total = sum_blocks(parts.view(*hosts_and_ranks, -1))
         coded = all_gather_in_scope(
-            mesh, scope, self.summed.encode_with_residuals(self.codec, total, unit), peers
+            mesh, scope, self.summed.encode_with_residuals(total, unit, self.step), peers
         )
-        self._decode_shares(coded, values.view(peers, self.share))
+        self.sent.decode(coded, values.view(peers, self.share), self.step)
 
-    def _decode_shares(self, coded_shares: Tensor, values_out: Tensor) -> None:
-        """Decode received shares (shares x bytes,) into `values_out` (shares, n / N)."""
-        step = coded_share_bytes(self.codec, CHUNK_ELEMENTS)
-        for data, share in zip(coded_shares.view(len(values_out), -1), values_out, strict=True):
-            for piece_data, piece in zip(
-                data.split(step), share.split(CHUNK_ELEMENTS), strict=True
-            ):
-                decode_elements(self.codec, piece_data, _blocks(len(piece)), piece)
 
-    def _zero_residual(self, shares: int) -> RoundingResidual:
-        zeros = torch.zeros(shares, self.share, dtype=self.dtype)
-        return RoundingResidual(zeros, zeros.clone())
+def find_own_shares(rank: int, hosts: int, local: int, is_by_host: bool) -> tuple[range, range]:
+    """Return the shares of a buffer that a rank sends to be added, and those whose sum it sends: of N shares. Pure."""
+    if not is_by_host:
+        return range(hosts * local), range(rank, rank + 1)
+    first = rank % local * hosts  # those that this rank sums for its host
+    return range(first, first + hosts), range(first + rank // local, first + rank // local + 1)
+
+
+def is_coded(codec: DenseCodec, parameter: Tensor) -> bool:
+    """Return True if gradients of a parameter are encoded.
+
+    Those of 16 bits are not, because their sums are rounded anyway, and short ones are not thresholded: a bias has few
+    elements, and each matters. Sums with thresholds are of float32."""
+    if isinstance(codec, Thresholding):
+        return parameter.dtype == torch.float32 and parameter.numel() >= MIN_THRESHOLDED
+    return codec != "exact" and parameter.dtype in (torch.float32, torch.float64)
 
 
 def coded_share_bytes(codec: Codec, elements: int) -> int:
@@ -151,11 +231,16 @@ def coded_share_bytes(codec: Codec, elements: int) -> int:
     return sum(block.encoded_bytes(codec, torch.float32) for block in _blocks(elements))
 
 
-def coded_buffer_bytes(name: str, elements: int, num_ranks: int) -> int:
-    """Return the number of bytes of an encoded buffer, as `comm.collectives.estimate_sum_traffic` takes it. elements:
-    a multiple of N.
-    Not for "exact"."""
-    return num_ranks * coded_share_bytes(CODECS[name], elements // num_ranks)
+def coded_buffer_bytes(
+    codec: DenseCodec, sizes: Sequence[int], num_ranks: int, step: int | None = None
+) -> int:
+    """Return the number of bytes of an encoded buffer, as `comm.collectives.estimate_sum_traffic` takes it.
+
+    Not for "exact". sizes: elements of the tensors in the buffer; step: None: after the warm-up of thresholded sums."""
+    if isinstance(codec, Thresholding):
+        density = density_of_step(codec, codec.keep_steps if step is None else step)
+        return thresholded_buffer_bytes(sizes, num_ranks, density)
+    return num_ranks * coded_share_bytes(CODECS[codec], -(-sum(sizes) // num_ranks))
 
 
 def sum_residuals_by_parameter(states: Sequence[State | None]) -> dict[int, Tensor]:
@@ -184,18 +269,11 @@ def _collect_residual_buffers(
     hosts = rank_state["hosts"]
     local = rank_state["local"]
     share = bucket_layout["sent"].shape[1]
-    first_sent = first_summed = rank
-    if len(bucket_layout["sent"]) == hosts * local:  # of all ranks' shares
-        first_sent = 0
-    else:  # of the shares that this rank sums for its host
-        first_sent = rank % local * hosts
-        first_summed = first_sent + rank // local
-    for shares, first in (
-        (bucket_layout["sent"], first_sent),
-        (bucket_layout["summed"], first_summed),
-    ):
+    is_by_host = len(bucket_layout["sent"]) < hosts * local
+    own = find_own_shares(rank, hosts, local, is_by_host)
+    for shares, numbers in zip((bucket_layout["sent"], bucket_layout["summed"]), own, strict=True):
         whole = shares.new_zeros(hosts * local, share)
-        whole[first : first + len(shares)] = shares
+        whole[numbers.start : numbers.stop] = shares
         buffers.append(whole.view(-1))
     return buffers
 

@@ -6,24 +6,23 @@ Legend: U users, I items, n interactions, B samples of a batch, H items of a his
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from colonnade.batch import Batch, Ids
 from colonnade.data.contract import Block, BlockSource, Column, Schema, Splits, check_choices
 from colonnade.data.counter import random_permutation, random_words, read_words, stream_key
+from colonnade.data.interactions.splits import SPLIT_KEY, InteractionSplit
 from colonnade.data.tensors import TensorColumns, gather_ids, locate_bag_items
 
 SampleKind = Literal["pairs", "sequences"]
 LOG_Q = "log_q"
 """Dense column of a pair: log of its item's share of the training interactions."""
-SPLIT_KEY = stream_key(0, 20)
 RANKING = "all items are ranked, except those that the user has in the training part and, for the test, in validation"
 """Words for the ranking of all items."""
 
@@ -36,48 +35,6 @@ class HeldOutItems:
     truth: Ids  # (B,) bags of items
     excluded: Ids  # (B,) bags of items
     candidates: Ids | None = None  # (B,) bags of items
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class InteractionSplit:
-    """Interactions of a data set, split. Bags have the positions of items, which are distinct in a bag.
-
-    `user` and `item` are columns too: the ids of users and items.
-    """
-
-    train: Ids  # (U,) bags of items, in the order of their times, or of the file
-    validation: Ids  # (U,)
-    test: Ids  # (U,)
-    users: Mapping[str, Ids]  # by column, (U,)
-    items: Mapping[str, Ids]  # by column, (I,)
-    columns: tuple[Column, ...]  # of users and items
-    past: Ids | None = None  # (U,) history of each user when it is validated; None: `train`
-    is_ordered: bool = False
-    """True if items are in order: a history has earlier items only, and that of the test those that validate, too."""
-    num_simultaneous: Tensor | None = None
-    """Number of earlier items of `train` with the same time (n,): they are in no history of that item. None: zeros."""
-    user_keys: NDArray | None = None
-    """Ids of the users in files (U,), ascending; None: users are numbered."""
-    item_keys: NDArray | None = None  # (I,)
-
-    @property
-    def num_items(self) -> int:
-        return len(next(iter(self.items.values())).counts)
-
-    @property
-    def history(self) -> Ids:
-        """Bags of the items (U,) that each user has before those that validate."""
-        return self.train if self.past is None else self.past
-
-    def get_item_ids(self, positions: Ids) -> Ids:
-        """Return bags of the ids of items, from bags of their positions."""
-        # Four times as fast as indexing by brackets, as elsewhere in this file.
-        return Ids(self.items["item"].values.index_select(0, positions.values), positions.offsets)
-
-    def log_shares(self) -> Tensor:
-        """Return the log of each item's share of `train`, (I,) float32; an item without interactions counts as 0.5."""
-        counts = torch.bincount(self.train.values, minlength=self.num_items).double()
-        return (counts.clamp(min=0.5) / max(len(self.train.values), 1)).log().float()
 
 
 def open_interaction_splits(
@@ -113,17 +70,15 @@ def open_interaction_splits(
         items = {"target": interactions.items["item"]}
         catalogue = TensorColumns(dense=torch.empty(interactions.num_items, 0), ids=items)
     users = {} if samples == "sequences" else interactions.users
-    popularity = interactions.log_shares().argsort(stable=True, descending=True)
     past = (interactions.history,)
     known = (interactions.history, interactions.validation)
     tested = known if interactions.is_ordered else past
-    validation, test, common = interactions.validation, interactions.test, (catalogue, max_history)
+    validation, test = interactions.validation, interactions.test
+    common = (catalogue, max_history, interactions.popularity)
     return Splits(
         train=train,
-        validation=QuerySource(
-            schema, interactions, users, past, validation, past, *common, popularity
-        ),
-        test=QuerySource(schema, interactions, users, tested, test, known, *common, popularity),
+        validation=QuerySource(schema, interactions, users, past, validation, past, *common),
+        test=QuerySource(schema, interactions, users, tested, test, known, *common),
     )
 
 
@@ -210,8 +165,9 @@ class SequenceSource(BlockSource):
     """Source with one sample per user with two or more training items; users in a new order each epoch.
 
     A sample has the user's items without the last (`history`), the same shifted by one (`target`), and `negatives`
-    items drawn uniformly from all (`negative`), others each epoch. It has the newest `max_history` + 1 items; in a new
-    order each epoch where their order is unknown.
+    others (`negative`). It has the newest `max_history` + 1 items; in a new order each epoch where their order is
+    unknown. Negatives follow each other in an order of all items that is drawn each epoch. A batch has no item twice,
+    and the whole catalogue if that is no larger than its negatives: these are then divided evenly among its samples.
     """
 
     schema: Schema
@@ -219,6 +175,8 @@ class SequenceSource(BlockSource):
     max_history: int
     negatives: int
     shuffle_key: int
+    batch_size: int = 1
+    """Number of samples of a batch of all ranks: the argument of `batches`."""
 
     @property
     def num_samples(self) -> int:
@@ -227,25 +185,41 @@ class SequenceSource(BlockSource):
     def _select_users(self) -> Tensor:
         return (self.interactions.train.counts >= 2).nonzero()[:, 0]
 
+    def batches(self, batch_size: int, **options: Any) -> Iterator[Batch]:
+        """Return this rank's batches, as `Source.batches` does."""
+        return BlockSource.batches(replace(self, batch_size=batch_size), batch_size, **options)
+
     def read_epoch(self, epoch: int, blocks: Iterator[Block]) -> Iterator[Batch]:
         users = self._select_users()
         users = users[_epoch_order(len(users), self.shuffle_key, epoch)]
         lists = self.interactions.train
         if not self.interactions.is_ordered:
             lists = _shuffle_bags(lists, stream_key(self.shuffle_key, epoch, 1))
-        return (self._build_sequence_batch(lists, users[begin:end], epoch) for begin, end in blocks)
+        key = stream_key(self.shuffle_key, epoch, 2)
+        items = torch.from_numpy(random_permutation(self.interactions.num_items, key))
+        return (
+            self._build_sequence_batch(
+                lists, users[begin:end], self._select_negatives(items, begin, end)
+            )
+            for begin, end in blocks
+        )
 
-    def _build_sequence_batch(self, item_sequences: Ids, users_B: Tensor, epoch: int) -> Batch:
+    def _select_negatives(self, items: Tensor, begin: int, end: int) -> Ids:
+        """Return the negatives of the samples from `begin` to `end` of an epoch, of its order of items (I,)."""
+        num_drawn = min(len(items), self.negatives * self.batch_size)  # of a batch
+        bounds = torch.arange(begin, end + 1) * num_drawn // self.batch_size
+        position = torch.arange(int(bounds[0]), int(bounds[-1]))
+        return Ids(items[position % len(items)], bounds - bounds[0])
+
+    def _build_sequence_batch(self, item_sequences: Ids, users_B: Tensor, negatives: Ids) -> Batch:
         items = truncate_to_newest_items(gather_ids(item_sequences, users_B), self.max_history + 1)
         assert items.offsets is not None
         lengths_B = items.offsets.diff() - 1
         offsets, index_E = locate_bag_items(items.offsets[:-1], lengths_B)
-        key = stream_key(self.shuffle_key, epoch, 2)
-        drawn = draw_items(key, users_B, self.negatives, self.interactions.num_items)
         bags = {
             "history": Ids(items.values[index_E], offsets),
             "target": Ids(items.values[index_E + 1], offsets),
-            "negative": Ids(drawn.flatten(), torch.arange(len(users_B) + 1) * self.negatives),
+            "negative": negatives,
         }
         ids = {name: self.interactions.get_item_ids(bag) for name, bag in bags.items()}
         return Batch(len(users_B), torch.empty(len(users_B), 0), ids, group=users_B)
@@ -347,16 +321,6 @@ def join_user_bags(parts: Sequence[Ids], users_B: Tensor) -> Ids:
     """Gather the bags of items of some users from each part, and join those of a user, as int64."""
     bags = reduce(concat_bags, [gather_ids(part, users_B) for part in parts])
     return Ids(bags.values.long(), bags.offsets)
-
-
-def mark_drawn(groups_n: NDArray[np.integer], share: float, key: int) -> NDArray[np.bool_]:
-    """Draw floor(`share` * m) of the m members of each group by `key`, (n,). groups_n: ascending."""
-    order = np.lexsort((random_words(key, 0, len(groups_n)), groups_n))
-    sizes = np.bincount(groups_n)
-    rank = _offsets_and_positions(torch.from_numpy(sizes))[1].numpy()
-    is_drawn = np.empty(len(groups_n), np.bool_)
-    is_drawn[order] = rank < np.floor(sizes * share + 1e-9)[groups_n]
-    return is_drawn
 
 
 def group_items_by_user(users_n: Tensor, items_n: Tensor, num_users: int) -> Ids:

@@ -1,4 +1,4 @@
-"""Splits of interactions into training, validation and test parts: pure functions of their columns.
+"""Splits of interactions into training, validation and test parts: functions of their columns, and bags by user.
 
     leave_one_out   the last item of each user tests, the one before it validates; users with two items have no
                     validation item, users with one only train
@@ -15,18 +15,22 @@ Legend: n interactions, U users.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from colonnade.batch import Ids
+from colonnade.data.contract import Column
 from colonnade.data.counter import random_words, stream_key
-from colonnade.data.interactions.columns import Interactions
-from colonnade.data.interactions.samples import SPLIT_KEY, InteractionSplit, mark_drawn
 from colonnade.errors import ConfigError
+
+if TYPE_CHECKING:
+    from colonnade.data.interactions.columns import Interactions
 
 SplitKind = Literal["leave_one_out", "time", "per_user", "rows", "users", "files"]
 TRAIN, VALIDATION, TEST, PAST = range(4)
@@ -34,6 +38,54 @@ TRAIN, VALIDATION, TEST, PAST = range(4)
 HELD_OUT_SHARE = 0.2
 """Share of a held-out user's interactions that is held out, rounded up."""
 Parts = NDArray[np.int8]
+SPLIT_KEY = stream_key(0, 20)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class InteractionSplit:
+    """Interactions of a data set, split. Bags have the positions of items, which are distinct in a bag.
+
+    `user` and `item` are columns too: the ids of users and items.
+    """
+
+    train: Ids  # (U,) bags of items, in the order of their times, or of the file
+    validation: Ids  # (U,)
+    test: Ids  # (U,)
+    users: Mapping[str, Ids]  # by column, (U,)
+    items: Mapping[str, Ids]  # by column, (I,)
+    columns: tuple[Column, ...]  # of users and items
+    past: Ids | None = None  # (U,) history of each user when it is validated; None: `train`
+    is_ordered: bool = False
+    """True if items are in order: a history has earlier items only, and that of the test those that validate, too."""
+    num_simultaneous: Tensor | None = None
+    """Number of earlier items of `train` with the same time (n,): they are in no history of that item. None: zeros."""
+    user_keys: NDArray | None = None
+    """Ids of the users in files (U,), ascending; None: users are numbered."""
+    item_keys: NDArray | None = None  # (I,)
+
+    @property
+    def num_items(self) -> int:
+        return len(next(iter(self.items.values())).counts)
+
+    @property
+    def history(self) -> Ids:
+        """Bags of the items (U,) that each user has before those that validate."""
+        return self.train if self.past is None else self.past
+
+    def get_item_ids(self, positions: Ids) -> Ids:
+        """Return bags of the ids of items, from bags of their positions."""
+        # Four times as fast as indexing by brackets, as elsewhere in this file.
+        return Ids(self.items["item"].values.index_select(0, positions.values), positions.offsets)
+
+    @property
+    def popularity(self) -> Tensor:
+        """Items (I,) by their number of training interactions, the largest first."""
+        return self.log_shares().argsort(stable=True, descending=True)
+
+    def log_shares(self) -> Tensor:
+        """Return the log of each item's share of `train`, (I,) float32; an item without interactions counts as 0.5."""
+        counts = torch.bincount(self.train.values, minlength=self.num_items).double()
+        return (counts.clamp(min=0.5) / max(len(self.train.values), 1)).log().float()
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +199,16 @@ def _draw_part(
     parts[rest[mark_drawn(groups, share, stream_key(SPLIT_KEY, seed))]] = part
 
 
+def mark_drawn(groups_n: NDArray[np.integer], share: float, key: int) -> NDArray[np.bool_]:
+    """Draw floor(`share` * m) of the m members of each group by `key`, (n,). groups_n: ascending."""
+    order = np.lexsort((random_words(key, 0, len(groups_n)), groups_n))
+    sizes = np.bincount(groups_n)
+    rank = np.arange(len(groups_n)) - (np.cumsum(sizes) - sizes)[groups_n]
+    is_drawn = np.empty(len(groups_n), np.bool_)
+    is_drawn[order] = rank < np.floor(sizes * share + 1e-9)[groups_n]
+    return is_drawn
+
+
 def sees_future(interactions: Interactions, parts: Parts) -> bool:
     """Return whether an interaction trains that is later than one of the test part."""
     times = interactions.time_n
@@ -187,7 +249,7 @@ def build_split(
     )
 
 
-def _count_simultaneous(interactions: Interactions, parts: Parts) -> torch.Tensor | None:
+def _count_simultaneous(interactions: Interactions, parts: Parts) -> Tensor | None:
     """Count each training interaction's earlier ones of the same user and time (n,) int32; None: there are none."""
     users, times, is_train = interactions.user_n, interactions.time_n, parts == TRAIN
     if times is None:

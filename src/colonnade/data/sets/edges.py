@@ -1,30 +1,31 @@
-"""Graph of your own: a file of edges between nodes, or between users and items, to predict neighbours."""
+"""Graph of your own: a file of edges between nodes of one kind, to predict neighbours.
+
+Users and items are nodes of two kinds: `sets/interactions.py` opens them as a graph.
+"""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import torch
 
 from colonnade.data.contract import Splits
 from colonnade.data.counter import stream_key
 from colonnade.data.graph import FAN_OUTS, open_edge_parts
 from colonnade.data.interactions.columns import ITEM, USER
-from colonnade.data.interactions.files import NAMES
-from colonnade.data.names import assign_rows, draw_parts, number_names, read_name_columns
+from colonnade.data.interactions.files import NAMES, match_columns
+from colonnade.data.names import draw_parts, number_names, read_name_columns
+from colonnade.errors import ConfigError
 
 NODES = {
-    "source": ("source", "src", "from", "head", "u", "node1", "id1", "follower"),
-    "target": ("target", "dst", "to", "tail", "v", "node2", "id2", "followee", "followed"),
-}
-USERS = {
-    "user": (*NAMES[USER], "source", "u", "from"),
-    "item": (*NAMES[ITEM], "i", "v", "to"),
-}
+    "source": ("source", "src", "from", "head", "u", "node1", "id1", "follower", *NAMES[USER]),
+    "target": ("target", "dst", "to", "tail", "v", "node2", "id2", "followee", "followed", "friend",
+               *NAMES[ITEM]),
+}  # fmt: skip
 """Columns of an edge, with their usual names in headers."""
 SPLIT_KEY = stream_key(0, 41)
 
@@ -39,7 +40,6 @@ PRESET = {
 def open_edges(
     path: str | Path,
     *,
-    bipartite: bool = False,
     columns: Sequence[str] | None = None,
     delimiter: str | None = None,
     validation_fraction: float = 0.05,
@@ -48,67 +48,56 @@ def open_edges(
     seed: int = 0,
     fan_outs: Sequence[int] = FAN_OUTS,
     max_pairs: int | None = None,
-    node_names: str | None = None,
-    item_names: str | None = None,
+    node_digest: str | None = None,
 ) -> Splits:
-    """Open a graph from files of edges; the task is to predict a node's neighbours.
+    """Open a graph from files of edges; the task is to predict a node's neighbours. Edges have no direction.
 
     path         CSV, TSV, text with tabs, blanks or any of , ; | or Parquet, with or without a header
-    bipartite    False: both columns are nodes of one kind, source and target, and edges have no direction; True: users
-                 and items
     validation_fraction, test_fraction
                  share of the edges, drawn by `split_seed`. An edge whose node would have no training edge stays in
                  training
-    columns, delimiter   as in `triples`, for these two columns
-    node_names, item_names
-                 recorded by a run: names in the order of their numbers, as JSON. Default: sorted
+    columns, delimiter   as in `triples`, for the columns source and target
 
-    `graph.open_graph` describes the other options. A repeated edge counts once (between nodes of one kind, in either
-    direction), and an edge from a node to itself is dropped. `Splits.notes` has the counts. Raises DataError naming
-    file and line.
+    `graph.open_graph` describes the other options. A repeated edge counts once, in either direction, and an edge from a
+    node to itself is dropped. `Splits.notes` has the counts. Raises DataError naming file and line, and ConfigError for
+    a header of users and items.
     """
-    roles = USERS if bipartite else NODES
-    arrays, notes = read_name_columns(path, roles, columns, delimiter)
-    groups = [[arrays[0]], [arrays[1]]] if bipartite else [arrays]
-    names, numbers = zip(*(number_names(group) for group in groups), strict=True)
-    pairs = np.stack([column for group in numbers for column in group], 1)
+    arrays, headers, notes = read_name_columns(path, NODES, columns, delimiter)
+    if columns is None and len(match_columns(headers, {r: NAMES[r] for r in (USER, ITEM)}, {})) > 1:
+        raise ConfigError(
+            f"{path}: got the columns {' and '.join(headers)}, wanted two columns of one kind of nodes, because user 5 "
+            "and item 5 would be one node. Users and items are: --data interactions --set model.name=graphsage. If "
+            f"both columns name the same nodes: --set 'data.options.columns=[{','.join(headers)}]'"
+        )
+    names, numbers = number_names(arrays)
+    num_shared = len(np.intersect1d(numbers[0], numbers[1]))
+    pairs = np.sort(np.stack(numbers, 1), axis=1)
     num_rows = len(pairs)
-    if not bipartite:
-        pairs = np.sort(pairs[pairs[:, 0] != pairs[:, 1]], axis=1)
+    pairs = pairs[pairs[:, 0] != pairs[:, 1]]
     num_loops = num_rows - len(pairs)
-    keys = pairs[:, 0] * (pairs[:, 1].max(initial=0) + 1) + pairs[:, 1]
+    keys = pairs[:, 0] * len(names) + pairs[:, 1]
     pairs = pairs[np.sort(np.unique(keys, return_index=True)[1])]
-    groups = [[pairs[:, 0]], [pairs[:, 1]]] if bipartite else [[pairs[:, 0], pairs[:, 1]]]
     part_n, num_moved = draw_parts(
-        groups, (validation_fraction, test_fraction), stream_key(SPLIT_KEY, split_seed)
+        [[pairs[:, 0], pairs[:, 1]]],
+        (validation_fraction, test_fraction),
+        stream_key(SPLIT_KEY, split_seed),
     )
-    row_names = []
-    for recorded, group, columns_of_group in zip(
-        (node_names, item_names), names, groups, strict=False
-    ):
-        rows, table = assign_rows(group, np.concatenate(columns_of_group), recorded, path)
-        row_names.append(rows)
-        for column in columns_of_group:
-            column[:] = table[column]
+    used, rows = np.unique(pairs, return_inverse=True)
+    pairs = rows.reshape(-1, 2)
     parts = [torch.from_numpy(pairs[part_n == part]) for part in range(3)]
-    kinds = f"{len(row_names[0]):,} {'users' if bipartite else 'nodes'}"
-    if bipartite:
-        kinds += f", {len(row_names[1]):,} items"
     notes.append(
-        f"edges: {len(parts[0]):,} train, {len(parts[1]):,} validation, {len(parts[2]):,} test; {kinds}; removed "
-        f"{num_rows - num_loops - len(pairs):,} repeated and {num_loops:,} from a node to itself; {num_moved:,} drawn "
-        "for validation or test stay in train as the last edge of a node"
+        f"edges: {len(parts[0]):,} train, {len(parts[1]):,} validation, {len(parts[2]):,} test; {len(used):,} "
+        f"nodes, of which {num_shared:,} are in both columns; removed {num_rows - num_loops - len(pairs):,} repeated "
+        f"and {num_loops:,} from a node to itself; {num_moved:,} drawn for validation or test stay in train as the "
+        "last edge of a node"
     )
     opened = open_edge_parts(
         parts,
-        len(row_names[0]),
-        num_items=len(row_names[1]) if bipartite else None,
+        len(used),
+        pa.array(names).to_numpy(zero_copy_only=False)[used],
         seed=seed,
         fan_outs=fan_outs,
         max_pairs=max_pairs,
+        node_digest=node_digest,
     )
-    recorded_names = dict(zip(("node_names", "item_names"), row_names, strict=False))
-    options = {
-        name: json.dumps(value, ensure_ascii=False) for name, value in recorded_names.items()
-    }
-    return replace(opened, notes=tuple(notes), options=options)
+    return replace(opened, notes=tuple(notes))

@@ -7,15 +7,13 @@ random part of each user's items, tests. Lines are not in order of time.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 from colonnade.data.contract import Splits
-from colonnade.data.graph import FAN_OUTS, open_graph
-from colonnade.data.interactions.files import read_interactions, read_item_lists
+from colonnade.data.graph import FAN_OUTS
+from colonnade.data.interactions.files import read_item_lists
 from colonnade.data.interactions.samples import SampleKind
-from colonnade.data.interactions.splits import TEST, TRAIN, SplitOptions, assign_parts, build_split
 from colonnade.data.lines import locate_data_file
 from colonnade.data.sets import interactions
 
@@ -30,19 +28,9 @@ PRESET = {
     "train": {"batch_size": 2048, "epochs": 15, "patience": 3},
 }
 MODEL_PRESETS = {
-    "graphsage": {
-        "data.options": {"samples": "neighbours"},
-        "model.dim": 64,
-        "model.temperature": 0.1,
-        "embedding.lr": 0.005,
-        "embedding.init_scale": 0.1,
-        "dense.lr": 2e-3,
-        "train.batch_size": 2048,
-        "train.epochs": 10,
-    },
+    "graphsage": {**interactions.MODEL_PRESETS["graphsage"], "train.batch_size": 2048},
     "sasrec": {
         **interactions.MODEL_PRESETS["sasrec"],
-        "embedding.optimizer": "adam",
         "model.temperature": 0.1,
         "train.batch_size": 256,
     },
@@ -59,29 +47,14 @@ def open_gowalla(
     negatives: int = 8,
     fan_outs: Sequence[int] = FAN_OUTS,
     schema: Any = None,
+    node_digest: str | None = None,
 ) -> Splits:
     """Open the folder `path` with train.txt and valid.txt (a user, then its items, on each line).
 
-    Default `$COLONNADE_DATA/gowalla`. The options are those of `interactions`. `samples` may also be "neighbours":
-    pairs in the graph of users and places, in a new order each epoch, with `fan_outs` and `max_pairs` as in
-    `graph.open_graph`. Raises DataError naming file and line.
+    Default `$COLONNADE_DATA/gowalla`. The options are those of `interactions`. Raises DataError naming file and line.
     """
     file = locate_data_file(path, data_set_folder=FOLDER, file_name="train.txt")
     train, test = read_item_lists(file), read_item_lists(file.with_name("valid.txt"))
-    if samples == "neighbours":
-        data, _, _ = read_interactions({TRAIN: train, TEST: test})
-        split = build_split(
-            data, assign_parts(data, SplitOptions("files", seed=SPLIT_SEED)), is_ordered=False
-        )
-        # Nodes are numbered; those of users come first.
-        split = replace(split, user_keys=None, item_keys=None)
-        return open_graph(
-            split,
-            first_item=len(data.users.keys),
-            seed=seed,
-            fan_outs=fan_outs,
-            max_pairs=max_pairs,
-        )
     return interactions.open_interactions(
         train,
         test=test,
@@ -91,5 +64,7 @@ def open_gowalla(
         max_history=max_history,
         max_pairs=max_pairs,
         negatives=negatives,
+        fan_outs=fan_outs,
         schema=schema,
+        node_digest=node_digest,
     )

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from colonnade.data.contract import Splits, check_choices
+from colonnade.data.graph import FAN_OUTS, open_graph
 from colonnade.data.interactions.columns import Interactions
 from colonnade.data.interactions.files import FileOptions, read_interactions
 from colonnade.data.interactions.negatives import replace_negatives
@@ -43,9 +44,13 @@ MODEL_PRESETS = {
     "sasrec": {
         "data.options": {"samples": "sequences", "max_history": 50, "negatives": 16},
         "model.dim": 64, "model.blocks": 1, "model.max_length": 50, "model.positions": False, "model.dropout": 0.1,
-        "model.temperature": 0.2, "embedding.optimizer": "adagrad", "embedding.lr": 0.005, "train.batch_size": 64,
-        "train.epochs": 30, "train.patience": 3,
-    }
+        "model.temperature": 0.07, "embedding.lr": 0.005, "train.batch_size": 64, "train.epochs": 30,
+        "train.patience": 3,
+    },
+    "graphsage": {
+        "data.options": {"samples": "neighbours"}, "model.dim": 64, "model.temperature": 0.1, "embedding.lr": 0.005,
+        "embedding.init_scale": 0.1, "dense.lr": 2e-3, "train.batch_size": 1024, "train.epochs": 10,
+    },
 }  # fmt: skip
 
 
@@ -73,37 +78,37 @@ def open_interactions(
     validation_after: str | float | None = None,
     split_seed: int = 0,
     seed: int = 0,
-    samples: SampleKind = "pairs",
+    samples: Literal[SampleKind, "neighbours"] = "pairs",
     max_history: int = 100,
     max_pairs: int | None = None,
     negatives: int = 16,
+    fan_outs: Sequence[int] = FAN_OUTS,
     order: Literal["time", "file", "none"] | None = None,
     ranked_negatives: int | str | Path | None = None,
     schema: Any = None,
+    node_digest: str | None = None,
 ) -> Splits:
     """Open interactions of users with items: a file, a folder, or an object with `__arrow_c_stream__`.
 
     user, item, time, rating, event    names of columns; default: by header types and usual names
-    at_least, events                   lowest rating, and values of `event`, that count; default: any
-    users, items                       files with a row for each: features by which models know them
-    core                               least number of interactions of a user, and of an item
-    validation, test                   files of these parts; default: those of a folder that has train and test
-    split                              as in `interactions.splits`; default: files, leave_one_out (ordered) or per_user
+    at_least, events, core             lowest rating, events, and interactions of a user or an item that count
+    validation, test, users, items     files of these parts; and of users and items, a row for each: their features
+    split, split_seed                  as in `interactions.splits`; default: files, leave_one_out (ordered) or per_user
     test_fraction, test_after, ...     shares (0.2, 0.1 of the rest), or cutoffs of split=time: ISO times or numbers
-    split_seed                         seed of drawn parts; `seed` orders the samples of an epoch
-    samples                            "pairs" (user, item), or "sequences" of a user's items
+    samples                            "pairs" (user, item), "sequences" of a user's items, or pairs with "neighbours"
     max_history, max_pairs             most items of a history, and pairs of a user in an epoch (default: all)
-    negatives                          items drawn at random for each sequence
+    negatives, fan_outs                items drawn for each sequence (those of a batch are distinct, at most all);
+                                       neighbours drawn for each node, by hop
     order                              order of a user's items; default: time if there is such a column, else none
-    ranked_negatives                   number of drawn items among which held-out items are ranked, or a file of those
-                                       for the test part; default: all items
+    ranked_negatives                   drawn items that held-out ones are ranked among, or a file; default: all items
 
     Raises DataError naming file and row, ConfigError.
     """
-    parts = _number_parts(find_part_files(path, validation, test))
+    check_choices(open_interactions, {"order": order, "split": split, "samples": samples})
+    files = find_part_files(path, validation, test)
     columns = {"user": user, "item": item, "time": time, "rating": rating, "event": event}
     data, record_schema, note = read_interactions(
-        parts,
+        {list(PARTS).index(part): file for part, file in files.items()},
         FileOptions(columns, delimiter, names),
         users=users,
         items=items,
@@ -114,26 +119,22 @@ def open_interactions(
         schema=None if schema is None else load_file_schema(schema),
     )
     is_ordered = _has_order(data, order)
-    kind = _choose_split(split, len(parts), is_ordered)
+    kind = split or ("files" if len(files) > 1 else "leave_one_out" if is_ordered else "per_user")
     shares = {"test_fraction": test_fraction, "validation_fraction": validation_fraction}
     cutoffs = {"test_after": test_after, "validation_after": validation_after}
-    divided = assign_parts(data, _build_split_options(kind, data, shares, cutoffs, split_seed))
-    splits = open_interaction_splits(
-        build_split(data, divided, is_ordered=is_ordered),
-        samples=samples,
-        seed=seed,
-        max_history=max_history,
-        max_pairs=max_pairs,
-        negatives=negatives,
-    )
+    divided = _divide(data, _build_split_options(kind, data, shares, cutoffs, split_seed))
+    interactions = build_split(data, divided, is_ordered=is_ordered)
+    sampling: dict[str, Any] = {"seed": seed, "max_pairs": max_pairs}
+    if samples == "neighbours":
+        sampling |= {"fan_outs": fan_outs, "node_digest": node_digest}
+        splits = open_graph(interactions, first_item=len(data.users.keys), **sampling)
+    else:
+        sampling |= {"max_history": max_history, "negatives": negatives}
+        splits = open_interaction_splits(interactions, samples=samples, **sampling)
     splits = _replace_negatives(splits, ranked_negatives)
     notes = (note, *_describe_split(data, divided, kind, splits.test))
-    return replace(splits, notes=notes, options={"schema": record_schema.to_dict()})
-
-
-def _number_parts(files: Mapping[str, Any]) -> dict[int, Any]:
-    """Return the files by the number of their part (`splits.TRAIN` ...)."""
-    return {list(PARTS).index(part): file for part, file in files.items()}
+    recorded = {**splits.options, "schema": record_schema.to_dict()}
+    return replace(splits, notes=notes, options=recorded)
 
 
 def _replace_negatives(splits: Splits, negatives: int | str | Path | None) -> Splits:
@@ -147,22 +148,10 @@ def _replace_negatives(splits: Splits, negatives: int | str | Path | None) -> Sp
 
 
 def _has_order(interactions: Interactions, order: str | None) -> bool:
-    """Return whether a user's items have an order. Raises ConfigError for one by times that are not there, and for one
-    that does not exist."""
-    check_choices(open_interactions, {"order": order})
+    """Return whether a user's items have an order. Raises ConfigError for one by times that are not there."""
     if order == "time" and interactions.time_n is None:
         raise ConfigError("order=time: got no column of times; name it with data.options.time")
     return order == "file" or interactions.time_n is not None
-
-
-def _choose_split(split: SplitKind | None, num_parts: int, is_ordered: bool) -> SplitKind:
-    """Return the requested split, else the default one. Raises ConfigError for one that does not exist."""
-    check_choices(open_interactions, {"split": split})
-    if split is not None:
-        return split
-    if num_parts > 1:
-        return "files"
-    return "leave_one_out" if is_ordered else "per_user"
 
 
 def _build_split_options(
@@ -185,11 +174,29 @@ def _build_split_options(
     return SplitOptions(split, **chosen, seed=seed)
 
 
+def _divide(interactions: Interactions, options: SplitOptions) -> Parts:
+    """Assign each interaction to a part (n,). Raises ConfigError for shares of each user's that are nothing."""
+    parts = assign_parts(interactions, options)
+    for name, part in (("test", TEST), ("validation", VALIDATION)):
+        share = getattr(options, f"{name}_fraction")
+        if options.kind == "per_user" and share > 0 and not (parts == part).any():
+            largest = int(np.bincount(interactions.user_n).max())
+            raise ConfigError(
+                f"split=per_user: got no interaction for {name}, wanted one at least: no user has more than "
+                f"{largest:,}, and the share {share:g} of each user's is rounded down. Set a larger "
+                f"data.options.{name}_fraction, 0 for no such part, or data.options.split=rows"
+            )
+    return parts
+
+
 def _describe_split(
     interactions: Interactions, parts: Parts, split: SplitKind, test: Any
 ) -> list[str]:
     """Describe the parts and the ranking, and warn in a line if training sees what is later than the test."""
     sizes = np.bincount(parts, minlength=TEST + 1)
+    validated, tested = (
+        len(np.unique(interactions.user_n[parts == part])) for part in (VALIDATION, TEST)
+    )
     times = interactions.time_n
     first_keys = [
         -np.inf
@@ -204,7 +211,8 @@ def _describe_split(
             sizes[: TEST + 1].tolist(),
             first_keys,
             has_times=times is not None and times.dtype == np.int64,
-        ),
+        )
+        + f"; of {len(interactions.users.keys):,} users {validated:,} validate, {tested:,} test",
         f"test: {test.ranking}",
     ]
     if sees_future(interactions, parts):

@@ -8,8 +8,8 @@ train; the last 20 % test.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -30,6 +30,13 @@ TRAIN_FRACTION = 0.8
 VALIDATION_FRACTION = 0.05
 POSITIVE_RATING = 4
 RATING_COLUMNS = ("user_id", "movie_id", "rating")
+KEY = (r"(?=[0-9]{1,9}$)0*[1-9][0-9]*", "an integer of at least 1, once in the file")
+COUNT = (r"[0-9]{1,9}", "an integer of at least 0")
+TEXT = (r"(?s).*", "a text")
+TITLE = (r"(?s).*\([0-9]{4}\)\s*", "a title that ends in its year, as in 'Heat (1995)'")
+USER_COLUMNS = {"user": KEY, "sex": TEXT, "age": COUNT, "occupation": COUNT, "zip": TEXT}
+MOVIE_COLUMNS = {"movie": KEY, "title": TITLE, "genres": TEXT}
+"""Columns of users.dat and movies.dat: pattern of a field, and words for it."""
 
 
 PRESET = {
@@ -53,10 +60,11 @@ def open_movielens(path: str | Path | None = None, *, seed: int = 0) -> Splits:
     user, movie, rating = read_ratings(ratings)
     columns: list[Column] = []
     ids: dict[str, Ids] = {}
-    for name, column, table in (("user", user, users), ("movie", movie, movies)):
+    tables = {"user": (user, users), "movie": (movie, movies)}
+    for name, (column, table) in tables.items():
         columns.append(Column(name, int(table[name][-1].as_py()) + 1))
         ids[name] = Ids(column)
-    for name, column, table in (("user", user, users), ("movie", movie, movies)):
+    for name, (column, table) in tables.items():
         rows = find_rows(ratings, name, column, table)
         for feature in table.column_names[1:]:
             values, offsets = table[feature].combine_chunks(), None
@@ -82,87 +90,53 @@ def open_movielens(path: str | Path | None = None, *, seed: int = 0) -> Splits:
     )
 
 
-def _read_dat_rows(path: Path, names: tuple[str, ...]) -> list[list[str]]:
-    """Read `a::b::c` lines, latin-1, sorted by their first field, a positive integer that must not repeat.
+def _read_dat_rows(path: Path, columns: Mapping[str, tuple[str, str]]) -> list[list[str]]:
+    """Read `a::b::c` lines, latin-1, sorted by their first field, an integer that must not repeat.
 
-    Each row begins with its line number.
+    columns: pattern of each field and words for it, by name. Raises DataError naming line and column.
     """
-    if not path.is_file():
-        raise DataError(f"{path}: no such file. The folder must hold users.dat and movies.dat too")
     rows: dict[int, list[str]] = {}
     for number, line in enumerate(read_all_lines(path), 1):
-        fields = line.rstrip(b"\r").split(b"::")
-        if len(fields) != len(names):
+        fields = line.rstrip(b"\r").decode("latin-1").split("::")
+        if len(fields) != len(columns):
             raise build_field_error(
                 path,
                 number,
                 None,
                 got=f"{len(fields)} fields in {format_excerpt(line)}",
-                wanted=f"{len(names)} separated by '::' ({', '.join(names)})",
+                wanted=f"{len(columns)} separated by '::' ({', '.join(columns)})",
                 fix="Is the file the one of ml-1m, and whole?",
             )
-        key = _parse_integer(path, number, names[0], fields[0], min_value=1)
-        if key in rows:
-            raise build_field_error(
-                path,
-                number,
-                names[0],
-                got=f"{key}, which an earlier line has",
-                wanted="each one once",
-                fix="Remove one of the two lines",
-            )
-        rows[key] = [str(number), *(field.decode("latin-1") for field in fields)]
+        for field, (name, (pattern, wanted)) in zip(fields, columns.items(), strict=True):
+            is_repeated = (pattern, wanted) == KEY and field.isdigit() and int(field) in rows
+            if is_repeated or not re.fullmatch(pattern, field):
+                got = format_excerpt(field.encode("latin-1")) + ", again" * is_repeated
+                raise build_field_error(
+                    path, number, name, got=got, wanted=wanted, fix="Repair the line"
+                )
+        rows[int(fields[0])] = fields
     return [rows[key] for key in sorted(rows)]
-
-
-def _parse_integer(
-    path: Path, line_number: int, column_name: str, field: bytes, *, min_value: int
-) -> int:
-    if not re.fullmatch(rb"[0-9]{1,9}", field) or int(field) < min_value:
-        raise build_field_error(
-            path,
-            line_number,
-            column_name,
-            got=format_excerpt(field),
-            wanted=f"an integer of at least {min_value}",
-            fix="Repair the line",
-        )
-    return int(field)
 
 
 def read_users(path: Path) -> pa.Table:
     """Read the columns user, sex, age, occupation and zip3, in the order of the users."""
-    rows = _read_dat_rows(path, ("user", "sex", "age", "occupation", "zip"))
-    columns: dict[str, list[Any]] = {
-        "user": [int(row[1]) for row in rows],
-        "sex": [row[2] for row in rows],
-    }
-    for name, at in (("age", 3), ("occupation", 4)):
-        columns[name] = [
-            _parse_integer(path, int(row[0]), name, row[at].encode("latin-1"), min_value=0)
-            for row in rows
-        ]
-    return pa.table({**columns, "zip3": [row[5][:3] for row in rows]})
+    user, sex, age, occupation, zip_code = zip(*_read_dat_rows(path, USER_COLUMNS), strict=True)
+    numbers = {"user": user, "age": age, "occupation": occupation}
+    columns = {name: [int(text) for text in texts] for name, texts in numbers.items()}
+    texts = {"sex": sex, "zip3": [code[:3] for code in zip_code]}
+    return pa.table({**columns, **texts}).select(["user", "sex", "age", "occupation", "zip3"])
 
 
 def read_movies(path: Path) -> pa.Table:
     """Read the columns movie, year and genres (lists), in the order of the movies."""
-    rows = _read_dat_rows(path, ("movie", "title", "genres"))
-    years = []
-    for number, _, title, _ in rows:
-        match = re.search(r"\(([0-9]{4})\)\s*$", title)
-        if match is None:
-            raise build_field_error(
-                path,
-                int(number),
-                "title",
-                got=format_excerpt(title.encode("latin-1")),
-                wanted="a title that ends in its year, as in 'Heat (1995)'",
-                fix="Repair the line",
-            )
-        years.append(int(match[1]))
-    movies = [int(row[1]) for row in rows]
-    return pa.table({"movie": movies, "year": years, "genres": [row[3].split("|") for row in rows]})
+    movie, title, genres = zip(*_read_dat_rows(path, MOVIE_COLUMNS), strict=True)
+    return pa.table(
+        {
+            "movie": [int(text) for text in movie],
+            "year": [int(text.rstrip()[-5:-1]) for text in title],
+            "genres": [text.split("|") for text in genres],
+        }
+    )
 
 
 def read_ratings(path: Path) -> tuple[Tensor, Tensor, Tensor]:
@@ -175,31 +149,29 @@ def read_ratings(path: Path) -> tuple[Tensor, Tensor, Tensor]:
             f"{path}: cannot be read as Parquet with the columns {', '.join(RATING_COLUMNS)} "
             f"({reason}). Fetch the file again"
         ) from error
-    columns = []
-    for name in RATING_COLUMNS:
-        column = table.column(name)
+    for name, column in zip(table.column_names, table.columns, strict=True):
         if not pa.types.is_integer(column.type) or column.null_count:
             raise DataError(
                 f"{path}, column {name}: got {column.type} with {column.null_count} nulls, wanted "
                 "integers without nulls. Write the column as int32"
             )
-        columns.append(torch.from_numpy(column.to_numpy().astype(np.int64)))
-    user, movie, rating = columns
-    bad = (rating < 1) | (rating > 5)
-    if len(rating) == 0 or bad.any():
-        at = int(bad.to(torch.uint8).argmax()) if len(rating) else 0
-        got = f"rating {int(rating[at])}" if len(rating) else "no rating"
-        raise DataError(f"{path}, row {at}: got {got}, wanted 1 .. 5. Fetch the file again")
+    user, movie, rating = (
+        torch.from_numpy(table.column(name).to_numpy().astype(np.int64)) for name in RATING_COLUMNS
+    )
+    bad = ((rating < 1) | (rating > 5)).nonzero()[:, 0].tolist()
+    if bad or not len(rating):
+        got = f"row {bad[0]}: got rating {int(rating[bad[0]])}" if bad else "row 0: got no rating"
+        raise DataError(f"{path}, {got}, wanted 1 .. 5. Fetch the file again")
     return user, movie, rating
 
 
 def find_rows(path: Path, name: str, ids: Tensor, table: pa.Table) -> Tensor:
     """Return the row (n,) of each of `ids` (n,) in a table of users or movies. Raises DataError for unknown ids."""
     rows = to_positions(table[name].to_numpy(), ids.numpy())
-    if (rows < 0).any():
-        at = int((rows < 0).to(torch.uint8).argmax())
+    unknown = (rows < 0).nonzero()[:, 0].tolist()
+    if unknown:
         raise DataError(
-            f"{path}, row {at}, column {name}_id: got {int(ids[at])}, wanted one that {name}s.dat in its folder "
-            "describes. Use files of the same release"
+            f"{path}, row {unknown[0]}, column {name}_id: got {int(ids[unknown[0]])}, wanted one that {name}s.dat in "
+            "its folder describes. Use files of the same release"
         )
     return rows

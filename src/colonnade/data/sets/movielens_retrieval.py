@@ -27,7 +27,7 @@ PRESET = {
     "dense": {"lr": 1e-3},
     "train": {"batch_size": 1024, "epochs": 20, "patience": 3},
 }
-MODEL_PRESETS = {"sasrec": {**interactions.MODEL_PRESETS["sasrec"], "embedding.optimizer": "adam"}}
+MODEL_PRESETS = {"sasrec": {**interactions.MODEL_PRESETS["sasrec"], "model.temperature": 0.2}}
 
 
 def open_movielens_retrieval(

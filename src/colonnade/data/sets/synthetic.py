@@ -5,22 +5,22 @@ click is drawn with probability
 
     p = sigmoid(bias + sum of linear dense terms + sum over fields of effect(field, id)
                 + sum over pairs of fields of one group of <factor(field, id), factor(field', id')>
-                + sum over bags and sequences of the effects of their ids)
+                + sum over bags of the mean effect of their ids)
 
 where effects and factors are normal numbers looked up by the hash of the id. Each batch has p in `Batch.key`:
 no model can rank better than p, and `train.metrics.best_possible_metrics` computes the AUC of p.
 
-Legend: B samples, F fields, R hidden factors of an id, L longest list, E ids of a list column.
+Legend: B samples, F fields, R hidden factors of an id, L longest bag, E ids of a column of bags.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, reduce
 from math import gcd
 from statistics import NormalDist
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -52,10 +52,10 @@ DENSE_WORD = 1
 ID_WORD = 5
 MAX_FIELDS = 2 * (WORDS_PER_SAMPLE - ID_WORD)
 MAX_LENGTH = 8
-"""Maximal number of ids of a bag or a sequence; all lengths from 0 on are equally likely."""
-# in a list column's separate stream of words
+"""Maximal number of ids of a bag; all lengths from 0 on are equally likely."""
+# in the separate stream of words of a column of bags
 LENGTH_WORD = 0
-LIST_WORD = 1
+BAG_WORD = 1
 KNOT_BITS = 10
 LOW_BITS = 32 - KNOT_BITS
 NORMAL_BITS = 16
@@ -77,52 +77,36 @@ class SyntheticField:
     slopes: NDArray[np.float64]  # (1024,): rise per unit of the low bits of u
     spread: int  # coprime to rows
     shift: int
-    hash_factors: tuple[
-        int, ...
-    ]  # by task, odd: the top bits of id * factor select the id's normal numbers
+    hash_factor: int  # odd: the top bits of id * factor select the id's normal numbers
     group: int | None = None  # the field interacts with the other fields of its group
 
 
-ListKind = Literal["bag", "sequence"]
-
-
 @dataclass(frozen=True, slots=True, eq=False)
-class ListColumn:
-    """Column of 0 .. L ids per sample: a bag or a sequence.
-
-    The effect of a bag is the mean over its ids. In a sequence, oldest first, the last id has its full effect and each
-    earlier id half of the next one's.
-    """
+class BagColumn:
+    """Column of 0 .. L ids per sample. The effect of a bag is the mean over its ids."""
 
     field: SyntheticField
-    kind: ListKind
     key: int  # of the column's separate stream of words
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Task:
-    """Label with the logit bias + sum of scale * term."""
+class ClickDistribution:
+    """Distribution of synthetic samples: fields, bags, tables of normal numbers, and the logit: bias + sum of scale *
+    term."""
 
+    key: int
+    fields: tuple[SyntheticField, ...]
+    bags: tuple[BagColumn, ...]
+    normals: Floats  # (2**16,): standard normal numbers in random order: effects
+    factors: Floats  # (R, 2**16): likewise
+    quantiles: Floats  # (2**16,): the standard normal distribution's, in order: dense values
     dense_weights: Floats  # (13,)
     scales: dict[str, float]  # by term
     bias: float
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ClickDistribution:
-    """Distribution of synthetic samples: fields, list columns, tables of normal numbers and tasks."""
-
-    key: int
-    fields: tuple[SyntheticField, ...]
-    lists: tuple[ListColumn, ...]
-    normals: Floats  # (2**16,): standard normal numbers in random order: effects
-    factors: Floats  # (R, 2**16): likewise
-    quantiles: Floats  # (2**16,): the standard normal distribution's, in order: dense values
-    tasks: tuple[Task, ...]
-
-
-class ListSamples(NamedTuple):
-    """Ids of one list column for B samples, in L slots; a sample uses the first `lengths` slots."""
+class BagSamples(NamedTuple):
+    """Ids of one column of bags for B samples, in L slots; a sample uses the first `lengths` slots."""
 
     ids: NDArray[np.int64]  # (L, B)
     ranks: Floats  # (L, B)
@@ -140,7 +124,7 @@ class SyntheticSamples(NamedTuple):
     dense: Floats  # (B, 13)
     ids: NDArray[np.int64]  # (F, B)
     ranks: Floats  # (F, B): popularity, from 0
-    lists: tuple[ListSamples, ...]
+    bags: tuple[BagSamples, ...]
 
 
 def sample_states(key: int, first: int, count: int) -> NDArray[np.uint64]:
@@ -168,19 +152,15 @@ def draw_samples(
         _draw_dense(distribution, states),
         ids,
         ranks,
-        tuple(
-            _draw_list_column(column, first_sample, num_samples) for column in distribution.lists
-        ),
+        tuple(_draw_bags(column, first_sample, num_samples) for column in distribution.bags),
     )
 
 
 def draw_label_thresholds(
-    distribution: ClickDistribution, task_index: int, first_sample: int, num_samples: int
+    distribution: ClickDistribution, first_sample: int, num_samples: int
 ) -> NDArray[np.float64]:
     """Draw a number in [0, 1) for each sample (B,), of 53 bits. The label is 1 if it is below the probability."""
     drawn = draw_word(sample_states(distribution.key, first_sample, num_samples), LABEL_WORD)
-    if task_index:
-        drawn = mix_words(drawn ^ np.uint64(stream_key(distribution.key, task_index)))
     return (drawn >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
@@ -190,15 +170,15 @@ def _draw_dense(distribution: ClickDistribution, states: NDArray[np.uint64]) -> 
     return distribution.quantiles[bits.astype("<u8", copy=False).view("<u2")[:, :NUM_DENSE]]
 
 
-def _draw_list_column(column: ListColumn, first_sample: int, num_samples: int) -> ListSamples:
+def _draw_bags(column: BagColumn, first_sample: int, num_samples: int) -> BagSamples:
     states = sample_states(column.key, first_sample, num_samples)
     lengths = (draw_word(states, LENGTH_WORD) % np.uint64(MAX_LENGTH + 1)).astype(np.int64)
     ids = np.empty((MAX_LENGTH, num_samples), dtype=np.int64)
     ranks = np.empty(ids.shape, dtype=np.float32)
-    bits = _build_half_word_reader(states, LIST_WORD)
+    bits = _build_half_word_reader(states, BAG_WORD)
     for slot in range(MAX_LENGTH):
         ranks[slot] = _draw_ids(column.field, bits(slot), ids_out=ids[slot])
-    return ListSamples(ids, ranks, lengths)
+    return BagSamples(ids, ranks, lengths)
 
 
 def _build_half_word_reader(random_states: NDArray[np.uint64], first_word: int):
@@ -234,9 +214,9 @@ def _draw_ids(
     return rank
 
 
-def _normal_indices(field: SyntheticField, task: int, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+def _normal_indices(field: SyntheticField, ids: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the indices of the ids' normal numbers, in [0, 2**16)."""
-    hashed = ids.view(np.uint64) * np.uint64(field.hash_factors[task])
+    hashed = ids.view(np.uint64) * np.uint64(field.hash_factor)
     hashed >>= np.uint64(64 - NORMAL_BITS)
     return hashed.view(np.int64)
 
@@ -248,14 +228,14 @@ def _id_effects(
 
 
 def compute_logit_terms(
-    distribution: ClickDistribution, task_index: int, samples: SyntheticSamples
+    distribution: ClickDistribution, samples: SyntheticSamples
 ) -> dict[str, Floats]:
-    """Compute the terms of a task's logit before scaling, (B,) each, without the first task's logit.
+    """Compute the terms of the logit before scaling, (B,) each.
 
     Sums run column by column, so a sample's terms have the same bits in any batch.
     """
     dense = samples.dense
-    weights = distribution.tasks[task_index].dense_weights
+    weights = distribution.dense_weights
     linear = np.zeros(len(dense), dtype=np.float32)
     for i in range(NUM_DENSE):
         linear += dense[:, i] * weights[i]
@@ -264,7 +244,7 @@ def compute_logit_terms(
     sums = np.zeros((num_groups, NUM_FACTORS, len(dense)), dtype=np.float32)
     squares = np.zeros((num_groups, len(dense)), dtype=np.float32)
     for f, field in enumerate(distribution.fields):
-        indices = _normal_indices(field, task_index, samples.ids[f])
+        indices = _normal_indices(field, samples.ids[f])
         effects += _id_effects(distribution, indices, samples.ranks[f])
         if field.group is not None:
             for r in range(NUM_FACTORS):
@@ -280,48 +260,34 @@ def compute_logit_terms(
             within += sums[group, r] * sums[group, r]
         interaction += within
     terms = {"dense": linear, "effects": effects, "interaction": interaction}
-    for column, lists in zip(distribution.lists, samples.lists, strict=True):
-        effect = _compute_list_effects(distribution, task_index, column, lists)
-        terms[column.kind] = terms[column.kind] + effect if column.kind in terms else effect
+    if distribution.bags:
+        effects_of_bags = (
+            _compute_bag_effects(distribution, column, bags)
+            for column, bags in zip(distribution.bags, samples.bags, strict=True)
+        )
+        terms["bag"] = reduce(np.add, effects_of_bags)
     return terms
 
 
-def _compute_list_effects(
-    distribution: ClickDistribution,
-    task_index: int,
-    list_column: ListColumn,
-    list_samples: ListSamples,
+def _compute_bag_effects(
+    distribution: ClickDistribution, column: BagColumn, bags: BagSamples
 ) -> Floats:
-    """Compute the effect of each sample's list, (B,); 0 for an empty list."""
-    total = np.zeros(len(list_samples.lengths), dtype=np.float32)
+    """Compute the mean effect of each sample's ids, (B,); 0 for an empty bag."""
+    total = np.zeros(len(bags.lengths), dtype=np.float32)
+    weight = np.float32(1) / np.maximum(bags.lengths, 1).astype(np.float32)
     for slot in range(MAX_LENGTH):
-        indices = _normal_indices(list_column.field, task_index, list_samples.ids[slot])
-        age = list_samples.lengths - 1 - slot  # negative for an unused slot
-        if list_column.kind == "bag":
-            weight = np.float32(1) / np.maximum(list_samples.lengths, 1).astype(np.float32)
-        else:
-            weight = np.exp2(-np.maximum(age, 0).astype(np.float32))
-        effects = weight * _id_effects(distribution, indices, list_samples.ranks[slot])
-        total += np.where(age >= 0, effects, np.float32(0))
+        indices = _normal_indices(column.field, bags.ids[slot])
+        effects = weight * _id_effects(distribution, indices, bags.ranks[slot])
+        total += np.where(slot < bags.lengths, effects, np.float32(0))
     return total
 
 
-def compute_logit(task: Task, terms: dict[str, Floats]) -> Floats:
-    """Compute a task's logit (B,) from its terms."""
-    total = np.full_like(terms["dense"], task.bias)
+def compute_logit(distribution: ClickDistribution, terms: dict[str, Floats]) -> Floats:
+    """Compute the logit (B,) from its terms."""
+    total = np.full_like(terms["dense"], distribution.bias)
     for name, term in terms.items():
-        total += np.float32(task.scales[name]) * term
+        total += np.float32(distribution.scales[name]) * term
     return total
-
-
-def compute_logits(distribution: ClickDistribution, samples: SyntheticSamples) -> list[Floats]:
-    """Compute the logits (B,) of every task."""
-    first, *others = distribution.tasks
-    logits = [compute_logit(first, compute_logit_terms(distribution, 0, samples))]
-    for i, task in enumerate(others, 1):
-        terms = {**compute_logit_terms(distribution, i, samples), "first": logits[0]}
-        logits.append(compute_logit(task, terms))
-    return logits
 
 
 # The 26 fields of the full Criteo Kaggle set, C1 .. C26.
@@ -332,19 +298,11 @@ CRITEO_CARDINALITIES = (
 INTERACTING = range(8, 129)
 """Row counts of the fields that interact by default: few enough that each pair of ids occurs often."""
 LABEL_MODELS = {
-    "interaction": {
-        "dense": 0.35,
-        "effects": 0.57,
-        "interaction": 0.08,
-        "bag": 0.2,
-        "sequence": 0.2,
-    },
-    "linear": {"dense": 0.38, "effects": 0.62, "bag": 0.2, "sequence": 0.2},
-    "pairs": {"dense": 0.2, "effects": 0.3, "interaction": 0.5, "bag": 0.2, "sequence": 0.2},
+    "interaction": {"dense": 0.35, "effects": 0.57, "interaction": 0.08, "bag": 0.2},
+    "linear": {"dense": 0.38, "effects": 0.62, "bag": 0.2},
+    "pairs": {"dense": 0.2, "effects": 0.3, "interaction": 0.5, "bag": 0.2},
 }
 """Share of each term in the logit's variance, by label model; divided by the sum over the terms that a stream has."""
-FIRST_SHARE = 0.5
-"""Share of a later task's logit variance that comes from the first task's logit."""
 TEST_START = 1 << 40
 CALIBRATION_START = 1 << 41
 CALIBRATION_SAMPLES = 1 << 16
@@ -372,9 +330,7 @@ def open_synthetic(
     positive_rate: float = 0.25,
     label_model: str = "interaction",
     groups: Sequence[Sequence[str]] | None = None,
-    tasks: int = 1,
     bags: Sequence[int] = (),
-    sequences: Sequence[int] = (),
     seed: int = 0,
 ) -> Splits:
     """Open synthetic clicks: samples 0 .. num_train-1 train; a range that no num_train reaches tests.
@@ -387,8 +343,7 @@ def open_synthetic(
                      (no pairs: logistic regression can learn it), pairs (half of the variance is pairs)
     groups           names of fields, C1 .., that interact with each other and with no others, such as
                      [[C1, C2, C5], [C3, C4]]; default: all fields of 8 to 128 rows, as one group
-    tasks            number of labels: label, label2, ... The first logit is half of each later one. Each has a ceiling
-    bags, sequences  rows of further columns B1 .., S1 .., each with 0 to 8 ids per sample
+    bags             rows of further columns B1 .., each with 0 to 8 ids per sample
     seed             determines everything: ids, effects and labels
 
     Raises ConfigError. The first call takes about 0.1 s, to set bias and scales on samples of a third range.
@@ -407,11 +362,8 @@ def open_synthetic(
             f"got exponent={exponent}, signal={signal}, positive_rate={positive_rate}, wanted "
             "0 <= exponent <= 8, signal >= 0, 0 < positive_rate < 1"
         )
-    for name, lists in (("bags", bags), ("sequences", sequences)):
-        if not all(1 <= n <= MAX_ROWS for n in lists):
-            raise ConfigError(f"got {name}={tuple(lists)}, wanted columns of 1 .. {MAX_ROWS} rows")
-    if not 1 <= tasks <= 64:
-        raise ConfigError(f"got tasks={tasks}, wanted 1 .. 64 labels")
+    if not all(1 <= n <= MAX_ROWS for n in bags):
+        raise ConfigError(f"got bags={tuple(bags)}, wanted columns of 1 .. {MAX_ROWS} rows")
     if label_model not in LABEL_MODELS:
         hint = suggest_name(str(label_model), LABEL_MODELS)
         raise ConfigError(f"got label_model={label_model!r}; {hint}")
@@ -425,13 +377,10 @@ def open_synthetic(
         tuple(rows),
         tuple(group_of.items()),
         exponent=exponent,
-        tasks=tasks,
-        lists=(*(("bag", n) for n in bags), *(("sequence", n) for n in sequences)),
+        bags=tuple(bags),
         seed=seed,
     )
-    distribution = _calibrate_tasks(
-        uncalibrated, label_model, signal=signal, positive_rate=positive_rate
-    )
+    distribution = _calibrate(uncalibrated, label_model, signal=signal, positive_rate=positive_rate)
     return Splits(
         train=SyntheticSource(distribution, 0, num_train),
         test=SyntheticSource(distribution, TEST_START, TEST_START + num_test) if num_test else None,
@@ -442,7 +391,7 @@ def open_synthetic(
 class SyntheticSource(BlockSource):
     """Source of samples start .. stop-1 of a distribution, in that order in every epoch.
 
-    `Batch.key`: p, (B,) float64; with several tasks (B, tasks).
+    `Batch.key`: p, (B,) float64.
     """
 
     distribution: ClickDistribution
@@ -452,14 +401,11 @@ class SyntheticSource(BlockSource):
     @property
     def schema(self) -> Schema:
         columns = [Column(field.name, field.rows) for field in self.distribution.fields]
-        columns += [
-            Column(column.field.name, column.field.rows, column.kind)
-            for column in self.distribution.lists
-        ]
+        bags = [column.field for column in self.distribution.bags]
+        columns += [Column(field.name, field.rows, "bag") for field in bags]
         return Schema(
             dense=tuple(f"I{i}" for i in range(1, NUM_DENSE + 1)),
             categorical=tuple(columns),
-            labels=("label", *(f"label{i}" for i in range(2, len(self.distribution.tasks) + 1))),
         )
 
     @property
@@ -473,13 +419,12 @@ class SyntheticSource(BlockSource):
         """Generate samples begin .. end-1 of this source."""
         size = end_sample - first_sample
         distribution = self.distribution
-        num_tasks = len(distribution.tasks)
         dense = np.empty((size, NUM_DENSE), dtype=np.float32)
         ids = np.empty((len(distribution.fields), size), dtype=np.int64)
-        label = np.empty((size, num_tasks), dtype=np.float32)
-        probability = np.empty((num_tasks, size), dtype=np.float64)
-        lengths = np.zeros((len(distribution.lists), size + 1), dtype=np.int64)
-        values: list[list] = [[np.empty(0, dtype=np.int64)] for _ in distribution.lists]
+        label = np.empty((size, 1), dtype=np.float32)
+        probability = np.empty(size, dtype=np.float64)
+        lengths = np.zeros((len(distribution.bags), size + 1), dtype=np.int64)
+        values: list[list] = [[np.empty(0, dtype=np.int64)] for _ in distribution.bags]
         for start in range(0, size, CHUNK):
             part = slice(start, min(start + CHUNK, size))
             first = self.start + first_sample + start
@@ -487,16 +432,16 @@ class SyntheticSource(BlockSource):
             samples = draw_samples(distribution, first, count)
             dense[part] = samples.dense
             ids[:, part] = samples.ids
-            for task, x in enumerate(compute_logits(distribution, samples)):
-                np.reciprocal(1 + np.exp(-x.astype(np.float64)), out=probability[task, part])
-                drawn = draw_label_thresholds(distribution, task, first, count)
-                label[part, task] = drawn < probability[task, part]
-            for i, lists in enumerate(samples.lists):
-                lengths[i, start + 1 : part.stop + 1] = lists.lengths
-                values[i].append(lists.values())
+            logit = compute_logit(distribution, compute_logit_terms(distribution, samples))
+            np.reciprocal(1 + np.exp(-logit.astype(np.float64)), out=probability[part])
+            drawn = draw_label_thresholds(distribution, first, count)
+            label[part, 0] = drawn < probability[part]
+            for i, bags in enumerate(samples.bags):
+                lengths[i, start + 1 : part.stop + 1] = bags.lengths
+                values[i].append(bags.values())
         fields = distribution.fields
         columns = {field.name: Ids(torch.from_numpy(ids[i])) for i, field in enumerate(fields)}
-        for i, column in enumerate(distribution.lists):
+        for i, column in enumerate(distribution.bags):
             offsets = torch.from_numpy(lengths[i].cumsum())
             columns[column.field.name] = Ids(torch.from_numpy(np.concatenate(values[i])), offsets)
         return Batch(
@@ -504,7 +449,7 @@ class SyntheticSource(BlockSource):
             dense=torch.from_numpy(dense),
             ids=columns,
             label=torch.from_numpy(label),
-            key=torch.from_numpy(probability[0] if num_tasks == 1 else probability.T.copy()),
+            key=torch.from_numpy(probability),
         )
 
 
@@ -534,7 +479,7 @@ def _map_fields_to_groups(
 
 
 def _build_id_field(
-    name: str, rows: int, exponent: float, key: int, *, tasks: int = 1, group: int | None = None
+    name: str, rows: int, exponent: float, key: int, *, group: int | None = None
 ) -> SyntheticField:
     """Build a field; popularity x >= 1 has density ~ x**-exponent on [1, rows + 1), and rank = floor(x) - 1."""
     u = np.arange(1 << KNOT_BITS) / (1 << KNOT_BITS)
@@ -558,14 +503,9 @@ def _build_id_field(
         slopes=np.diff(x) / (1 << LOW_BITS),
         spread=spread,
         shift=stream_key(key, 0) % rows,
-        hash_factors=tuple(stream_key(key, 1, *task) | 1 for task in _task_keys(tasks)),
+        hash_factor=stream_key(key, 1) | 1,
         group=group,
     )
-
-
-def _task_keys(tasks: int) -> list[tuple[int, ...]]:
-    """Return the key parts of each task; none for the first, so that its stream is the same with one task."""
-    return [(), *((task,) for task in range(1, tasks))]
 
 
 @lru_cache(maxsize=4)
@@ -574,8 +514,7 @@ def _build_distribution(
     field_groups: tuple[tuple[str, int], ...],
     *,
     exponent: float,
-    tasks: int,
-    lists: tuple[tuple[ListKind, int], ...],
+    bags: tuple[int, ...],
     seed: int,
 ) -> ClickDistribution:
     """Build a distribution that is not calibrated: it has no scales, and biases are zero.
@@ -593,90 +532,52 @@ def _build_distribution(
 
     def build_field(name: str, n: int, *key_parts: int) -> SyntheticField:
         return _build_id_field(
-            name, n, exponent, stream_key(key, *key_parts), tasks=tasks, group=group_of.get(name)
+            name, n, exponent, stream_key(key, *key_parts), group=group_of.get(name)
         )
 
-    num_bags = sum(kind == "bag" for kind, _ in lists)
-    columns = []
-    for i, (kind, n) in enumerate(lists):
-        name = f"B{i + 1}" if kind == "bag" else f"S{i - num_bags + 1}"
-        key_parts = (4, i) if kind == "bag" else (5, i - num_bags)
-        field = build_field(name, n, *key_parts)
-        columns.append(
-            ListColumn(
-                field, "bag" if kind == "bag" else "sequence", stream_key(key, *key_parts, 0)
-            )
-        )
+    columns = [
+        BagColumn(build_field(f"B{i + 1}", n, 4, i), stream_key(key, 4, i, 0))
+        for i, n in enumerate(bags)
+    ]
     return ClickDistribution(
         key=stream_key(key, 0),
         fields=tuple(build_field(f"C{f + 1}", n, 1, f) for f, n in enumerate(rows)),
-        lists=tuple(columns),
+        bags=tuple(columns),
         normals=shuffled[0],
         factors=np.stack(shuffled[1:]),
         quantiles=quantiles,
-        tasks=tuple(
-            Task(_draw_dense_weights(quantiles, stream_key(key, 3, *task)), {}, 0.0)
-            for task in _task_keys(tasks)
-        ),
+        dense_weights=quantiles[
+            random_words(stream_key(key, 3), 0, NUM_DENSE) >> np.uint64(64 - NORMAL_BITS)
+        ],
+        scales={},
+        bias=0.0,
     )
 
 
-def _draw_dense_weights(quantiles: Floats, key: int) -> Floats:
-    return quantiles[random_words(key, 0, NUM_DENSE) >> np.uint64(64 - NORMAL_BITS)]
-
-
 @lru_cache(maxsize=4)
-def _calibrate_tasks(
+def _calibrate(
     distribution: ClickDistribution,
     label_model: str,
     *,
     signal: float,
     positive_rate: float,
 ) -> ClickDistribution:
-    """Set scales and biases from samples that are used neither for training nor for testing, once for equal arguments.
+    """Set scales and bias from samples that are used neither for training nor for testing, once for equal arguments.
 
     They are rounded, so that they do not depend on the order in which a machine sums a mean.
     """
     samples = draw_samples(distribution, CALIBRATION_START, CALIBRATION_SAMPLES)
-    tasks: list[Task] = []
-    first: Floats | None = None
-    for i, task in enumerate(distribution.tasks):
-        terms = compute_logit_terms(distribution, i, samples)
-        if first is not None:
-            terms["first"] = first
-        shares = LABEL_MODELS[label_model]
-        task = _calibrate_task(task, terms, shares, signal=signal, positive_rate=positive_rate)
-        first = compute_logit(task, terms) if first is None else first
-        tasks.append(task)
-    return replace(distribution, tasks=tuple(tasks))
-
-
-def _calibrate_task(
-    task: Task,
-    raw_terms: dict[str, Floats],
-    variance_shares: dict[str, float],
-    *,
-    signal: float,
-    positive_rate: float,
-) -> Task:
-    terms = {name: term.astype(np.float64) for name, term in raw_terms.items()}
+    terms = {
+        name: term.astype(np.float64)
+        for name, term in compute_logit_terms(distribution, samples).items()
+    }
+    shares = LABEL_MODELS[label_model]
     deviations = {
-        name: np.std(term)
-        for name, term in terms.items()
-        if np.std(term) > 0 and (name in variance_shares or name == "first")
+        name: np.std(term) for name, term in terms.items() if np.std(term) > 0 and name in shares
     }
-    total_share = sum(variance_shares[name] for name in deviations if name != "first")
-    share_of = {
-        name: variance_shares[name]
-        / total_share
-        * (1 - FIRST_SHARE if "first" in deviations else 1)
-        for name in deviations
-        if name != "first"
-    }
-    if "first" in deviations:
-        share_of["first"] = FIRST_SHARE
+    total_share = sum(shares[name] for name in deviations)
     scales = {
-        name: round(signal * float(np.sqrt(share_of[name]) / deviations[name]), 6)
+        name: round(signal * float(np.sqrt(shares[name] / total_share) / deviations[name]), 6)
         if name in deviations
         else 0.0
         for name in terms
@@ -690,4 +591,4 @@ def _calibrate_task(
             low = middle
         else:
             high = middle
-    return replace(task, scales=scales, bias=round(low, 6))
+    return replace(distribution, scales=scales, bias=round(low, 6))

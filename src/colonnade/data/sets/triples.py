@@ -154,8 +154,8 @@ def _read_named_parts(
     opened = {
         part: read_name_columns(file, ROLES, columns, delimiter) for part, file in files.items()
     }
-    notes = list(dict.fromkeys(note for _, notes in opened.values() for note in notes))
-    heads, relations, tails = zip(*(roles for roles, _ in opened.values()), strict=True)
+    notes = list(dict.fromkeys(note for _, _, notes in opened.values() for note in notes))
+    heads, relations, tails = zip(*(roles for roles, _, _ in opened.values()), strict=True)
     entities, entity_numbers = number_names([*heads, *tails])
     relation_names, relation_numbers = number_names(relations)
     triples = zip(

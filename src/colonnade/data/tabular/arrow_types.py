@@ -6,7 +6,7 @@ from typing import Literal
 
 import pyarrow as pa
 
-Dtype = Literal["text", "integer"]
+Dtype = Literal["text", "integer", "boolean"]
 MISSING_NUMBER = r"^(?i:|null|\\n|na|none|nan)$"
 """Texts that are missing values where numbers or times are read, after trimming."""
 
@@ -58,6 +58,8 @@ def id_dtype_of(arrow_type: pa.DataType) -> Dtype | None:
     """Return the dtype of the ids that a column of this type (or its lists) holds; None: it holds no ids."""
     if is_list(arrow_type):
         arrow_type = arrow_type.value_type
+    if pa.types.is_boolean(arrow_type):
+        return "boolean"
     return "text" if is_text_type(arrow_type) else "integer" if is_integer(arrow_type) else None
 
 

@@ -145,6 +145,6 @@ def _find_id_type_problem(field: IdentifierField, arrow_type: pa.DataType) -> tu
             return "", ""  # every value is checked to be whole when it is read
         fix = "Numbers become ids with a bucket field or, if all are whole, with `dtype: integer`"
         return "text or integers", fix
-    if holds == "integer" and field.dtype == "text":
+    if holds != "text" and field.dtype == "text":
         return "text", "Declare `dtype: integer`, or convert the column"
     return "", ""

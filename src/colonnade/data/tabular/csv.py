@@ -328,7 +328,12 @@ def choose_parse_types(file_schema: FileSchema) -> dict[str, pa.DataType]:
                 kinds.add("text")  # split and parsed later
             elif isinstance(field, Category | Group | Key):
                 kinds.add(field.dtype or "text")
-    types = {"text": pa.string(), "integer": pa.int64(), "number": pa.float64()}
+    types = {
+        "text": pa.string(),
+        "boolean": pa.string(),
+        "integer": pa.int64(),
+        "number": pa.float64(),
+    }
     return {
         column: next(types[kind] for kind in types if kind in kinds)
         for column, kinds in wanted.items()

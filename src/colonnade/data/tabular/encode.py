@@ -326,7 +326,7 @@ def _convert_to_integers(
 ) -> pa.Array:
     """Convert texts and whole floats (which pandas writes) to integers where the schema declares integers."""
     is_written = is_text_type(array.type) or pa.types.is_decimal(array.type)
-    if field.dtype == "integer" and is_written:
+    if field.dtype in ("integer", "boolean") and is_written:
         return _parse_integer_texts(field, array.cast(pa.string()))
     if pa.types.is_floating(array.type):
         array = pc.if_else(pc.is_nan(array), None, array)

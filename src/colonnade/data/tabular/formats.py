@@ -39,7 +39,7 @@ class ValueRules:
     number_pattern: re.Pattern[str] | None = None
     """Pattern of a number written as text; None: what Arrow parses."""
     has_booleans: bool = False
-    """True if true and false are the numbers 1 and 0, as in typed files. A CSV file has no such number."""
+    """True if true and false are the numbers 1 and 0, as in typed files. Other files have no such number."""
     has_float32: bool = False
     """True if fractions are stored as float32, as TFRecord files do."""
 
@@ -85,12 +85,12 @@ FORMATS = {
         TableFormat(
             "libsvm",
             (".libsvm", ".svm", ".libfm", ".libffm", ".ffm"),
-            ValueRules(has_booleans=True),
+            ValueRules(),
         ),
         TableFormat(
             "tfrecord",
             (".tfrecord", ".tfrecords"),
-            ValueRules(has_booleans=True, has_float32=True),
+            ValueRules(has_float32=True),
         ),
     )
 }

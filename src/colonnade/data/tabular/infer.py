@@ -291,7 +291,7 @@ def _infer_fields_from_values(
     if _key_dtype(arrow_column) is not None and _is_key_column(column_name, arrow_column):
         return "different in nearly every row"
     if pa.types.is_boolean(kind):
-        return [Category(field_name, column=column_name, dtype="integer")]
+        return [Category(field_name, column=column_name, dtype="boolean")]
     if kind == pa.string() and _has_separator(arrow_column):
         return [Bag(field_name, column=column_name, dtype=_infer_list_dtype(arrow_column, "|"))]
     if kind == pa.string():
@@ -328,7 +328,7 @@ def _build_fields_from_header(
         return _infer_number_fields(column_name, arrow_column)
     if header_type == "category":
         is_boolean = pa.types.is_boolean(arrow_column.type)
-        return [Category(field_name, column=column_name, dtype="integer" if is_boolean else dtype)]
+        return [Category(field_name, column=column_name, dtype="boolean" if is_boolean else dtype)]
     if header_type == "time":
         return _infer_time_fields(column_name, arrow_column)
     if header_type == "bag":

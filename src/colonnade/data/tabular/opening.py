@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from inspect import Parameter, Signature, signature
@@ -98,6 +97,8 @@ def open_table_files(path: Any, name: str, options: ReaderOptions, **syntax: Any
     else:
         file_schema = load_file_schema(options.schema)
     bound, parts = resolve_schema(files, file_schema, options)
+    if options.split_column is None:
+        notes += _describe_unordered_times(bound, parts)
 
     def open_held_out_part(part: Any) -> TableFiles | None:
         if part is None:
@@ -161,8 +162,6 @@ def resolve_schema(
     if options.split_column is not None:
         bound = replace(bound, split_field=_resolve_split_field(bound, options))
     parts = options.select_parts(bound)
-    if options.split_column is None:
-        _warn_of_unordered_times(bound, parts)
     bound = replace(bound, file_schema=_resolve_newest_times(bound, parts[0]))
     bound = replace(bound, file_schema=_resolve_scales(bound, parts[0]))
     return bound, parts
@@ -241,8 +240,9 @@ def _resolve_split_field(files: TableFiles, options: ReaderOptions) -> SplitFiel
     return Time("order", column=column, part="hour", unit=unit)
 
 
-def _warn_of_unordered_times(files: TableFiles, parts: Sequence[Selection]) -> None:
-    """Warn if the samples held out at the end of the files are not the newest, by the first and last block with one."""
+def _describe_unordered_times(files: TableFiles, parts: Sequence[Selection]) -> Iterator[str]:
+    """Yield a warning if the samples held out at the end of the files are not the newest, by the first and last block
+    with one."""
     train, *held_out = parts
     held_out = [part for part in held_out if len(part.pieces)]
     if not held_out or not len(train.pieces):
@@ -257,11 +257,10 @@ def _warn_of_unordered_times(files: TableFiles, parts: Sequence[Selection]) -> N
         # Rows of a log may be a little out of order, so the middle of what trains is the measure.
         older = np.mean(last < np.nanmedian(first)) if np.isfinite(first).any() else 0.0
         if older > OLDER_SHARE:
-            warnings.warn(
-                f"{files.files[0].path}: the last rows, which are held out, are not the newest by {column!r}; to "
-                f'train on the past and test on what follows, add --set "data.options.order_by={column}" (in Python '
-                "order_by=), or split_by to hold out whole users",
-                stacklevel=2,
+            yield (
+                f"warning: {files.files[0].path}: the last rows, which are held out, are not the newest by {column!r}; "
+                f'to train on the past and test on what follows, add --set "data.options.order_by={column}" (in Python '
+                "order_by=), or split_by to hold out whole users"
             )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pyarrow as pa
 
 from colonnade.data.contract import Splits
+from colonnade.data.sources import FILE_OPTIONS
 from colonnade.data.tabular.declaration import FileSchema
 from colonnade.data.tabular.files import find_files
 from colonnade.data.tabular.formats import FORMATS, find_format, list_endings
@@ -95,7 +96,7 @@ def build_portable_options(options: Mapping[str, Any], splits: Splits) -> dict[s
         recorded["schema"] = splits.train.file_schema.to_dict()
     if recorded.get("join"):
         recorded["join"] = {key: _make_portable(source) for key, source in recorded["join"].items()}
-    for name in ("validation", "test", "users", "items"):
+    for name in FILE_OPTIONS:
         if name in recorded:
             recorded[name] = _make_portable(recorded[name])
     return recorded

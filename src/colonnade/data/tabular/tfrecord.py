@@ -21,7 +21,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, te
 from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
-from colonnade.data.lines import GZIP_MAGIC
+from colonnade.data.lines import GZIP_MAGIC, read_range
 from colonnade.data.tabular.declaration import FileSchema
 from colonnade.data.tabular.encode import InvalidValue
 from colonnade.data.tabular.fields import Bag
@@ -155,14 +155,8 @@ class TFRecordFile(TableFile):
 
     def read_records(self, block_index: int) -> Iterator[bytes]:
         """Yield the records of a block. Raises DataError, InvalidValue."""
-        begin = int(self.offsets[block_index])
-        end = int(self.offsets[block_index + 1])
-        try:
-            with self.path.open("rb") as file:
-                file.seek(begin)
-                data = file.read(end - begin)
-        except OSError as error:
-            raise DataError(f"{self.path}: cannot be read ({error.strerror})") from None
+        begin, end = self.offsets[block_index : block_index + 2].tolist()
+        data = read_range(self.path, begin, end, int(self.offsets[-1]))
         at = 0
         row = 0
         while at < end - begin:
