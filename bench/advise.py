@@ -11,7 +11,7 @@ for four ranks: crowding is taken out, and links are real. Rows of 8 tables, D =
     fastest_right              links for which the number of hosts with the shortest predicted step is within 5 % of the
                         shortest measured one, as a share
 
-Not measured yet: the number of servers, and the loss at the advised batch.
+Not measured yet: the number of servers. The loss at the advised batch is measured by `advise_batch`.
 """
 
 from __future__ import annotations

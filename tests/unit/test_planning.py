@@ -402,6 +402,11 @@ def test_plan_refuses_before_it_measures(capsys, tmp_path, monkeypatch):
         (["--table", "C27"], "--table: got 'C27', wanted a table of this model: C1, C2"),
         (["--world", "2x1", "--uplink", "5"], "uplink: got '5', wanted a rate such as 1Gbit"),
         (["--world", "2x1", "--local", "5"], "local: got '5', wanted a rate such as 1Gbit"),
+        (
+            ["--efficiency", "0.5"],
+            "got --efficiency or --hosts-up-to without --advise; add --advise",
+        ),
+        (["--advise", "--table", "C1"], "--table or --target with --advise, which shows neither"),
     ):
         assert app.run_command(["plan", *SETTINGS, *wrong]) == 2
         assert words in " ".join(capsys.readouterr().err.split())

@@ -54,10 +54,11 @@ AdviseOption = Annotated[
     ),
 ]
 EfficiencyOption = Annotated[
-    float, typer.Option(help="With --advise: smallest speed-up per rank that is worthwhile.")
+    float | None,
+    typer.Option(help="With --advise: smallest speed-up per rank that is worthwhile; default 0.8."),
 ]
 HostsOption = Annotated[
-    int, typer.Option(help="With --advise: largest number of hosts to predict.")
+    int | None, typer.Option(help="With --advise: largest number of hosts to predict; default 64.")
 ]
 
 
@@ -100,8 +101,8 @@ def plan(
         bool, typer.Option("--json", help="Print plan, prediction and measurements as JSON.")
     ] = False,
     advise: AdviseOption = False,
-    efficiency: EfficiencyOption = 0.8,
-    hosts_up_to: HostsOption = 64,
+    efficiency: EfficiencyOption = None,
+    hosts_up_to: HostsOption = None,
 ) -> None:
     """Choose where rows are stored and how values are exchanged, and predict the speed of training."""
     from colonnade.cli.plan_tables import print_advice, print_plan
@@ -110,6 +111,12 @@ def plan(
     from colonnade.planning import planner
     from colonnade.run.run import open_planned_setup, plan_run
 
+    if not advise and (efficiency is not None or hosts_up_to is not None):
+        raise ConfigError("got --efficiency or --hosts-up-to without --advise; add --advise")
+    if advise and (table is not None or target is not None):
+        raise ConfigError(
+            "got --table or --target with --advise, which shows neither; leave one out"
+        )
     topology = _build_plan_world(world, ranks, uplink, local)
     if topology is None:  # another rank prints the plan
         return
@@ -122,18 +129,19 @@ def plan(
         _default_to_automatic(config, set_),
     )
     if advise:
+        min_efficiency = 0.8 if efficiency is None else efficiency
         advice = planner.advise(
             open_planned_setup(chosen),
             topology,
             run_folder=run,
-            min_efficiency=efficiency,
-            max_hosts=hosts_up_to,
+            min_efficiency=min_efficiency,
+            max_hosts=64 if hosts_up_to is None else hosts_up_to,
             lookups=sample,
         )
         if as_json:
             print(json.dumps(asdict(advice), indent=2))
         else:
-            print_advice(advice, efficiency)
+            print_advice(advice, min_efficiency)
         return
     choice, tables = plan_run(chosen, run, topology, lookups=sample, table=table)
     if as_json:

@@ -30,7 +30,7 @@ from colonnade.planning.timing import count_plans_to_time
 from colonnade.report.formatting import format_bytes, format_count, format_seconds
 from colonnade.store.budget import slot_bytes
 from colonnade.table import Table
-from colonnade.terminal import Terminal
+from colonnade.terminal import PLAIN_GRID, Terminal, build_grid
 from colonnade.topology.sharding import Sharding
 
 MAX_LINES = 40
@@ -62,9 +62,8 @@ def print_advice(advice: Advice, min_efficiency: float) -> None:
     """Print predicted speed by number of ranks, and a sentence on ranks, servers and batch each."""
     console = Terminal()
     columns = ("ranks", "step ms", "samples/s", "speed-up", "efficiency", "limit")
-    grid = _create_text_table(columns, ("limit",))
-    for point in advice.curve:
-        grid.add_row(
+    rows = [
+        (
             f"{point.num_ranks:,}",
             f"{1e3 * point.step_seconds:,.1f}",
             f"{advice.batch_size / point.step_seconds:,.0f}",
@@ -72,6 +71,9 @@ def print_advice(advice: Advice, min_efficiency: float) -> None:
             f"{point.efficiency:.0%}",
             point.limit,
         )
+        for point in advice.curve
+    ]
+    grid = build_grid(columns, rows, text_columns=(0, len(columns) - 1), **PLAIN_GRID)
     console.print(
         f"predicted: batches of {advice.batch_size:,} samples over all ranks, a processor for each thread"
     )

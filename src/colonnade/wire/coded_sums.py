@@ -49,7 +49,7 @@ SCALE_GROUP = 512
 layers."""
 MIN_THRESHOLDED = 256
 """Number of elements from which a tensor is thresholded."""
-SIGNAL_BYTES = 24
+SIGNAL_BYTES = 40
 """Size of the ranks' step status, which is not encoded and so has a message of its own."""
 
 State = dict[str, Any]
