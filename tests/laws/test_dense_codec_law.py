@@ -319,6 +319,47 @@ def test_a_coded_world_of_another_size_is_given_what_was_kept(everyone):
         torch.testing.assert_close(total, part.double(), rtol=1e-5, atol=1e-6)
 
 
+def test_a_coded_world_of_another_size_is_given_what_was_kept_of_directions(everyone):
+    """Directions are added to directions: as gradients, Adam would take them for a hundredfold gradient."""
+    states = [results["directions"]["state"] for results in everyone]
+    owed = sum_residuals_by_parameter(states, of_directions=True)
+    assert set(owed) == {0} and bool(owed[0].any()) and not sum_residuals_by_parameter(states)
+    results = run_ranks(2, given_on_two, states, "directions")
+    late = sum_residuals_by_parameter([state for _, state in results], of_directions=True)
+    for result, state in results:
+        torch.testing.assert_close(result[0] + late[0], owed[0], rtol=1e-5, atol=1e-4)
+        coded = [bucket for bucket in state["buckets"] if bucket["sent"] is not None]
+        assert not any(bool(bucket["moments"].any()) for bucket in coded)
+
+
+@pytest.mark.parametrize("name", ["exact", "int8", "thresholded"])
+def test_directions_are_never_added_to_gradients(everyone, name):
+    states = [results["directions"]["state"] for results in everyone]
+    for result, _ in run_ranks(2, given_on_two, states, name):
+        assert not any(bool(part.any()) for part in result)
+
+
+def trains_with_another_optimizer(mesh, before, after):
+    """Steps that go on with messages of the other kind, on as many ranks."""
+    dense = opened(mesh, before)
+    for step in range(2):
+        step_of(dense, mesh.rank, step)
+    return given_on_two(mesh, [dense.export_residuals()] * mesh.num_ranks, after)[0]
+
+
+def test_a_run_goes_on_with_another_optimizer():
+    for before, after in (("thresholded", "directions"), ("directions", "thresholded")):
+        (one, other) = run_ranks(2, trains_with_another_optimizer, before, after)
+        assert all(map(torch.equal, one, other))
+
+
+def test_a_warm_up_begins_where_codecs_change(everyone):
+    """Sums that were rounded had none."""
+    states = [results["int8"]["state"] for results in everyone]
+    for _, state in run_ranks(2, given_on_two, states, "thresholded"):
+        assert [bucket["step"] for bucket in state["buckets"] if bucket["sent"] is not None] == [1]
+
+
 def trains_by_directions(mesh, weight_decay):
     """Weights after some steps whose messages have all elements, and those of each rank's own Adam, which all ranks
     follow by the mean."""
@@ -362,6 +403,7 @@ def test_other_optimizers_get_gradients():
         torch.optim.SGD(weights, lr=0.1),
         torch.optim.AdamW(weights),
         torch.optim.Adam(weights, betas=(0.5, 0.9)),
+        torch.optim.Adam(weights, weight_decay=0.1, decoupled_weight_decay=True),
     ]
     assert all(choose_messages(RULE, optimizer) == RULE for optimizer in others)
     assert choose_messages("int8", torch.optim.Adam(weights)) == "int8"

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,7 +41,9 @@ from colonnade.wire.coded_sums import (
     CodedAllReduce,
     GradientBucket,
     State,
+    describe_residual_layout,
     is_coded,
+    join_by_parameter,
     sum_gradient_squares,
     sum_residuals_by_parameter,
 )
@@ -412,8 +414,9 @@ class DenseGradients:
         """Set the residuals of a checkpoint, by trainer, for `build_buckets` to load. Call it on every rank.
 
         In the same world with the same buckets each rank loads its own residuals. Otherwise rank 0 adds all of them to
-        its next gradients, so nothing is lost, even if sums are exact from now on. If other parameters are trained than
-        in the checkpoint, residuals are dropped: their parameters are unknown, and they are one rounding of one step.
+        its next gradients or directions, so nothing is lost, even if sums are exact from now on. They are dropped if
+        other parameters are trained than in the checkpoint, because their parameters are unknown; and those of
+        directions if gradients are sent now.
         """
         self._saved_residuals = states_by_trainer
 
@@ -533,9 +536,9 @@ class DenseGradients:
         saved_states = [state for state in states if state is not None]
         if self.full_mesh.is_server or not saved_states or saved_states[0]["sizes"] != sizes:
             return
-        is_same_layout = len(saved_states) == self.mesh.num_ranks and _describe_residual_layout(
+        is_same_layout = len(saved_states) == self.mesh.num_ranks and describe_residual_layout(
             saved_states[0]
-        ) == _describe_residual_layout(self.export_residuals())
+        ) == describe_residual_layout(self.export_residuals())
         if is_same_layout and saved_states[0].get("towers", {}) == self._map_parameters_to_towers():
             for bucket, saved_bucket in zip(
                 self.buckets, saved_states[self.mesh.rank]["buckets"], strict=True
@@ -545,19 +548,29 @@ class DenseGradients:
                 if saved_bucket["owed"] is not None:
                     bucket.residual = saved_bucket["owed"].to(bucket.gradients)
         else:
-            residuals = sum_residuals_by_parameter(states)
-            step = max(bucket.get("step", 0) for bucket in saved_states[0]["buckets"])
-            for bucket in self.buckets:
-                if bucket.coded is not None:
-                    bucket.coded.step = step  # the warm-up is not repeated
-                is_first = (bucket.tower_mesh or self.mesh).rank == 0
-                if is_first and any(index in residuals for index in bucket.indices):
-                    zeros = (torch.zeros(sizes[index]) for index in bucket.indices)
-                    parts = [
-                        residuals.get(index, zeros_of_parameter)
-                        for index, zeros_of_parameter in zip(bucket.indices, zeros, strict=True)
-                    ]
-                    bucket.residual = torch.cat(parts).to(bucket.gradients)
+            self._load_residuals_of_another_layout(states, saved_states[0]["buckets"], sizes)
+
+    def _load_residuals_of_another_layout(
+        self,
+        states: Sequence[State | None],
+        saved_buckets: Sequence[Mapping[str, Any]],
+        sizes: Sequence[int],
+    ) -> None:
+        """Let the first rank of each bucket owe what all ranks of the checkpoint owe: gradients, and directions where
+        they are sent now, too. Directions behind Adam would be taken for gradients, a hundredfold too large."""
+        owed_gradients = sum_residuals_by_parameter(states)
+        owed_directions = sum_residuals_by_parameter(states, of_directions=True)
+        step = max(bucket["step"] if bucket.get("thresholds") else 0 for bucket in saved_buckets)
+        for bucket in self.buckets:
+            if bucket.coded is not None:
+                bucket.coded.step = step  # the warm-up is not repeated
+                if bucket.coded.adam is not None and owed_directions:
+                    owed = join_by_parameter(owed_directions, bucket.indices, sizes)
+                    bucket.coded.add_owed_directions(owed, self.mesh)
+            is_first = (bucket.tower_mesh or self.mesh).rank == 0
+            if is_first and any(index in owed_gradients for index in bucket.indices):
+                owed = join_by_parameter(owed_gradients, bucket.indices, sizes)
+                bucket.residual = owed.to(bucket.gradients)
 
     def _agree_on_algorithms(self, mesh: Mesh, buckets: Sequence[GradientBucket]) -> None:
         """Take rank 0's reduction algorithms on all ranks, since ranks may have measured other links. Collective."""
@@ -673,18 +686,6 @@ class DenseGradients:
         self._thread = None
         for bucket in self.buckets:
             bucket.ready.set()
-
-
-def _describe_residual_layout(state: State | None) -> list[Any]:
-    """Return the properties that must be equal for residuals of two checkpoints to belong to the same buckets."""
-    if state is None:
-        return []
-    buckets = [
-        (bucket["numbers"], bucket["sent"] is None, bool(bucket.get("thresholds")))
-        for bucket in state["buckets"]
-        if not bucket.get("is_inside")
-    ]
-    return [state["hosts"], state["local"], state["sizes"], buckets]
 
 
 def _record_event(device: torch.device) -> torch.Event:

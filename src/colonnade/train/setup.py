@@ -212,12 +212,13 @@ def choose_messages(codec: DenseCodec, optimizer: Optimizer) -> DenseCodec:
     Each rank then sends the direction of its own step, and all apply the mean direction."""
     if not isinstance(codec, Thresholding) or type(optimizer) is not torch.optim.Adam:
         return codec
+    names = ("betas", "eps", "weight_decay", "amsgrad", "maximize", "decoupled_weight_decay")
     forms = {
-        (group["betas"], group["eps"], group["amsgrad"], group["maximize"], group["weight_decay"])
+        tuple(group.get(name, False) for name in names)  # torch 2.6 has no decoupled_weight_decay
         for group in optimizer.param_groups
     }
     weight_decay = optimizer.defaults["weight_decay"]
-    is_default = forms == {(ADAM_BETAS, ADAM_EPSILON, False, False, weight_decay)}
+    is_default = forms == {(ADAM_BETAS, ADAM_EPSILON, weight_decay, False, False, False)}
     return replace(codec, adam_weight_decay=weight_decay) if is_default else codec
 
 

@@ -184,6 +184,15 @@ class CodedAllReduce:
             self.adam.moments.copy_(state["moments"])
             self.adam.step = state["moments_step"]
 
+    def add_owed_directions(self, owed: Tensor, mesh: Mesh) -> None:
+        """Add directions (n,) that another world owes to the residuals of rank 0, or `by host` of the first host."""
+        if mesh.rank >= (mesh.world.ranks_per_host if self.way == "by host" else 1):
+            return
+        shares = owed.new_zeros(mesh.num_ranks, self.share)
+        shares.view(-1)[: len(owed)] = owed
+        first = mesh.rank * len(self.sent.residual)
+        self.sent.residual.add_(shares[first : first + len(self.sent.residual)])
+
     def _sum_over_scope(
         self,
         mesh: Mesh,
@@ -243,15 +252,17 @@ def coded_buffer_bytes(
     return num_ranks * coded_share_bytes(CODECS[codec], -(-sum(sizes) // num_ranks))
 
 
-def sum_residuals_by_parameter(states: Sequence[State | None]) -> dict[int, Tensor]:
-    """Return the sum of all ranks' residuals in a checkpoint by index of the dense parameter, flat. states: by rank of
-    the checkpoint's world; None: no residuals."""
+def sum_residuals_by_parameter(
+    states: Sequence[State | None], *, of_directions: bool = False
+) -> dict[int, Tensor]:
+    """Return the sum of all ranks' residuals in a checkpoint by index of the dense parameter, flat: those of gradients,
+    or those of Adam's directions. states: by rank of the checkpoint's world; None: no residuals."""
     residuals: dict[int, Tensor] = {}
     for rank, state in enumerate(states):
         if state is None:
             continue
         for bucket in state["buckets"]:
-            for total in _collect_residual_buffers(bucket, state, rank):
+            for total in _collect_residual_buffers(bucket, state, rank, of_directions):
                 sizes = [state["sizes"][i] for i in bucket["numbers"]]
                 parts = total[: sum(sizes)].split(sizes)
                 for i, part in zip(bucket["numbers"], parts, strict=True):
@@ -259,12 +270,42 @@ def sum_residuals_by_parameter(states: Sequence[State | None]) -> dict[int, Tens
     return residuals
 
 
+def join_by_parameter(
+    parts: Mapping[int, Tensor], indices: Sequence[int], sizes: Sequence[int]
+) -> Tensor:
+    """Join the parts of these parameters to one buffer, with zeros where there is none. sizes: of all parameters."""
+    return torch.cat([parts.get(index, torch.zeros(sizes[index])) for index in indices])
+
+
+def describe_residual_layout(state: State | None) -> list[Any]:
+    """Return the properties that must be equal for residuals of two checkpoints to belong to the same buckets."""
+    if state is None:
+        return []
+    buckets = [
+        (
+            bucket["numbers"],
+            bucket["sent"] is None,
+            bool(bucket.get("thresholds")),
+            _has_directions(bucket),
+        )
+        for bucket in state["buckets"]
+        if not bucket.get("is_inside")
+    ]
+    return [state["hosts"], state["local"], state["sizes"], buckets]
+
+
+def _has_directions(bucket_state: Mapping[str, Any]) -> bool:
+    """Return True if the residuals of a bucket in a checkpoint are directions of Adam instead of gradients."""
+    return bucket_state.get("moments") is not None
+
+
 def _collect_residual_buffers(
-    bucket_layout: Mapping[str, Any], rank_state: State, rank: int
+    bucket_layout: Mapping[str, Any], rank_state: State, rank: int, of_directions: bool
 ) -> list[Tensor]:
     """Return the residuals of one rank in one bucket, as buffers of the whole bucket."""
-    buffers = [] if bucket_layout["owed"] is None else [bucket_layout["owed"]]
-    if bucket_layout["sent"] is None:
+    owed = bucket_layout["owed"]  # gradients
+    buffers = [] if owed is None or of_directions else [owed]
+    if bucket_layout["sent"] is None or _has_directions(bucket_layout) != of_directions:
         return buffers
     hosts = rank_state["hosts"]
     local = rank_state["local"]
