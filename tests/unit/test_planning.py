@@ -367,7 +367,7 @@ def test_auto_caches_where_links_are_slow(capsys, tmp_path, monkeypatch, quick, 
     assert ("cached" in {table["exchange"] for table in tables}) == is_cached
     assert (planned["cache_bytes"] > 0) == is_cached
     exact, int8, thresholded = planned["dense_seconds"].values()
-    assert exact > int8 > thresholded > 0
+    assert min(exact, int8, thresholded) > 0 and (not is_cached or exact > int8 > thresholded)
 
 
 def test_a_choice_without_a_cache_drops_it_where_it_was_free():

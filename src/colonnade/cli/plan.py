@@ -111,12 +111,7 @@ def plan(
     from colonnade.planning import planner
     from colonnade.run.run import open_planned_setup, plan_run
 
-    if not advise and (efficiency is not None or hosts_up_to is not None):
-        raise ConfigError("got --efficiency or --hosts-up-to without --advise; add --advise")
-    if advise and (table is not None or target is not None):
-        raise ConfigError(
-            "got --table or --target with --advise, which shows neither; leave one out"
-        )
+    _check_advice_options(advise, (efficiency, hosts_up_to), (table, target))
     topology = _build_plan_world(world, ranks, uplink, local)
     if topology is None:  # another rank prints the plan
         return
@@ -148,6 +143,18 @@ def plan(
         print(json.dumps(convert_plan_to_json(choice, tables), indent=2))
     else:
         print_plan(choice, tables, target, table)
+
+
+def _check_advice_options(
+    advise: bool, only_with_it: Sequence[object], never_with_it: Sequence[object]
+) -> None:
+    """Raise ConfigError if options are set that belong to the other output."""
+    if not advise and any(value is not None for value in only_with_it):
+        raise ConfigError("got --efficiency or --hosts-up-to without --advise; add --advise")
+    if advise and any(value is not None for value in never_with_it):
+        raise ConfigError(
+            "got --table or --target with --advise, which shows neither; leave it out"
+        )
 
 
 def _build_plan_world(
