@@ -15,8 +15,8 @@ from workers import advise as worker
 
 
 def test_ratios_compare_efficiencies_and_the_fastest_hosts():
-    """At one link the prediction is half as slow everywhere, which changes no efficiency; at the other, four hosts are
-    predicted to be the fastest, and are the slowest."""
+    """Predictions that are half as slow everywhere have the same efficiency. At the other link four hosts are predicted
+    to be the fastest, and are the slowest."""
     seconds = {
         "10 Gbit/s": ({1: 4.0, 2: 2.0, 4: 1.0}, {1: 8.0, 2: 4.0, 4: 2.0}),
         "1 Gbit/s": ({1: 4.0, 2: 4.0, 4: 2.0}, {1: 4.0, 2: 4.0, 4: 5.0}),
