@@ -129,6 +129,7 @@ def train(mesh, name, *, feeds_back=True):
         "bits": bits,
         "state": dense.export_residuals(),
         "sent": reported,
+        "noise_steps": dense.noise.steps,
     }
 
 
@@ -243,6 +244,11 @@ def test_every_rank_has_the_same_bits(everyone, name):
     # Parameters of 16 bits travel as they are.
     exact, coded = (everyone[0][which]["bits"][0] for which in ("exact", name))
     assert torch.equal(exact[3], coded[3]) and not torch.equal(exact[0], coded[0])
+
+
+def test_noise_is_not_measured_where_sums_have_late_elements(everyone):
+    steps = {name: everyone[0][name]["noise_steps"] for name in ("exact", *ALL)}
+    assert steps == dict.fromkeys(("exact", *ROUNDED), STEPS) | dict.fromkeys(ALL[-2:], 0)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -18,6 +18,7 @@ from rich.console import Console
 from colonnade import Plan, PlanConfig, Table, build_plan, fit
 from colonnade.cli import app
 from colonnade.cli.plan import _default_to_automatic
+from colonnade.cli.plan_tables import print_advice
 from colonnade.comm.mesh import Mesh
 from colonnade.config.plan import CacheConfig, TablePlanConfig
 from colonnade.config.run import build_config, override_settings
@@ -25,6 +26,7 @@ from colonnade.data import open_source, open_tensors
 from colonnade.embedding import find_collection
 from colonnade.errors import BudgetExceeded, ConfigError, DataError
 from colonnade.models.build import build_model
+from colonnade.plan.advice import Advice, BatchCost, ScalingPoint, ServerDemand
 from colonnade.plan.caching import build_table_caches, remote_copy_bytes
 from colonnade.plan.cost.prediction import StepCosts
 from colonnade.plan.measure.device import Device
@@ -490,6 +492,36 @@ def test_advice_is_a_table_and_a_sentence_for_each_lemma(capsys, tmp_path, monke
         assert line.startswith(words)
     assert "not hidden" in lines[6] and "no run measured the noise of gradients" in lines[7]
     assert not list(tmp_path.iterdir())
+
+
+def test_advice_is_whole_on_narrow_terminals(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    limit = "processor; 38% of a step waits for links between ranks, and more than fits"
+    need = ServerDemand(
+        compute_seconds=1.0,
+        requested_rows=1.0,
+        link_bytes=1.0,
+        processor_seconds=1.0,
+        row_bytes=1.0,
+        link_bytes_per_second=1.0,
+        memory_bytes=None,
+    )
+    advice = Advice(
+        batch_size=100,
+        curve=(
+            ScalingPoint(num_ranks=1, step_seconds=1.0, speedup=1.0, efficiency=1.0, limit=limit),
+        ),
+        num_ranks=1,
+        world=World(),
+        num_servers=1,
+        servers=need,
+        staleness_steps=0,
+        batch=BatchCost(fixed_seconds=1.0, sample_seconds=1.0),
+        noise=None,
+    )
+    print_advice(advice, 0.8)
+    table = capsys.readouterr().out.split("\nranks: ")[0]
+    assert set(limit.split()) <= set(table.split())
 
 
 def test_advice_as_json_has_the_curve_that_it_is_read_from(capsys, tmp_path, monkeypatch, quick):

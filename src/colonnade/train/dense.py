@@ -35,7 +35,7 @@ from colonnade.comm.mesh import Mesh
 from colonnade.comm.process_groups import open_tower_mesh
 from colonnade.comm.traffic import count_waiting_time
 from colonnade.plan.advice import GradientNoise
-from colonnade.plan.names import DenseCodec
+from colonnade.plan.names import DenseCodec, Thresholding
 from colonnade.train.tower_weights import TowerWeights, reject_tower_gradient
 from colonnade.wire.coded_sums import (
     CodedAllReduce,
@@ -370,7 +370,7 @@ class DenseGradients:
         square_of_parts = num_parts * first_square
         if self.mesh.num_ranks > 1:
             num_parts, square_of_parts = self.mesh.num_ranks, rank_squares
-        if self.directed_parameters:  # sums of directions have another noise
+        if isinstance(self.codec, Thresholding):  # a sum has late elements of many steps
             return
         square = sum(bucket.square for bucket in self.buckets if bucket.tower_mesh is None)
         if num_parts > 1 and 0 < square < math.inf and square_of_parts < math.inf:

@@ -97,7 +97,7 @@ def open_interactions(
     test_fraction, test_after, ...     shares (0.2, 0.1 of the rest), or cutoffs of split=time: ISO times or numbers
     samples                            "pairs" (user, item), "sequences" of a user's items, or pairs with "neighbours"
     max_history, max_pairs             most items of a history, and pairs of a user in an epoch (default: all)
-    negatives, fan_outs                distinct items drawn for each sequence; neighbours drawn for each node, by hop
+    negatives, fan_outs                items drawn for each sequence (distinct in a batch); neighbours of a node, by hop
     order                              order of a user's items; default: time if there is such a column, else none
     ranked_negatives                   drawn items that held-out ones are ranked among, or a file; default: all items
 
