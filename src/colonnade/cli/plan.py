@@ -14,6 +14,7 @@ import typer
 from colonnade.errors import ConfigError
 
 if TYPE_CHECKING:
+    from colonnade.config.run import RunConfig
     from colonnade.planning.planner import PlanningResult
     from colonnade.table import Table
     from colonnade.topology.world import World
@@ -105,11 +106,10 @@ def plan(
     hosts_up_to: HostsOption = None,
 ) -> None:
     """Choose where rows are stored and how values are exchanged, and predict the speed of training."""
-    from colonnade.cli.plan_tables import print_advice, print_plan
+    from colonnade.cli.plan_tables import print_plan
     from colonnade.cli.train import build_config
     from colonnade.config.run import override_settings
-    from colonnade.planning import planner
-    from colonnade.run.run import open_planned_setup, plan_run
+    from colonnade.run.run import plan_run
 
     _check_advice_options(advise, (efficiency, hosts_up_to), (table, target))
     topology = _build_plan_world(world, ranks, uplink, local)
@@ -124,25 +124,49 @@ def plan(
         _default_to_automatic(config, set_),
     )
     if advise:
-        min_efficiency = 0.8 if efficiency is None else efficiency
-        advice = planner.advise(
-            open_planned_setup(chosen),
+        _print_advice(
+            chosen,
             topology,
-            run_folder=run,
-            min_efficiency=min_efficiency,
-            max_hosts=64 if hosts_up_to is None else hosts_up_to,
-            lookups=sample,
+            run,
+            0.8 if efficiency is None else efficiency,
+            64 if hosts_up_to is None else hosts_up_to,
+            sample,
+            as_json,
         )
-        if as_json:
-            print(json.dumps(asdict(advice), indent=2))
-        else:
-            print_advice(advice, min_efficiency)
         return
     choice, tables = plan_run(chosen, run, topology, lookups=sample, table=table)
     if as_json:
         print(json.dumps(convert_plan_to_json(choice, tables), indent=2))
     else:
         print_plan(choice, tables, target, table)
+
+
+def _print_advice(
+    config: RunConfig,
+    world: World,
+    run: Path,
+    min_efficiency: float,
+    max_hosts: int,
+    lookups: int,
+    as_json: bool,
+) -> None:
+    """Predict more and fewer hosts, and print what is advised."""
+    from colonnade.cli.plan_tables import print_advice
+    from colonnade.planning import planner
+    from colonnade.run.run import open_planned_setup
+
+    advice = planner.advise(
+        open_planned_setup(config),
+        world,
+        run_folder=run,
+        min_efficiency=min_efficiency,
+        max_hosts=max_hosts,
+        lookups=lookups,
+    )
+    if as_json:
+        print(json.dumps(asdict(advice), indent=2))
+    else:
+        print_advice(advice, min_efficiency)
 
 
 def _check_advice_options(

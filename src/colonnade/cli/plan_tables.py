@@ -122,7 +122,7 @@ def _describe_batch(advice: Advice) -> str:
     if noise is None:
         return (
             f"{size:,}; no run measured the noise of gradients. Train {MIN_NOISE_STEPS} steps on 2 ranks, or with "
-            "train.accumulate=2, and give its folder: --run FOLDER"
+            "train.accumulate=2, without plan.codec.dense=thresholded, and give its folder: --run FOLDER"
         )
     when = f"of steps {noise.first_step:,} to {noise.last_step:,}"
     if noise.samples is None:
