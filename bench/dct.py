@@ -174,7 +174,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if "selection" in options.parts:
         file.add(time_selection(100 if options.quick else 1000))
     if "steps" in options.parts:
-        file.add(measure_steps(1 if options.quick else 8, 2 if options.quick else 5))
+        file.add(measure_steps(1 if options.quick else 5, 2 if options.quick else 3))
     for seed in range(1 if options.quick else NUM_SEEDS):
         for case in filter(options.parts.__contains__, RUNS):
             for codec in CODECS:
