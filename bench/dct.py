@@ -10,7 +10,8 @@ Minutes: 70 (quick 3).
                             the network of MovieLens-1M
     bytes_saved_5000_steps  the same, of the whole run of 5,000 steps
     vs_int8                 seconds of a step of int8 sums over those of thresholded ones: 2 x 2 ranks, 100 Mbit/s,
-                            sums that take half of an exact step; vs_int8_bound: by bytes alone; vs_exact: of exact sums
+                            sums that take half of an exact step; vs_int8_bound: by bytes alone, if nothing of the sums
+                            is hidden by backward; vs_exact: of exact sums; .._80: sums that take 80 % of an exact step
     selection_of_copy       seconds to copy as many bytes as the native pass of a message moves over those of the pass
 
 Hosts are network namespaces. Seeds are trained by `colonnade train` with two ranks. Each run is written to FILE when
@@ -51,6 +52,8 @@ NUM_SEEDS = 3
 SPEED, SELECTION = "1.2 million weights", "1 Mi elements"
 NUM_ELEMENTS = 1 << 20
 GIGABITS = 0.1
+PERCENTS = {50: "", 80: "_80"}
+"""Parts of an exact step that sums take, with the ends of ratios' names."""
 
 
 def train(case: str, codec: str, seed: int, quick: bool) -> dict[str, float]:
@@ -70,18 +73,22 @@ def train(case: str, codec: str, seed: int, quick: bool) -> dict[str, float]:
         return json.loads((run / "summary.json").read_text())["metrics"]
 
 
-def measure_steps(rounds: int, steps: int) -> list[Measured]:
-    """Time steps of all codecs between hosts."""
+def name_case(percent: int) -> str:
+    return f"{SPEED}, 2x2 {GIGABITS:g} Gbit/s, sums {percent} %"
+
+
+def measure_steps(rounds: int, steps: int, percent: int) -> list[Measured]:
+    """Time steps of all codecs between hosts. percent: part of an exact step that sums take."""
     with tempfile.TemporaryDirectory() as name, open_hosts(2, gigabits=GIGABITS) as hosts:
         path = Path(name) / "result.json"
         job = torchrun(
-            hosts, 2, ["-m", "workers.dct_ranks", str(path), str(rounds), str(steps)],
+            hosts, 2, ["-m", "workers.dct_ranks", *map(str, (path, rounds, steps, percent))],
             folder=Path(name), cwd=Path(__file__).parent, env={"OMP_NUM_THREADS": "1"},
         )  # fmt: skip
         if any(job.wait(1000)):
             raise BenchError(f"steps: {job.tail()}")
         result = json.loads(path.read_text())
-    case = f"{SPEED}, 2x2 {GIGABITS:g} Gbit/s"
+    case = name_case(percent)
     measured = [Measured(case, system, "s", values) for system, values in result["seconds"].items()]
     measured += [
         Measured(case, system, "bytes", [size]) for system, size in result["bytes"].items()
@@ -146,15 +153,18 @@ def compute_ratios(measured: Sequence[Measured]) -> dict[str, float]:
             for system in ("exact", "thresholded", "thresholded, 5,000 steps")
         )
         ratios |= {"bytes_saved_99": exact / after, "bytes_saved_5000_steps": exact / run}
-    case = f"{SPEED}, 2x2 {GIGABITS:g} Gbit/s"
-    if (case, "exact", "s") in values:
-        exact, int8, ours = (median(values[case, system, "s"]) for system in CODECS)
-        sent = {system: values[case, system, "bytes"][0] for system in CODECS}
-        half = exact / 2
-        bound = (half + half * sent["int8"] / sent["exact"]) / (
-            half + half * sent["thresholded"] / sent["exact"]
-        )
-        ratios |= {"vs_int8": int8 / ours, "vs_int8_bound": bound, "vs_exact": exact / ours}
+    for percent, suffix in PERCENTS.items():
+        if (name_case(percent), "exact", "s") not in values:
+            continue
+        exact, int8, ours = (median(values[name_case(percent), codec, "s"]) for codec in CODECS)
+        sent = {codec: values[name_case(percent), codec, "bytes"][0] for codec in CODECS}
+        parts = {codec: size / sent["exact"] * percent / 100 for codec, size in sent.items()}
+        bound = (1 - percent / 100 + parts["int8"]) / (1 - percent / 100 + parts["thresholded"])
+        ratios |= {
+            f"vs_int8{suffix}": int8 / ours,
+            f"vs_int8_bound{suffix}": bound,
+            f"vs_exact{suffix}": exact / ours,
+        }
     if (SELECTION, "pass", "s") in values:
         copy, native = (median(values[SELECTION, system, "s"]) for system in ("copy", "pass"))
         ratios["selection_of_copy"] = copy / native
@@ -174,7 +184,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if "selection" in options.parts:
         file.add(time_selection(100 if options.quick else 1000))
     if "steps" in options.parts:
-        file.add(measure_steps(1 if options.quick else 5, 2 if options.quick else 3))
+        for percent in PERCENTS:
+            known = {m.case for m in file.measured}
+            if name_case(percent) not in known:
+                file.add(measure_steps(*((1, 2) if options.quick else (5, 3)), percent))
     for seed in range(1 if options.quick else NUM_SEEDS):
         for case in filter(options.parts.__contains__, RUNS):
             for codec in CODECS:

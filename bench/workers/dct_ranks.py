@@ -1,8 +1,8 @@
 """Steps of one network whose dense gradients are summed over hosts, by one codec after the other in turns.
 
-torchrun ... -m workers.dct_ranks FILE ROUNDS STEPS      rank 0 writes FILE: a JSON object of seconds by system
+torchrun ... -m workers.dct_ranks FILE ROUNDS STEPS PERCENT      rank 0 writes FILE: JSON of seconds by system
 
-The batch is such that the sums take half of an exact step: "none", which sums nothing, takes the other half. Buckets
+The batch is such that the sums take this part of an exact step: "none", which sums nothing, takes the rest. Buckets
 leave while backward runs. bytes: of a step, that rank 0 sends over its uplink.
 """
 
@@ -70,22 +70,23 @@ class Steps:
         )
 
 
-def tune_batch(mesh: Mesh, none: Steps, exact: Steps) -> torch.Tensor:
-    """Return a batch with which the sums are half of an exact step, the same size on all ranks."""
+def tune_batch(mesh: Mesh, none: Steps, exact: Steps, percent: int) -> torch.Tensor:
+    """Return a batch with which the sums are `percent` of an exact step, the same size on all ranks."""
     size = 256.0
     for _ in range(TUNING_ROUNDS):
         inputs = torch.randn(int(size), WIDTHS[0])
         computing, whole = (sum(system.time(inputs, 4)) / 4 for system in (none, exact))
-        size = min(max(size * (whole - computing) / computing, 8.0), 8192.0)
+        factor = (whole - computing) / computing * (100 - percent) / percent
+        size = min(max(size * factor, 8.0), 8192.0)
         size = float(mesh.broadcast("dense", torch.tensor([size])))
     return torch.randn(int(size), WIDTHS[0], generator=torch.Generator().manual_seed(mesh.rank))
 
 
-def main(path: str, rounds: int, steps: int) -> None:
+def main(path: str, rounds: int, steps: int, percent: int) -> None:
     torch.set_num_threads(1)
     mesh = open_mesh()
     systems = {name: Steps(mesh, name) for name in (NONE, *CODECS)}
-    inputs = tune_batch(mesh, systems[NONE], systems["exact"])
+    inputs = tune_batch(mesh, systems[NONE], systems["exact"], percent)
     seconds: dict[str, list[float]] = {name: [] for name in systems}
     for _ in range(rounds):
         for name, system in systems.items():
