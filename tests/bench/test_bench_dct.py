@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))  # benches are scripts
+
 import advise_batch
 import dct
-import pytest
 from harness import Measured
 
 
