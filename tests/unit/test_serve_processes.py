@@ -480,7 +480,8 @@ def test_workers_share_a_port_and_are_started_again(trained, batch, expected, tm
         with server.client() as client:
             text = client.get("/metrics").text
             assert read_metric(text, "colonnade_worker_restarts_total") == 1
-            assert read_metric(text, 'colonnade_requests_total{route="infer",status="200"}') == 30
+            answered = read_metric(text, 'colonnade_requests_total{route="infer",status="200"}')
+            assert answered in (29, 30)  # the killed one may not have counted its last answer
             assert client.post("/admin/shutdown", headers=bearer()).status_code == 200
         assert server.process.wait(60) == 0
 
