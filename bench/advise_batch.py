@@ -13,14 +13,23 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from harness import ROOT, ArmFile, BenchError, Measured, open_parser, run_script, say
+from harness import (
+    ROOT,
+    ArmFile,
+    BenchError,
+    Measured,
+    open_parser,
+    run_module,
+    run_script,
+    say,
+    train_run,
+)
 
 from colonnade.plan.advice import BatchCost
 
@@ -29,45 +38,29 @@ EPOCHS = 2
 MEASURED_SIZE = 2048
 """Batch of the run that measures the noise."""
 CASE, ADVISED = "ml-1m", "advised"
-ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
-def run_colonnade(*words: str) -> str:
-    """Run the command line; return what it prints. Raises BenchError with the end of what it says where it fails."""
-    command = [sys.executable, "-m", "colonnade", *words]
-    environment = os.environ | ONE_THREAD
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    if done.returncode:
-        raise BenchError(f"{' '.join(words[:2])}: {(done.stdout + done.stderr)[-1500:]}")
-    return done.stdout
-
-
-def train(run: Path, batch_size: int, *settings: str) -> float:
-    """Train the preset into a run folder; return the test log loss."""
-    settings = (
-        f"train.batch_size={batch_size}",
-        f"train.epochs={EPOCHS}",
-        "train.patience=0",
-        *settings,
-    )
-    options = [word for setting in settings for word in ("--set", setting)]
-    run_colonnade("train", "--data", "movielens", "--run", str(run), *options)
-    return float(json.loads((run / "summary.json").read_text())["metrics"]["test_log_loss"])
+def train(run: Path, batch_size: int, **more: int) -> float:
+    """Train the preset into a run folder; return the test log loss. more: settings of `train`."""
+    values = {"batch_size": batch_size, "epochs": EPOCHS, "patience": 0, **more}
+    settings = {f"train.{name}": value for name, value in values.items()}
+    return train_run(run, ["--data", "movielens"], settings)["test_log_loss"]
 
 
 def advise_batch(folder: Path) -> float:
     """Return the advised batch from a run that measures the noise."""
     run = folder / "noise"
-    train(run, MEASURED_SIZE, "train.accumulate=2")
+    train(run, MEASURED_SIZE, accumulate=2)
     words = [
+        "colonnade",
+        "plan",
         "--data",
         "movielens",
         "--set",
         f"train.batch_size={MEASURED_SIZE}",
-        "--hosts-up-to",
-        "1",
     ]
-    advice = json.loads(run_colonnade("plan", *words, "--run", str(run), "--advise", "--json"))
+    words += ["--run", str(run), "--advise", "--hosts-up-to", "1", "--json"]
+    advice = json.loads(run_module(sys.executable, words, threads=1))
     noise = advice["noise"]["samples"]
     if noise is None:
         raise BenchError("the noise of all batches together hides the gradient")

@@ -22,8 +22,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -33,21 +31,20 @@ from statistics import fmean, median
 import torch
 from cluster.hosts import open_hosts
 from cluster.launch import torchrun
-from harness import ROOT, ArmFile, BenchError, Measured, open_parser, run_script, say
+from harness import ROOT, ArmFile, BenchError, Measured, open_parser, run_script, say, train_run
 from workers.dct_ranks import CODECS, NONE, WIDTHS
 
 from colonnade import _native
 from colonnade.plan.names import Thresholding
-from colonnade.wire.coded_sums import MIN_THRESHOLDED, coded_buffer_bytes
+from colonnade.wire.dense_sums import MIN_THRESHOLDED, coded_buffer_bytes
 from colonnade.wire.thresholded import ThresholdedShares, split_into_blocks
 
 RULE = Thresholding(keep=0.01, keep_steps=1000)
-RUNS = {
-    "stream": ["--data", "synthetic", "--set", "data.options.num_train=10000000", "--set", "train.batch_size=2000"],
-    "ml-1m": ["--data", "movielens", "--set", "train.batch_size=600", "--set", "train.max_steps=5000",
-              "--set", "train.epochs=10"],
-}  # fmt: skip
-"""Arguments of `colonnade train` by case."""
+RUNS: dict[str, tuple[str, dict[str, int]]] = {
+    "stream": ("synthetic", {"data.options.num_train": 10_000_000, "train.batch_size": 2000}),
+    "ml-1m": ("movielens", {"train.batch_size": 600, "train.max_steps": 5000, "train.epochs": 10}),
+}
+"""Data and settings of runs by case."""
 NUM_SEEDS = 3
 SPEED, SELECTION = "1.2 million weights", "1 Mi elements"
 NUM_ELEMENTS = 1 << 20
@@ -58,19 +55,13 @@ PERCENTS = {50: "", 80: "_80"}
 
 def train(case: str, codec: str, seed: int, quick: bool) -> dict[str, float]:
     """Train one run of two ranks; return its test metrics."""
-    settings = [f"plan.codec.dense={codec}", f"train.seed={seed}", "train.patience=0"]
+    data, settings = RUNS[case]
+    more = {"plan.codec.dense": codec, "train.seed": seed, "train.patience": 0}
     if quick:
-        settings += ["train.max_steps=200", "plan.codec.dense_keep=0.3"]
+        more |= {"train.max_steps": 200, "plan.codec.dense_keep": 0.3}
     with tempfile.TemporaryDirectory() as folder:
-        run = Path(folder) / "run"
-        command = [sys.executable, "-m", "colonnade", "train", *RUNS[case]]
-        command += ["--ranks", "2", "--run", str(run)]
-        for setting in settings:
-            command += ["--set", setting]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise BenchError(f"{case} {codec}: {(done.stdout + done.stderr)[-1500:]}")
-        return json.loads((run / "summary.json").read_text())["metrics"]
+        words = ["--data", data, "--ranks", "2"]
+        return train_run(Path(folder) / "run", words, settings | more)
 
 
 def name_case(percent: int) -> str:
@@ -103,7 +94,7 @@ def time_selection(rounds: int) -> list[Measured]:
     gradients = [torch.randn(NUM_ELEMENTS) for _ in range(4)]
     for step in range(100):  # until the controller has settled
         shares.encode_with_residuals(gradients[step % 4], 1.0, step)
-    slots = shares.allot_slots(0.01)
+    slots = shares.slots
     passed = torch.zeros_like(slots)
     message = torch.empty(int(slots.sum()), dtype=torch.int32)
     residual, new = shares.residual.view(-1), torch.empty(NUM_ELEMENTS)

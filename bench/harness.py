@@ -300,6 +300,16 @@ def run_module(
     return done.stdout
 
 
+def train_run(run: Path, words: Sequence[str], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Run `colonnade train WORDS` into the folder `run`, one thread each rank; return the run's final metrics.
+
+    settings: by name, as with --set. Raises BenchError as `run_module`."""
+    options = [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
+    command = ["colonnade", "train", *words, "--run", run, *options]
+    run_module(sys.executable, command, name="colonnade train", threads=1)
+    return json.loads((run / "summary.json").read_text())["metrics"]
+
+
 def close_workers(workers: Iterable[Worker]) -> None:
     for worker in workers:
         worker.close()

@@ -3,7 +3,7 @@ batch are advised for it.
 
     python recipes/lemmas.py [FOLDER]
 
-Seconds on several hosts are predicted from steps that are timed here, and from the links as declared.
+The steps of one process are timed on this machine; those on several hosts are predicted, for links as declared.
 """
 
 import subprocess

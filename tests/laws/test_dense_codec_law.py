@@ -26,7 +26,7 @@ from colonnade.train import dense as buckets
 from colonnade.train.dense import DenseGradients
 from colonnade.train.setup import apply_directions, choose_messages
 from colonnade.wire.codec import CODECS
-from colonnade.wire.coded_sums import coded_buffer_bytes, sum_residuals_by_parameter
+from colonnade.wire.dense_sums import coded_buffer_bytes, sum_residuals_by_parameter
 
 ROUNDED = ("bf16", "fp16", "int8")
 RULE = Thresholding(keep=0.1, keep_steps=5)

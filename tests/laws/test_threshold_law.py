@@ -6,11 +6,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ranks import console_of, run_ranks
 from references import threshold_reference as reference
+from small_run import CONFIG
 
-from colonnade import _native
+from colonnade import Mesh, _native
 from colonnade.config.plan import CodecConfig
+from colonnade.config.run import build_config, override_settings
+from colonnade.errors import ConfigError
 from colonnade.plan.names import Thresholding
+from colonnade.run.defaults import check_thresholded_sums
+from colonnade.run.run import open_run
 from colonnade.wire.thresholded import (
     SLOT_BYTES,
     ThresholdedShares,
@@ -106,7 +112,7 @@ def train(rule, steps, size=20_000, decay=0.0):
     """Send gradients of one rank for some steps; return the elements that pass in each, and the end."""
     shares = ThresholdedShares(rule, split_into_blocks([size], 1), range(1))
     scales = 10 ** (0.3 * torch.randn(size, generator=torch.Generator().manual_seed(1)))
-    sent, total, passed = torch.zeros(size, dtype=torch.float64), torch.zeros_like(shares.sizes), []
+    sent, passed = torch.zeros(size, dtype=torch.float64), []
     total = torch.zeros(size, dtype=torch.float64)
     for step in range(steps):
         random = torch.Generator().manual_seed(step)
@@ -167,3 +173,36 @@ def test_settings_of_thresholded_sums():
     for setting in ({"dense_keep": 0}, {"dense_keep": 1.1}, {"dense_refresh": 0}):
         with pytest.raises(ValueError):
             CodecConfig(dense="thresholded", **setting)
+
+
+def open_short_run(mesh, folder, settings):
+    """Open a run of few steps; return why it is refused, None if it is not."""
+    thresholded = {"plan.codec.dense": "thresholded", "train.max_steps": 40}
+    config = override_settings(build_config(CONFIG), thresholded | settings)
+    try:
+        open_run(config, mesh, folder, console=console_of(mesh)).close()
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({}, "steps with plan.codec.dense=thresholded, wanted at least 5,000"),
+        ({"plan.codec.dense_keep": 1, "dense.clip_norm": 1.0}, None),  # exact
+        ({"dense.clip_norm": 1.0}, "got dense.clip_norm=1 with plan.codec.dense=thresholded"),
+    ],
+)
+def test_runs_that_are_too_short_or_clip_are_refused_on_several_ranks(tmp_path, settings, words):
+    for reason in run_ranks(2, open_short_run, tmp_path / "two", settings):
+        assert reason is None if words is None else words in reason
+    assert open_short_run(Mesh(), tmp_path / "one", settings) is None  # where nothing is sent
+
+
+def test_a_refusal_names_a_share_that_fits():
+    config = override_settings(build_config(CONFIG), {"plan.codec.dense": "thresholded"})
+    with pytest.raises(ConfigError, match=r"dense_keep=0\.14, or plan\.codec\.dense=int8"):
+        check_thresholded_sums(config, 367)
+    check_thresholded_sums(config, 5000)
+    check_thresholded_sums(config, None)

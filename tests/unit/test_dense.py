@@ -27,7 +27,7 @@ from colonnade.errors import PeerLost
 from colonnade.plan.advice import GradientNoise
 from colonnade.train import dense as dense_module
 from colonnade.train.dense import DenseGradients, assign_parameters_to_buckets
-from colonnade.wire import coded_sums
+from colonnade.wire import dense_sums
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 SINGLE, DOUBLE, HALF = torch.float32, torch.float64, torch.bfloat16
@@ -198,13 +198,13 @@ def leaves_while_backward_runs(mesh):
     dense_module.BUCKET_BYTES = 32
     layers = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(4)))
     dense = attached(layers, mesh)
-    order, reduce = [], coded_sums.GradientBucket.sum_over_ranks
+    order, reduce = [], dense_sums.GradientBucket.sum_over_ranks
 
     def noted(bucket, mesh, unit):
         reduce(bucket, mesh, unit)
         order.append((bucket.indices, threading.current_thread().name))
 
-    coded_sums.GradientBucket.sum_over_ranks = noted
+    dense_sums.GradientBucket.sum_over_ranks = noted
     outputs = []
 
     def early(_):
@@ -222,7 +222,7 @@ def leaves_while_backward_runs(mesh):
         layers(torch.ones(2, 4)).sum().backward()
         dense.reduce(finite=True, stop=False)
         assert order == [([n], "dense") for n in (3, 2, 1, 0)]
-    coded_sums.GradientBucket.sum_over_ranks = reduce
+    dense_sums.GradientBucket.sum_over_ranks = reduce
     assert outputs == [0, 3]
 
 
@@ -448,7 +448,7 @@ def test_an_error_in_backward_leaves_nobody_waiting():
 def test_a_gradient_that_comes_too_late_is_told(monkeypatch):
     """A parameter that gets a second gradient after its bucket has left: never summed wrongly."""
     monkeypatch.setattr(dense_module, "BUCKET_BYTES", 8)
-    monkeypatch.setattr(coded_sums, "sum_over_ranks", lambda mesh, values, way: None)
+    monkeypatch.setattr(dense_sums, "sum_over_ranks", lambda mesh, values, way: None)
     monkeypatch.setattr(Mesh, "broadcast", lambda mesh, channel, values, **_: values)
     model = Odd()
     dense = attached(model, Mesh(World(ranks_per_host=2)))

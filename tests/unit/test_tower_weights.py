@@ -14,7 +14,7 @@ from colonnade.interaction import TowerModule
 from colonnade.lookup.contract import TowerConsumers
 from colonnade.train.dense import DenseGradients
 from colonnade.train.tower_weights import TowerWeights, find_tower_weights
-from colonnade.wire.coded_sums import sum_residuals_by_parameter
+from colonnade.wire.dense_sums import sum_residuals_by_parameter
 
 NUM_RANKS, STEPS, SAMPLES = 4, 4, 24
 INPUTS = torch.randn(STEPS, SAMPLES, 3, generator=torch.Generator().manual_seed(5)).double()

@@ -146,7 +146,7 @@ def choose_sum_algorithm(world: World, buffer_bytes: float) -> SumAlgorithm:
 
 
 def sum_algorithm_of_layout(world: World) -> SumAlgorithm:
-    """Return the algorithm for coded sums (wire/coded_sums.py) from the layout of hosts and ranks alone. Pure.
+    """Return the algorithm for coded sums (wire/dense_sums.py) from the layout of hosts and ranks alone. Pure.
 
     Coded sums are rounded on each hop, so their bits depend on the algorithm, which therefore must not depend on
     measured speeds. `by host` for several hosts of several ranks, else `scattered`."""

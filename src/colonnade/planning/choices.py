@@ -49,7 +49,7 @@ from colonnade.topology.sharding import Sharding, row_wise
 from colonnade.topology.towers import Partition
 from colonnade.topology.world import World
 from colonnade.train.setup import RunSetup
-from colonnade.wire.coded_sums import SIGNAL_BYTES, coded_buffer_bytes, is_coded
+from colonnade.wire.dense_sums import SIGNAL_BYTES, coded_buffer_bytes, is_coded
 
 NUM_RUNNERS_UP = 4
 """Largest number of plans of other kinds that are predicted, and timed, beside the predicted fastest."""

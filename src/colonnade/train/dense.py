@@ -37,7 +37,8 @@ from colonnade.comm.traffic import count_waiting_time
 from colonnade.plan.advice import GradientNoise
 from colonnade.plan.names import DenseCodec, Thresholding
 from colonnade.train.tower_weights import TowerWeights, reject_tower_gradient
-from colonnade.wire.coded_sums import (
+from colonnade.wire.dense_sums import (
+    SIGNALS,
     CodedAllReduce,
     GradientBucket,
     State,
@@ -101,7 +102,6 @@ def fill_buckets(
 
 
 NOT_CODED = {"sent": None, "summed": None}  # in checkpoints
-SIGNALS = 5  # not finite, stop requested, checkpoint requested, loss, squared norm of this rank's gradients
 ALONE_BYTES = 1 << 16
 """Bytes from which the last bucket is sent without signals between hosts: 0.5 ms at 1 Gbit/s, one message's time."""
 
@@ -156,10 +156,8 @@ class DenseGradients:
         # Norms of gradients, by tower.
         self._tower_norms = torch.zeros(len(parameters_by_tower), dtype=torch.float64)
         self._signals = torch.zeros(SIGNALS)
-        self._first_part = (
-            1,
-            0.0,
-        )  # number of micro-batches, and squared norm of the gradients of the first
+        # Number of micro-batches, and squared norm of the gradients of the first.
+        self._first_part = (1, 0.0)
         self.noise = GradientNoise()
         self.is_checkpoint_requested = False  # by a rank, in the last step
         self._views: list[Tensor | None] = []  # by parameter; None: another tower's

@@ -9,7 +9,7 @@ A codec applies to every row of an exchange, including the rank's own rows: the 
 on their owner. In a world of one nothing is sent, and nothing is encoded.
 
 Error feedback (adding the rounding error of one message to the next) is for sums that recur at the same index, as dense
-gradients do (wire/coded_sums.py), which are rounded to nearest. Rows have no residuals: a residual would take a row's
+gradients do (wire/dense_sums.py), which are rounded to nearest. Rows have no residuals: a residual would take a row's
 memory on every rank that ever requested the row, and would be added much later, at the next request. Stochastic
 rounding needs none.
 

@@ -62,6 +62,11 @@ def count_passing(block_size: int, density: float) -> int:
     return max(1, int(density * block_size + 1e-9))
 
 
+def find_threshold(elements: Tensor, num_wanted: int) -> float:
+    """Return the magnitude that `num_wanted` of the elements (n,) have at least. Pure."""
+    return float(elements.abs().kthvalue(len(elements) + 1 - num_wanted).values)
+
+
 def split_into_blocks(sizes: Sequence[int], num_shares: int) -> list[list[int]]:
     """Split a buffer into `num_shares` equal shares; return the sizes of each share's blocks, in order. Pure.
 
@@ -133,36 +138,40 @@ class ThresholdedShares:
         self.rule = rule
         self.blocks_by_share = blocks_by_share
         self.own = own
-        self.sizes = torch.tensor([size for share in own for size in blocks_by_share[share]])
-        self.starts = torch.cat([self.sizes.new_zeros(1), self.sizes.cumsum(0)])
+        self.sizes = [size for share in own for size in blocks_by_share[share]]
+        self.starts = torch.tensor([0, *accumulate(self.sizes)])
         self.residual = torch.zeros(len(own), sum(blocks_by_share[0]))
         self.residual_before = self.residual.clone()  # before the last step
         self.thresholds = torch.zeros(len(self.sizes))
         """In units of applied gradients; 0: every element passes that is not 0."""
         self.thresholds_before = self.thresholds.clone()
+        self.density = 0.0  # that of the two tensors below, which change in the warm-up alone
+        self.slots = self.num_wanted = torch.zeros(len(self.sizes), dtype=torch.int64)
+        """Slots of each block, and the number of its elements that should pass."""
 
     def encode_with_residuals(self, values: Tensor, gradient_scale: float, step: int) -> Tensor:
         """Encode values plus residuals to int32, share by share, and store the new residuals.
 
         An element that is not finite makes the message one NaN, and leaves residuals as they are."""
-        self.undo_last_step()  # the same buffers, in turns
-        density = density_of_step(self.rule, step)
-        thresholds = self.thresholds_before.clone()
-        if is_refreshed(self.rule, step) or not thresholds.all():
-            wanted = torch.add(values.view(-1), self.residual_before.view(-1), alpha=gradient_scale)
-            for block, elements in enumerate(wanted.abs_().split(self.sizes.tolist())):
-                if is_refreshed(self.rule, step) or not thresholds[block]:
-                    rank = len(elements) + 1 - count_passing(len(elements), density)
-                    thresholds[block] = elements.kthvalue(rank).values / gradient_scale
-        slots = self.allot_slots(density)
-        message = torch.empty(int(slots.sum()), dtype=torch.int32)
-        num_passed = torch.zeros_like(slots)
+        self.residual, self.residual_before = self.residual_before, self.residual
+        self._set_density(step)
+        thresholds = self.thresholds.clone()
+        for block, threshold in enumerate(thresholds.tolist()):
+            if is_refreshed(self.rule, step) or not threshold:
+                elements = slice(*self.starts[block : block + 2].tolist())
+                thresholds[block] = find_threshold(
+                    values.view(-1)[elements] / gradient_scale
+                    + self.residual_before.view(-1)[elements],
+                    int(self.num_wanted[block]),
+                )
+        message = torch.empty(int(self.slots.sum()), dtype=torch.int32)
+        num_passed = torch.zeros_like(self.slots)
         _native.encode_thresholded(
             values.view(-1),
             self.residual_before.view(-1),
             gradient_scale,
             self.starts,
-            slots,
+            self.slots,
             thresholds * gradient_scale,
             step,
             self.residual.view(-1),
@@ -170,26 +179,29 @@ class ThresholdedShares:
             message,
         )
         if self.rule.refresh == "controller":
-            wanted = torch.tensor([count_passing(size, density) for size in self.sizes.tolist()])
-            thresholds.mul_((num_passed.clamp(min=1) / wanted) ** GAIN)
-        self.thresholds = thresholds
+            thresholds.mul_((num_passed.clamp(min=1) / self.num_wanted) ** GAIN)
+        self.thresholds, self.thresholds_before = thresholds, self.thresholds
         return message
 
     def decode(self, coded: Tensor, values_out: Tensor, step: int) -> None:
         """Decode messages of these shares, once or from several ranks, into `values_out` (shares, n / N)."""
-        slots = self.allot_slots(density_of_step(self.rule, step))
+        self._set_density(step)
         num_messages = len(values_out) // len(self.own)
         for message, values in zip(
             coded.view(num_messages, -1), values_out.view(num_messages, -1), strict=True
         ):
-            _native.decode_thresholded(message, self.starts, slots, values)
+            _native.decode_thresholded(message, self.starts, self.slots, values)
 
     def undo_last_step(self) -> None:
         """Restore residuals and thresholds before the last step."""
         self.residual, self.residual_before = self.residual_before, self.residual
         self.thresholds, self.thresholds_before = self.thresholds_before, self.thresholds
 
-    def allot_slots(self, density: float) -> Tensor:
-        """Return the slots of each block. density: share of the elements that a message has."""
+    def _set_density(self, step: int) -> None:
+        density = density_of_step(self.rule, step)
+        if density == self.density:
+            return
+        self.density = density
         slots = count_slots(self.blocks_by_share, density)
-        return torch.tensor([count for share in self.own for count in slots[share]])
+        self.slots = torch.tensor([count for share in self.own for count in slots[share]])
+        self.num_wanted = torch.tensor([count_passing(size, density) for size in self.sizes])

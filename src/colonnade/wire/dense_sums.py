@@ -49,8 +49,9 @@ SCALE_GROUP = 512
 layers."""
 MIN_THRESHOLDED = 256
 """Number of elements from which a tensor is thresholded."""
-SIGNAL_BYTES = 40
-"""Size of the ranks' step status, which is not encoded and so has a message of its own."""
+SIGNALS = 5  # not finite, stop requested, checkpoint requested, loss, squared norm of this rank's gradients
+SIGNAL_BYTES = 8 * SIGNALS
+"""Size of the ranks' step status, which is not encoded and so has a message of its own, of float64."""
 
 State = dict[str, Any]
 """Residuals of one rank as stored in checkpoints: `DenseGradients.export_residuals`."""
@@ -68,7 +69,7 @@ class RoundedShares:
         """Encode values plus residuals to uint8, share by share, and store the new residuals.
 
         Elements that are not finite leave none."""
-        self.undo_last_step()  # the same buffers, in turns
+        self.residual, self.residual_before = self.residual_before, self.residual
         coded = []
         shares = zip(
             values.view(self.residual.shape), self.residual_before, self.residual, strict=True
