@@ -105,6 +105,7 @@ def test_the_split_has_every_rating_once_and_ignores_the_seed(tmp_path):
         ({"users": [USERS[0], "2::M::old::1::2"]}, r"users.dat, line 2, column age: got 'old'"),
         ({"users": [*USERS, USERS[1]]}, r"users.dat, line 5, column user: got .2., again, wanted"),
         ({"users": ["x::F::1::10::48067"]}, r"users.dat, line 1, column user: got 'x'"),
+        ({"users": ["\u00b2::F::1::10::48067"]}, r"users.dat, line 1, column user: got "),
         ({"users": []}, r"users.dat: got an empty file"),
         ({"users": USERS[:3]}, r"ratings.parquet, row 0, column user_id: got 7, .*users.dat"),
         ({"movies": ["1::Heat (1995)"]}, r"movies.dat, line 1: got 2 fields"),

@@ -108,8 +108,9 @@ def _read_dat_rows(path: Path, columns: Mapping[str, tuple[str, str]]) -> list[l
                 fix="Is the file the one of ml-1m, and whole?",
             )
         for field, (name, (pattern, wanted)) in zip(fields, columns.items(), strict=True):
-            is_repeated = (pattern, wanted) == KEY and field.isdigit() and int(field) in rows
-            if is_repeated or not re.fullmatch(pattern, field):
+            is_valid = re.fullmatch(pattern, field) is not None
+            is_repeated = is_valid and (pattern, wanted) == KEY and int(field) in rows
+            if is_repeated or not is_valid:
                 got = format_excerpt(field.encode("latin-1")) + ", again" * is_repeated
                 raise build_field_error(
                     path, number, name, got=got, wanted=wanted, fix="Repair the line"
