@@ -105,9 +105,9 @@ class Hosts:
         self.started.append(process)
         return process
 
-    def shape(self, gigabits: float | None) -> None:
-        """Every uplink, in both directions, from now on; None: as fast as the machine is."""
-        for host in self.hosts:
+    def shape(self, gigabits: float | None, hosts: Sequence[Host] | None = None) -> None:
+        """Uplinks of these hosts (None: of all), in both directions, from now on; None: as fast as the machine is."""
+        for host in self.hosts if hosts is None else hosts:
             for namespace, device in ((host.namespace, INTERFACE), (self.switch, host.port)):
                 _tc(namespace, device, gigabits)
 
