@@ -3,8 +3,9 @@
 Minutes: 14 (quick 2).
 
 Ten drawn settings of two trainers and 1 to 4 servers, each on a host of its own (a network namespace). The servers'
-uplinks are shaped to 0.1 to 0.4 Gbit/s. Trainers sleep instead of computing, so long that the links of 0.4 to 3.2
-servers are busy meanwhile. The right number is the smallest whose step is at most a tenth longer than the shortest.
+uplinks are shaped so that one server would send the rows of a step in 0.06 to 0.2 s. Trainers sleep instead of
+computing, so long that the links of 0.4 to 3.2 servers are busy meanwhile. The right number is the smallest whose step
+is at most a tenth longer than the shortest.
 
     servers_within_1    settings in which the advised number differs from the right one by at most 1
     servers_equal       settings in which both are equal
@@ -39,7 +40,7 @@ from workers.advise_servers import TRAINERS, Setting, dump_setting
 
 NUM_SETTINGS = 10
 SERVERS = (1, 2, 3, 4)
-STEPS = 60
+STEPS = 40
 PLATEAU = 1.1
 """Longest step of the right number of servers, in those of the fastest number."""
 PORT = 29400
@@ -50,13 +51,12 @@ ADVISED, UNIT = "advised", "s/step"
 def draw_setting(number: int) -> Setting:
     """Draw a setting, the same for the same number."""
     rng = random.Random(number)
-    fields, dim = rng.choice((4, 8)), rng.choice((16, 32, 64))
-    batch_size, gigabits = rng.choice((512, 1024, 2048)), rng.choice((0.1, 0.2, 0.4))
-    busy_links = rng.uniform(0.4, 3.2)
-    link_seconds = batch_size * fields * dim * 4 / (gigabits * 1e9 / 8)
+    fields, dim, batch_size = rng.choice((4, 8)), rng.choice((16, 32, 64)), rng.choice((1024, 2048))
+    link_seconds = rng.uniform(0.06, 0.2)
     return Setting(
-        fields=fields, dim=dim, batch_size=batch_size, gigabits=gigabits,
-        sleep=link_seconds / busy_links,
+        fields=fields, dim=dim, batch_size=batch_size,
+        gigabits=batch_size * fields * dim * 4 / link_seconds * 8e-9,
+        sleep=link_seconds / rng.uniform(0.4, 3.2),
     )  # fmt: skip
 
 

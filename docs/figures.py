@@ -566,6 +566,15 @@ def claim_rows() -> Iterable[tuple[str | Figure, ...]]:
         ("", "the same, sums 80 % of an exact step", "dct", "vs_int8_80", 2, "dct --parts steps", "10", "synthetic"),
         ("", "times the speed of exact sums, half of an exact step", "dct", "vs_exact", 2, "dct --parts steps", "10",
          "synthetic"),
+        ("Lemmas: number of ranks", "error of predicted efficiency of 2 and 4 hosts, median", "advise",
+         "efficiency_error_median", 2, "advise", "6", "synthetic"),
+        ("", "the same, worst case", "advise", "efficiency_error_worst", 2, "advise", "6", "synthetic"),
+        ("Lemmas: number of servers", "advised numbers within 1 of the right one, of 10", "advise_servers",
+         "servers_within_1", 0, "advise_servers", "14", "synthetic"),
+        ("", "advised numbers that are the right one, of 10", "advise_servers", "servers_equal", 0, "advise_servers",
+         "14", "synthetic"),
+        ("Lemmas: batch", "log loss at the advised batch less the lowest of seven batches", "advise_batch",
+         "loss_at_advised_batch", 4, "advise_batch", "12", movielens),
     ):  # fmt: skip
         is_measured = (RESULTS / f"{file}.json").exists() and name in read_results(file)["ratios"]
         is_timing = not file.startswith("quality")

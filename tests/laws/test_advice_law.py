@@ -24,6 +24,7 @@ from colonnade.plan.advice import (
     count_skewed_servers,
     fit_batch_cost,
     limit_speedup,
+    predict_speedup,
     solve_num_ranks,
     solve_overhead,
 )
@@ -52,6 +53,7 @@ def test_the_forms_invert_each_other(overhead, num_ranks):
     efficiency = compute_step(1, overhead) / compute_step(num_ranks, overhead) / num_ranks
     assert solve_overhead(efficiency, num_ranks) == pytest.approx(overhead, rel=1e-9)
     assert solve_num_ranks(efficiency, overhead) == pytest.approx(num_ranks, rel=1e-9)
+    assert predict_speedup(overhead, num_ranks) == pytest.approx(efficiency * num_ranks, rel=1e-9)
     assert efficiency * num_ranks < limit_speedup(overhead)
     far = compute_step(1, overhead) / compute_step(10**12, overhead)
     assert limit_speedup(overhead) == pytest.approx(far, rel=1e-6)

@@ -24,7 +24,7 @@ from colonnade.plan.names import Thresholding
 from colonnade.run.run import open_run
 from colonnade.train import dense as buckets
 from colonnade.train.dense import DenseGradients
-from colonnade.train.setup import apply_directions, choose_messages
+from colonnade.train.setup import apply_directions, apply_late_directions, choose_messages
 from colonnade.wire.codec import CODECS
 from colonnade.wire.dense_sums import coded_buffer_bytes, sum_residuals_by_parameter
 
@@ -343,6 +343,24 @@ def test_directions_are_never_added_to_gradients(everyone, name):
     states = [results["directions"]["state"] for results in everyone]
     for result, _ in run_ranks(2, given_on_two, states, name):
         assert not any(bool(part.any()) for part in result)
+
+
+@pytest.mark.parametrize("optimizer_class", [torch.optim.Adam, torch.optim.SGD])
+def test_directions_are_applied_once_where_adam_gets_gradients(everyone, optimizer_class):
+    """The first step of one rank also subtracts what two ranks owe, times the learning rate; SGD, whose learning rate
+    has another size, does not."""
+    states = [results["directions"]["state"] for results in everyone]
+    owed = sum_residuals_by_parameter(states, of_directions=True)
+    dense = opened(Mesh(), "exact", states)
+    before = [parameter.detach().clone() for parameter in dense.parameters]
+    optimizer = optimizer_class(dense.parameters, lr=0.5)
+    apply_late_directions(optimizer, dense.late_directions)
+    for _ in range(2):  # gradients are zero
+        optimizer.step()
+    factor = 0.5 if optimizer_class is torch.optim.Adam else 0.0
+    for index, (parameter, old) in enumerate(zip(dense.parameters, before, strict=True)):
+        late = owed.get(index, torch.zeros(parameter.numel())).view_as(parameter).to(parameter)
+        torch.testing.assert_close(parameter.detach(), old - factor * late)
 
 
 def trains_with_another_optimizer(mesh, before, after):

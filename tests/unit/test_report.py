@@ -448,3 +448,22 @@ def test_small_tables_are_drawn_in_kib_and_few_losses_as_one_curve(tmp_path):
         "recorded",
         "smoothed",
     ]
+
+
+def test_the_speed_up_of_a_run_is_on_its_curve(tmp_path):
+    """4 ranks that compute for 3 s and wait for 1 s, of which a disk takes half, have 3/4 of 4 ranks' speed, and more:
+    one rank would wait, too."""
+    folder = write_run(tmp_path / "run")
+    phases = {"forward": 1.0, "backward": 2.0, "wait for rows": 0.5, "exchange: rows": 0.5}
+    line = {"kind": "phases", "step": 10, **phases, "evaluate": 9.0, "total": 13.0}
+    (folder / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    run = read_run_folder(folder)
+    curve, own = figures.draw_scaling_chart(run, 4)["data"]
+    overhead = 1 / 12
+    assert own["x"] == [4] and own["y"] == [pytest.approx((12 + 1) / (3 + 1))]
+    assert curve["x"] == [1, 2, 4, 8, 16, 32] and curve["y"][0] == 1 and own["y"][0] in curve["y"]
+    assert max(curve["y"]) < 1 + 1 / overhead
+    assert figures.draw_scaling_chart(run, 1) is None
+    line |= {"wait for rows": 0.0, "exchange: rows": 0.0}
+    (folder / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    assert figures.draw_scaling_chart(read_run_folder(folder), 4) is None

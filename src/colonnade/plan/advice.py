@@ -51,6 +51,11 @@ def solve_num_ranks(efficiency: float, overhead: float) -> float:
     return (1 + (1 - efficiency) / overhead) / efficiency if overhead else math.inf
 
 
+def predict_speedup(overhead: float, num_ranks: int) -> float:
+    """Return the speed-up of N ranks over one if R stays the same: N (1 + R) / (1 + N R)."""
+    return num_ranks * (1 + overhead) / (1 + num_ranks * overhead)
+
+
 def limit_speedup(overhead: float) -> float:
     """Return the speed-up that no number of ranks exceeds: 1 + 1/R."""
     return 1 + 1 / overhead if overhead else math.inf

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+from colonnade.plan.advice import limit_speedup, predict_speedup
 from colonnade.report.formatting import (
     format_bytes,
     format_count,
@@ -27,6 +28,7 @@ from colonnade.report.reading import (
     sum_metrics_lines,
     value_at_selection,
 )
+from colonnade.train.phases import EXPOSED, OTHER, WAITING
 
 Figure = dict[str, Any]
 Point = tuple[int, float]
@@ -57,6 +59,7 @@ PHASE_ORDER = (
     "checkpoint",
 )
 PER_STEP = PHASE_ORDER[:-2]
+WAITS = (WAITING, *EXPOSED.values(), OTHER)
 UNITS = ((30, "GiB"), (20, "MiB"), (10, "KiB"))
 
 
@@ -207,6 +210,34 @@ def draw_phase_history_chart(run: RunRecord) -> Figure | None:
         y="milliseconds a step",
         from_zero=True,
     )
+
+
+def draw_scaling_chart(run: RunRecord, num_ranks: int) -> Figure | None:
+    """Draw the speed-up of more and of fewer ranks if each waited as long in a step as this run's did, and its own
+    (lemma of ranks, Zou et al. 2017); None on one rank, or without waits.
+
+    num_ranks: trainers of the run."""
+    sums = sum_metrics_lines(run, "phases")
+    seconds = {name: sums.get(name, 0.0) for name in PER_STEP}
+    waiting = sum(seconds[name] for name in WAITS)
+    computing = num_ranks * (sum(seconds.values()) - waiting)
+    if num_ranks == 1 or computing <= 0 or not waiting:
+        return None
+    overhead = waiting / computing
+    numbers = sorted({num_ranks, *(2**power for power in range((8 * num_ranks).bit_length()))})
+    points = [(number, predict_speedup(overhead, number)) for number in numbers]
+    own = predict_speedup(overhead, num_ranks)
+    data = [
+        build_line_trace(points, "if waits stay the same", COLORS[0]),
+        build_line_trace([(num_ranks, own)], "this run", COLORS[1], markers=True),
+    ]
+    note = (
+        f"R = {overhead:.2g}: the time in which rank 0 waited for rows and other ranks, over what {num_ranks} ranks "
+        f"computed. So this run has {own / num_ranks:.0%} of the speed of ranks that never wait, and any number of "
+        f"ranks at most {limit_speedup(overhead):,.1f} times the speed of one. Waits change with the number of ranks: "
+        "`colonnade plan --advise` predicts each."
+    )
+    return build_chart("Speed-up by ranks", note, data, x="ranks", y="speed-up", from_zero=True)
 
 
 ROW_SOURCES = {

@@ -226,6 +226,7 @@ def render_run_page(run: RunRecord) -> str:
                 figures.draw_throughput_chart(run),
                 figures.draw_phase_total_chart(run),
                 figures.draw_phase_history_chart(run),
+                figures.draw_scaling_chart(run, _count_trainers(run)),
             ],
             "rows": [figures.draw_row_source_chart(run)],
             "traffic": [traffic.draw_sent_bytes_chart(run)],
@@ -533,6 +534,11 @@ def _round_count(value: float | None) -> float | None:
 
 def _count_ranks(run: RunRecord) -> int:
     return int(run.plan.get("num_ranks") or run.summary.get("num_ranks") or 1)
+
+
+def _count_trainers(run: RunRecord) -> int:
+    servers = run.plan.get("servers")
+    return _count_ranks(run) - (len(servers) if isinstance(servers, list) else 0)
 
 
 def _collect_plan_facts(run: RunRecord) -> dict[str, Any]:

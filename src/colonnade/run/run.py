@@ -102,10 +102,7 @@ from colonnade.train.record import (
     gather_row_summary,
 )
 from colonnade.train.schedules import build_schedule
-from colonnade.train.setup import (
-    RunSetup,
-    build_trainer,
-)
+from colonnade.train.setup import RunSetup, apply_late_directions, build_trainer
 from colonnade.train.trainer import Outcome, Trainer
 
 
@@ -343,6 +340,7 @@ def prepare_run(requested: RunSetup) -> TrainingRun:
     frozen = [p for p in setup.model.parameters() if not p.requires_grad]
     trainer.dense.broadcast_parameters([*frozen, *setup.model.buffers()])
     trainer.dense.build_buckets()
+    apply_late_directions(optimizer, trainer.dense.late_directions)
     if setup.trained_folder is not None:
         if setup.mesh.rank == 0:
             _write_run_files(setup, setup.trained_folder, placed)

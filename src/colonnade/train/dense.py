@@ -174,6 +174,8 @@ class DenseGradients:
         self._gradient_scale = 1.0
         self._can_restore_residuals = False
         self._saved_residuals: Sequence[State | None] = ()
+        self.late_directions: dict[nn.Parameter, Tensor] = {}
+        """Directions of Adam, flat, that a checkpoint owes to parameters whose gradients are sent now."""
 
     @property
     def directed_parameters(self) -> list[nn.Parameter]:
@@ -412,9 +414,8 @@ class DenseGradients:
         """Set the residuals of a checkpoint, by trainer, for `build_buckets` to load. Call it on every rank.
 
         In the same world with the same buckets each rank loads its own residuals. Otherwise rank 0 adds all of them to
-        its next gradients or directions, so nothing is lost, even if sums are exact from now on. They are dropped if
-        other parameters are trained than in the checkpoint, because their parameters are unknown; and those of
-        directions if gradients are sent now.
+        its next gradients or directions; directions of parameters that now get gradients are `late_directions`. They
+        are dropped if other parameters are trained than in the checkpoint, because their parameters are unknown.
         """
         self._saved_residuals = states_by_trainer
 
@@ -555,7 +556,7 @@ class DenseGradients:
         sizes: Sequence[int],
     ) -> None:
         """Let the first rank of each bucket owe what all ranks of the checkpoint owe: gradients, and directions where
-        they are sent now, too. Directions behind Adam would be taken for gradients, a hundredfold too large."""
+        they are sent now, too. Adam would take late directions for gradients, a hundredfold too large."""
         owed_gradients = sum_residuals_by_parameter(states)
         owed_directions = sum_residuals_by_parameter(states, of_directions=True)
         step = max(bucket["step"] if bucket.get("thresholds") else 0 for bucket in saved_buckets)
@@ -569,6 +570,12 @@ class DenseGradients:
             if is_first and any(index in owed_gradients for index in bucket.indices):
                 owed = join_by_parameter(owed_gradients, bucket.indices, sizes)
                 bucket.residual = owed.to(bucket.gradients)
+        directed = {id(parameter) for parameter in self.directed_parameters}
+        self.late_directions = {
+            self.parameters[index]: owed
+            for index, owed in owed_directions.items()
+            if id(self.parameters[index]) not in directed
+        }
 
     def _agree_on_algorithms(self, mesh: Mesh, buckets: Sequence[GradientBucket]) -> None:
         """Take rank 0's reduction algorithms on all ranks, since ranks may have measured other links. Collective."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -241,3 +241,22 @@ def apply_directions(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -
     directed = set(parameters)
     optimizer.register_step_pre_hook(apply)
     optimizer.register_step_post_hook(restore)
+
+
+def apply_late_directions(optimizer: Optimizer, directions: Mapping[nn.Parameter, Tensor]) -> None:
+    """Let the next `step()` of an Adam also subtract these directions, (n,) each, times the learning rate.
+
+    Another optimizer has learning rates of another size, so with it they are dropped."""
+    if not directions or type(optimizer) is not torch.optim.Adam:
+        return
+
+    @torch.no_grad()
+    def apply(optimizer: Optimizer, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter in directions:
+                    late = directions[parameter].to(parameter).view_as(parameter)
+                    parameter.add_(late, alpha=-group["lr"])
+        hook.remove()
+
+    hook = optimizer.register_step_post_hook(apply)
