@@ -50,7 +50,7 @@ ADVISED, UNIT = "advised", "s/step"
 
 def draw_setting(number: int) -> Setting:
     """Draw a setting, the same for the same number."""
-    rng = random.Random(number)
+    rng = random.Random(f"setting {number}")
     fields, dim, batch_size = rng.choice((4, 8)), rng.choice((16, 32, 64)), rng.choice((1024, 2048))
     link_seconds = rng.uniform(0.06, 0.2)
     return Setting(
