@@ -494,6 +494,7 @@ def missed_rows() -> Iterable[tuple[str | Figure, ...]]:
         ("partials: the chosen plan's time over the best plan's, worst case", "partials", "chooser_regret", 1.05),
         ("FM over ids: the chosen plan's time over the best plan's", "partials_over_ids", "chooser_regret", 1.05),
         ("thresholded sums against int8, sums half of an exact step, 100 Mbit/s", "dct", "vs_int8", 1.15),
+        ("advice: error of predicted efficiency, median", "advise", "efficiency_error_median", 0.1),
         ("the default cache against no cache, 200 Mbit/s", "staleness", "default_vs_no_cache", 2.2),
         ("server, 100 candidates: requests/s with a p99 of 10 ms", "serve", "rate_at_p99_10ms", 500),
         ("server, 100 candidates: share of bare calls' speed", "serve", "of_direct_call", 0.6),
@@ -577,7 +578,7 @@ def claim_rows() -> Iterable[tuple[str | Figure, ...]]:
          "loss_at_advised_batch", 4, "advise_batch", "12", movielens),
     ):  # fmt: skip
         is_measured = (RESULTS / f"{file}.json").exists() and name in read_results(file)["ratios"]
-        is_timing = not file.startswith("quality")
+        is_timing = not file.startswith(("quality", "advise_batch"))
         reached = Ratio(file, name, digits, is_timing) if is_measured else "not measured"
         yield (claim, what, reached, f"`colonnade bench {command}`", minutes, data)
 
