@@ -22,7 +22,6 @@ from colonnade.wire.thresholded import (
     ThresholdedShares,
     count_slots,
     density_of_step,
-    is_refreshed,
     split_into_blocks,
     thresholded_buffer_bytes,
 )
@@ -135,9 +134,9 @@ def test_the_controller_lets_pass_what_it_should(decay):
     assert sum(passed[150:]) / 250 == pytest.approx(200, rel=0.05)
 
 
-def test_a_message_is_never_longer_than_its_slots_whatever_the_rule():
-    passed = train(Thresholding(0.01, 0, refresh=100), 150)
-    assert max(passed) == 210  # thresholds of step 0 let pass far more
+def test_a_message_is_never_longer_than_its_slots():
+    passed = train(Thresholding(0.01, 0), 150)
+    assert max(passed) == 210  # the first thresholds let pass far more
 
 
 def test_the_share_falls_geometrically():
@@ -145,15 +144,6 @@ def test_the_share_falls_geometrically():
     shares = [density_of_step(rule, step) for step in (0, 50, 99, 100, 10_000)]
     assert shares == pytest.approx([0.25, 0.05, 0.0103, 0.01, 0.01], rel=0.01)
     assert density_of_step(Thresholding(0.5, 10), 3) == 0.5
-
-
-def test_thresholds_are_computed_anew_at_the_steps_of_the_rule():
-    def steps(refresh):
-        return [step for step in range(2500) if is_refreshed(Thresholding(0.01, 0, refresh), step)]
-
-    assert steps("controller") == [0]
-    assert steps("geometric") == [0, *(2**power for power in range(10)), 1000, 2000]
-    assert steps(1000) == [0, 1000, 2000]
 
 
 def test_elements_that_are_zero_are_not_sent_and_thaw_at_once():
@@ -170,7 +160,7 @@ def test_elements_that_are_zero_are_not_sent_and_thaw_at_once():
 def test_settings_of_thresholded_sums():
     assert CodecConfig(dense="thresholded", dense_keep=1).choose_dense_codec() == "exact"
     assert CodecConfig(dense="thresholded").choose_dense_codec() == Thresholding(0.01, 1000)
-    for setting in ({"dense_keep": 0}, {"dense_keep": 1.1}, {"dense_refresh": 0}):
+    for setting in ({"dense_keep": 0}, {"dense_keep": 1.1}):
         with pytest.raises(ValueError):
             CodecConfig(dense="thresholded", **setting)
 

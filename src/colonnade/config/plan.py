@@ -18,7 +18,6 @@ from colonnade.plan.names import (
     CodecName,
     DenseCodec,
     Thresholding,
-    ThresholdRule,
 )
 from colonnade.sizes import (
     SettingWords,
@@ -143,9 +142,6 @@ class CodecConfig(Section):
     """Share of the elements that a thresholded message has. A run needs at least 50 / dense_keep steps."""
     dense_keep_steps: int | None = Field(None, ge=0)
     """Steps of the warm-up, in which the share falls from 25 % to dense_keep; default 10 / dense_keep."""
-    dense_refresh: ThresholdRule | Annotated[int, Field(ge=1)] = "controller"
-    """Thresholds: controller adjusts them each step so that dense_keep of the elements pass; geometric computes them
-    anew at steps 0, 1, 2, 4, 8, ...; a number N, every N steps."""
 
     def choose_dense_codec(self) -> DenseCodec:
         """Return the codec of dense gradients. If all elements are kept, thresholded sums are exact sums."""
@@ -157,7 +153,6 @@ class CodecConfig(Section):
         return Thresholding(
             keep=self.dense_keep,
             keep_steps=round(10 / self.dense_keep) if steps is None else steps,
-            refresh=self.dense_refresh,
         )
 
 

@@ -14,8 +14,6 @@ CacheTier = Literal["dram", "hbm"]
 """Memory of row caches: main memory, or that of each rank's device."""
 CodecName = Literal["exact", "bf16", "fp16", "int8"]
 """Encoding of rows or gradients in messages."""
-ThresholdRule = Literal["controller", "geometric"]
-"""Thresholds that change each step, by how many elements passed, or are computed anew at steps 0, 1, 2, 4, 8, ..."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +24,6 @@ class Thresholding:
     """Share of the elements that a message has, after the warm-up."""
     keep_steps: int
     """Steps of the warm-up, in which the share falls from 25 % to `keep`."""
-    refresh: ThresholdRule | int = "controller"
-    """Rule of the thresholds, or the number of steps after which they are computed anew."""
     adam_weight_decay: float | None = None
     """Messages have the directions of Adam with this weight decay; None: gradients."""
 

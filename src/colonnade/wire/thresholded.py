@@ -36,8 +36,6 @@ learned."""
 SPARE_SLOTS = 20  # one more for every so many elements that should pass
 GAIN = 0.1
 """Exponent of the controller: if twice as many elements pass as should, the threshold rises by 7 %."""
-REFRESH_STEPS = 1000
-"""Steps between thresholds of the rule "geometric", from step 1,000 on; the paper says every few thousand."""
 
 
 def density_of_step(rule: Thresholding, step: int) -> float:
@@ -46,15 +44,6 @@ def density_of_step(rule: Thresholding, step: int) -> float:
         return rule.keep
     warming = FIRST_DENSITY * math.pow(rule.keep / FIRST_DENSITY, step / rule.keep_steps)
     return max(rule.keep, warming)
-
-
-def is_refreshed(rule: Thresholding, step: int) -> bool:
-    """Return True if thresholds are computed anew in a step (from 0). Pure."""
-    if rule.refresh == "controller":
-        return step == 0
-    if rule.refresh == "geometric":
-        return step % REFRESH_STEPS == 0 or (step < REFRESH_STEPS and step & (step - 1) == 0)
-    return step % rule.refresh == 0
 
 
 def count_passing(block_size: int, density: float) -> int:
@@ -143,7 +132,7 @@ class ThresholdedShares:
         self.residual = torch.zeros(len(own), sum(blocks_by_share[0]))
         self.residual_before = self.residual.clone()  # before the last step
         self.thresholds = torch.zeros(len(self.sizes))
-        """In units of applied gradients; 0: every element passes that is not 0."""
+        """In units of applied gradients; 0: computed in the next step from its elements."""
         self.thresholds_before = self.thresholds.clone()
         self.density = 0.0  # that of the two tensors below, which change in the warm-up alone
         self.slots = self.num_wanted = torch.zeros(len(self.sizes), dtype=torch.int64)
@@ -157,7 +146,7 @@ class ThresholdedShares:
         self._set_density(step)
         thresholds = self.thresholds.clone()
         for block, threshold in enumerate(thresholds.tolist()):
-            if is_refreshed(self.rule, step) or not threshold:
+            if not threshold:
                 elements = slice(*self.starts[block : block + 2].tolist())
                 thresholds[block] = find_threshold(
                     values.view(-1)[elements] / gradient_scale
@@ -178,8 +167,7 @@ class ThresholdedShares:
             num_passed,
             message,
         )
-        if self.rule.refresh == "controller":
-            thresholds.mul_((num_passed.clamp(min=1) / self.num_wanted) ** GAIN)
+        thresholds.mul_((num_passed.clamp(min=1) / self.num_wanted) ** GAIN)
         self.thresholds, self.thresholds_before = thresholds, self.thresholds
         return message
 
