@@ -235,7 +235,7 @@ def draw_scaling_chart(run: RunRecord, num_ranks: int) -> Figure | None:
         f"R = {overhead:.2g}: the time in which rank 0 waited for rows and other ranks, over what {num_ranks} ranks "
         f"computed. So this run has {own / num_ranks:.0%} of the speed of ranks that never wait, and any number of "
         f"ranks at most {limit_speedup(overhead):,.1f} times the speed of one. Waits change with the number of ranks: "
-        "`colonnade plan --advise` predicts each."
+        "colonnade plan --advise predicts each."
     )
     return build_chart("Speed-up by ranks", note, data, x="ranks", y="speed-up", from_zero=True)
 
