@@ -82,7 +82,7 @@ def assert_alike(one, other):
     assert all(same(a, b) for a, b in zip(one[1], other[1], strict=True))
 
 
-@settings(max_examples=examples(20, 600), deadline=None)
+@settings(max_examples=examples(20, 120), deadline=None)
 @given(table=tables(), options=st.sampled_from([{}, {"shuffle_window": 5}, {"test_fraction": 0.3}]))
 def test_a_table_gives_the_batches_of_its_parquet_file(
     tmp_path_factory, monkeypatch_block, table, options
