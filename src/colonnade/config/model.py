@@ -14,6 +14,8 @@ Width = Annotated[int, Field(ge=1)]
 PairVariables = Literal["ids", "fields"]
 CrossStructure = Literal["parallel", "stacked"]
 LinkLoss = Literal["sigmoid", "softmax"]
+MemoryAttention = Literal["softmax", "linear"]
+NegativeRelation = Literal["own", "positive", "primary"]
 
 
 class ModelConfig(Section):
@@ -31,6 +33,7 @@ class ModelConfig(Section):
         "dcnv2",
         "two_tower",
         "sasrec",
+        "mrmn",
         "transe",
         "distmult",
         "complex",
@@ -88,7 +91,7 @@ class ModelConfig(Section):
     """Norm of distances (transe, rotate): 1, the sum of absolute values or moduli (default); 2, the Euclidean norm,
     which is cheaper."""
     squared: bool | None = None
-    """Square the Euclidean distance, which saves the root of norm=2 (transe, rotate); default: false."""
+    """Square the Euclidean distance, which saves the root of norm=2 (transe, rotate, mrmn); default: false."""
     center: float | None = None
     """Constant added to each number of an entity's row (rotate); default 0. Values above 0, e.g. 0.3, learn sooner."""
     reciprocal: bool | None = None
@@ -99,6 +102,20 @@ class ModelConfig(Section):
     penalty: float | None = Field(None, ge=0)
     """Weight of the N3 regularizer, the sum of the cubed absolute values of a triple's numbers (knowledge graph
     models); default 0."""
+    slots: int | None = Field(None, ge=0)
+    """Number of slots of the memory from which relations are made (mrmn); default 20. 0: no relations, as in CML."""
+    attention: MemoryAttention | None = None
+    """Weights of the slots (mrmn): softmax (default), or linear, the products themselves."""
+    negative_relation: NegativeRelation | None = None
+    """Relation by which a negative is scored (mrmn): its own (default), that of the positive pair, as in LRML, or
+    primary, that of the positive pair and the strongest type."""
+    margins: list[float] | None = None
+    """By which a positive is to be nearer than the nearest negative, for each type of feedback, the strongest first
+    (mrmn); default: evenly from 0.5 to 0.2."""
+    type_weights: list[float] | None = None
+    """Factors of the loss for each type of feedback, the strongest first (mrmn); default: 1."""
+    item_bias: bool | None = None
+    """Add a learned number of the item to its scores (mrmn); default: true."""
     blocks: int | None = Field(None, ge=1)
     """Number of attention blocks (sasrec); default 2."""
     heads: int | None = Field(None, ge=1)

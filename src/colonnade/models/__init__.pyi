@@ -14,6 +14,7 @@ from colonnade.models.linear import (
     FactorizationMachine as FactorizationMachine,
     WideDeep as WideDeep,
 )
+from colonnade.models.mrmn import MRMN as MRMN
 from colonnade.models.retriever import (
     RetrievalObjective as RetrievalObjective,
     Retriever as Retriever,

@@ -21,7 +21,8 @@ from colonnade.config.run import (
     override_settings,
 )
 from colonnade.data.contract import Column, Schema, multi_id_columns
-from colonnade.data.interactions.samples import LOG_Q
+from colonnade.data.interactions.samples import LOG_Q, TYPE
+from colonnade.data.interactions.types import name_types
 from colonnade.errors import ConfigError
 from colonnade.files.untrusted import read_regular
 from colonnade.models.dcn import DCN, DCNv2
@@ -30,6 +31,7 @@ from colonnade.models.fields import DEEP, WIDE
 from colonnade.models.graphsage import GraphSAGE
 from colonnade.models.knowledge import ComplEx, DistMult, RotatE, TransE
 from colonnade.models.linear import LR, NFM, DeepFM, FactorizationMachine, WideDeep
+from colonnade.models.mrmn import MRMN
 from colonnade.models.sasrec import SASRec
 from colonnade.models.split import SplitModel
 from colonnade.models.two_tower import TwoTower
@@ -86,6 +88,7 @@ MODEL_SPECS: dict[str, ModelSpec] = {
     "two_tower": ModelSpec(TwoTower),
     "sasrec": ModelSpec(SASRec, sequence_pooling="sequence"),
     "graphsage": ModelSpec(GraphSAGE, sequence_pooling="sequence"),
+    "mrmn": ModelSpec(MRMN),
     "transe": ModelSpec(TransE, sequence_pooling="sequence"),
     "distmult": ModelSpec(DistMult, sequence_pooling="sequence"),
     "complex": ModelSpec(ComplEx, sequence_pooling="sequence"),
@@ -111,6 +114,14 @@ def build_model(schema: Schema, config: RunConfig) -> SplitModel:
         "log_q": log_q,
         "bags": multi_id_columns(schema),
     }
+    if (type_setting := config.data.options.get("types")) is not None:
+        if "types" not in parameters:
+            raise ConfigError(
+                f"{config.model.name} knows one type of feedback, and data.options.types has several; set "
+                "model.name=mrmn, or data.options.events to those that count, all alike"
+            )
+        arguments["types"] = name_types(type_setting)
+        arguments["type_column"] = schema.dense.index(TYPE)
     if "tasks" in parameters and not schema.labels:
         rankers = [name for name, other in MODEL_SPECS.items() if other.model.objective is not None]
         raise ConfigError(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +42,8 @@ LOSS_SCORES = 1 << 20
 """Number of scores that the loss computes at a time: a few MiB, as a processor's cache has."""
 TILE = 64
 """Number of neighbouring items that a search of the best chooses or leaves out together."""
+Score = Callable[[Tensor, Tensor], Tensor]
+"""Function from vectors of queries (B, D) and of items (I, D') to their scores (B, I)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +98,7 @@ class RetrievalObjective:
             items = embed_items(model, catalogue)
 
             def measure(batch: Batch) -> dict[str, Tensor]:
-                rankings = [rank_held_out(model.queries(batch), items, batch.key)]
+                rankings = [rank_held_out(model.queries(batch), items, batch.key, model.score)]
                 if popularity is not None:
                     popular = rank_by_popularity(popularity, batch.key)
                     is_empty = model.mark_empty_queries(batch)[:, None]
@@ -116,12 +118,14 @@ class RetrievalObjective:
     def predict(self, model: Retriever, batch: Batch) -> Tensor:
         raise ConfigError(
             f"{type(model).__name__} gives no logits but vectors to search with; use "
-            "predictor.model.queries(batch) and predictor.model.items(batch)"
+            "predictor.model.queries(batch), predictor.model.items(batch) and predictor.model.score"
         )
 
 
 class Retriever(SplitModel):
-    """Retrieval model that scores an item for a query by the dot of their vectors, divided by `temperature`.
+    """Retrieval model that ranks items for a query by `score` of their vectors: their dot, unless a model has another.
+
+    The loss of `RetrievalObjective` takes dots divided by `temperature`.
 
     Dense column `log_q`, if there is one, has the log of an item's frequency. Models of pairs add it to the score as
     one more element of the vectors (`augment_queries`, `augment_items`), so the others learn how much likelier than its
@@ -152,6 +156,10 @@ class Retriever(SplitModel):
     @abstractmethod
     def items(self, batch: Batch) -> Tensor:
         """Return the vectors of items, (B, D). The batch needs only the items' columns."""
+
+    def score(self, queries: Tensor, items: Tensor) -> Tensor:
+        """Score all items for each query: vectors (B, D) of `queries`, (I, D') of `items` -> (B, I)."""
+        return score_by_dots(queries, items)
 
     def mark_empty_queries(self, batch: Batch) -> Tensor:
         """Mark the queries (B,) without a number and without an id, as of users without a history: they are ranked by
@@ -189,6 +197,11 @@ class Retriever(SplitModel):
         if self.log_q is None:
             return items
         return torch.cat([items, self.temperature * log_frequency.to(items)[:, None]], dim=1)
+
+
+def score_by_dots(queries: Tensor, items: Tensor) -> Tensor:
+    """Score all items for each query by the dots of their vectors: (B, D), (I, D) -> (B, I)."""
+    return queries @ items.T
 
 
 def contrastive_loss(contrast: ContrastiveBatch, temperature: float, mesh: Mesh) -> Tensor:
@@ -283,11 +296,13 @@ def measure_ranking(top_items: Tensor, held_out: HeldOutItems) -> list[Tensor]:
     return [*values, *measure_first_hits(top_items, held_out.truth, CUTOFFS[0])]
 
 
-def rank_held_out(queries: Tensor, items: Tensor, held_out: HeldOutItems) -> Tensor:
+def rank_held_out(
+    queries: Tensor, items: Tensor, held_out: HeldOutItems, score: Score = score_by_dots
+) -> Tensor:
     """Return the first items (B, k) of each query (B, D), of its candidates or of all that are not excluded."""
     if held_out.candidates is None:
-        return rank_items(queries, items, held_out.excluded, max(CUTOFFS))[0]
-    return rank_candidates(queries, items, held_out.candidates, max(CUTOFFS))
+        return rank_items(queries, items, held_out.excluded, max(CUTOFFS), score=score)[0]
+    return rank_candidates(queries, items, held_out.candidates, max(CUTOFFS), score)
 
 
 def rank_by_popularity(popular_items: Tensor, held_out: HeldOutItems) -> Tensor:
@@ -305,15 +320,15 @@ def rank_by_popularity(popular_items: Tensor, held_out: HeldOutItems) -> Tensor:
     return torch.where(best < len(first), first[best % max(len(first), 1)], -1)
 
 
-def rank_candidates(queries: Tensor, items: Tensor, candidates: Ids, k: int) -> Tensor:
+def rank_candidates(
+    queries: Tensor, items: Tensor, candidates: Ids, k: int, score: Score = score_by_dots
+) -> Tensor:
     """Rank the items of a bag for each query: (B, k), best first; equal scores in the order of item numbers; -1 where
     there are fewer."""
     sample = candidates.samples
-    scores = (
-        (queries[sample.to(queries.device)] * items[candidates.values.to(items.device)])
-        .sum(1)
-        .cpu()
-    )
+    bags = items[candidates.values.to(items.device)].split(candidates.counts.tolist())
+    parts = [score(queries[i : i + 1], bag)[0].cpu() for i, bag in enumerate(bags)]
+    scores = torch.cat([queries.new_empty(0).cpu(), *parts])
     check_scores(scores)
     order = torch.from_numpy(np.lexsort((candidates.values, -scores, sample)))
     position = torch.arange(len(order)) - (candidates.counts.cumsum(0) - candidates.counts)[sample]
@@ -365,9 +380,15 @@ def to_column_major(vectors: Tensor) -> Tensor:
 
 
 def rank_items(
-    queries: Tensor, items: Tensor, masked_items: Ids, k: int, items_per_block: int | None = None
+    queries: Tensor,
+    items: Tensor,
+    masked_items: Ids,
+    k: int,
+    items_per_block: int | None = None,
+    *,
+    score: Score = score_by_dots,
 ) -> tuple[Tensor, Tensor]:
-    """Rank all items for each query by the dots of their vectors, exactly, `items_per_block` items at a time.
+    """Rank all items for each query by their scores, exactly, `items_per_block` items at a time.
 
     queries (B, D), items (I, D), masked_items (B,) bags of items that are not ranked
     -> items and scores (B, min(k, I)), on the CPU, best first; equal scores in the order of item numbers; -1 and -inf
@@ -379,7 +400,7 @@ def rank_items(
     top_scores = torch.empty(len(queries), 0)
     samples = masked_items.samples
     for begin in range(0, len(items), items_per_block):
-        scores = (queries @ items[begin : begin + items_per_block].T).cpu()
+        scores = score(queries, items[begin : begin + items_per_block]).cpu()
         if len(samples):
             _mask_columns(scores, samples, masked_items.values - begin)
         best, best_scores = _find_best(scores, k)

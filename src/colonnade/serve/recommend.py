@@ -166,7 +166,7 @@ class Recommender:
         model = predictor.model
         if not isinstance(model, Retriever):
             raise ConfigError(
-                f"got a {type(model).__name__}, wanted a retrieval model (two_tower, sasrec, graphsage). Score "
+                f"got a {type(model).__name__}, wanted a retrieval model (two_tower, sasrec, graphsage, mrmn). Score "
                 "candidates with `Predictor` or `colonnade predict` instead"
             )
         if predictor.schema is None:
@@ -327,7 +327,8 @@ class Recommender:
                 if active is not self._active:
                     continue  # a refresh has closed it meanwhile
                 retriever = cast("Retriever", model)
-                best = rank_items(retriever.queries(batch), active.vectors, masked, k)
+                queries = retriever.queries(batch)
+                best = rank_items(queries, active.vectors, masked, k, score=retriever.score)
                 return *best, retriever.mark_empty_queries(batch), active.predictor.step
 
     def _build_mask(

@@ -49,7 +49,7 @@ class Entities:
 @dataclass(frozen=True, slots=True, eq=False)
 class Interactions:
     """Interactions user by user, each user's in the order of their times; equal ones, and those without times, in the
-    order of the files. A pair of user and item occurs once, at its first time.
+    order of the files. A pair of user and item occurs once, or once of each type of feedback, at its first time.
     """
 
     users: Entities
@@ -61,6 +61,8 @@ class Interactions:
     """Microseconds since 1970, or the column's numbers if these are no times."""
     part_n: NDArray[np.int8] | None = None
     """Part of each interaction (splits.py) where files give it."""
+    type_n: NDArray[np.int8] | None = None
+    """Type of feedback of each interaction, 0 the primary one, where types are told apart."""
 
     @property
     def size(self) -> int:
@@ -68,7 +70,7 @@ class Interactions:
 
     def take(self, rows: NDArray) -> Interactions:
         """Return the interactions at indices, or those that a mask selects, in that order."""
-        columns = (self.user_n, self.item_n, self.time_n, self.part_n)
+        columns = (self.user_n, self.item_n, self.time_n, self.part_n, self.type_n)
         return Interactions(
             self.users,
             self.items,

@@ -329,7 +329,7 @@ def select_rows(
         known = pc.unique(texts).to_pylist()
         if unknown := set(events) - set(known):
             raise ConfigError(
-                f"events: got {sorted(unknown)[0]!r}, wanted values of the column {roles['event']!r}: "
+                f"got the event {sorted(unknown)[0]!r}, wanted values of the column {roles['event']!r}: "
                 + ", ".join(sorted(map(str, known))[:20])
             )
         masks.append(pc.is_in(texts, pa.array(list(events))))
@@ -384,6 +384,7 @@ def read_interactions(
     items: Any = None,
     at_least: float | None = None,
     events: Sequence[str] | None = None,
+    types: Sequence[Sequence[str]] = (),
     core: int = 0,
     has_times: bool = True,
     schema: FileSchema | None = None,
@@ -393,6 +394,8 @@ def read_interactions(
     users, items   files of users and of items, with one row for each
     at_least       lowest rating that counts; None: any
     events         values of the event column that count; None: any
+    types          events of each type of feedback, the primary type first: these events count, and a pair of user and
+                   item may occur once of each type; (): types are not told apart
     core           users and items with fewer interactions are left out, again until none is left
     has_times      False: a column of times is not read, and the order is that of the files
     schema         what models read of users and items; None: inferred from `users` and `items`
@@ -404,6 +407,8 @@ def read_interactions(
     # A part whose users have equally many items looks like a table; another part shows that it is none.
     if any(_is_ragged(_find_line_lengths(file)) for file in files_of_parts if file.is_file()):
         options = replace(options, has_item_lists=True)
+    type_of_event = {event: number for number, group in enumerate(types) for event in group}
+    events = list(type_of_event) or events
     tables = [_open_part(source, options, at_least, events, has_times) for source in parts.values()]
     roles = tables[-1][1]
 
@@ -413,9 +418,14 @@ def read_interactions(
         masks = [mask for _, _, mask in tables]
         return [c if m is None else c.filter(m) for c, m in zip(columns, masks, strict=True)]
 
-    columns: dict[str, Any] = {"time": None, "part": None}
+    columns: dict[str, Any] = {"time": None, "part": None, "type": None}
     if all("time" in columns_of_table for _, columns_of_table, _ in tables):
         columns["time"] = read_times(read_role("time"), tables[0][0].source)
+    if types:
+        names = pa.array(list(type_of_event))
+        numbers = np.array(list(type_of_event.values()), np.int8)
+        texts = [column.cast(pa.string()) for column in read_role("event")]
+        columns["type"] = np.concatenate([numbers[pc.index_in(t, value_set=names).to_numpy()] for t in texts])
     files = {
         role: _read_entity_file(source, role, options)
         for role, source in ((USER, users), (ITEM, items))
@@ -438,7 +448,7 @@ def read_interactions(
     pa.default_memory_pool().release_unused()  # of the raw values
     sort_columns(columns, len(keys[ITEM]))
     entities = Entities(keys[USER]), Entities(keys[ITEM])
-    data = Interactions(*entities, *(columns[name] for name in (USER, ITEM, "time", "part")))
+    data = Interactions(*entities, *(columns[n] for n in (USER, ITEM, "time", "part", "type")))
     data = keep_core(data, core)
     note = _describe(size, data, roles, tables[-1][0].names) + _describe_absent(data, files)
     return *_add_entities(data, files, roles, schema), note
@@ -461,7 +471,8 @@ def _open_part(
         if setting is not None and role not in roles:
             raise ConfigError(
                 f"{table.source}: got no column named like {role}s, which data.options."
-                f"{'at_least' if role == 'rating' else 'events'} needs; say which it is with data.options.{role}"
+                f"{'at_least needs' if role == 'rating' else 'events or types need'}; say which it is with "
+                f"data.options.{role}"
             )
     if table.is_text:
         table = replace(table, read=table.read(list(roles.values())).select)
@@ -470,8 +481,10 @@ def _open_part(
 
 def sort_columns(columns: dict[str, Any], num_items: int) -> None:
     """Sort interactions by user and time, and keep the first of each pair of user and item, that of the training part
-    if there is one. columns: (n,) by role, replaced in place. Equal times stay in order."""
-    users, items, times, parts = (columns[role] for role in (USER, ITEM, "time", "part"))
+    if there is one; of each type, with types, that which is held out. columns: (n,) by role, replaced in place. Equal
+    times stay in order."""
+    names = (USER, ITEM, "time", "part", "type")
+    users, items, times, parts, types = (columns.get(name) for name in names)
     # Words of a user and a row sort faster than rows by users, in half the memory.
     words = users.astype(np.uint64)
     words <<= np.uint64(32)
@@ -490,11 +503,15 @@ def sort_columns(columns: dict[str, Any], num_items: int) -> None:
         if times is not None:
             block[:] = block[np.lexsort((times[block], user))]
         pairs = user * np.int64(num_items) + items[block]
-        order = np.lexsort((pairs,) if parts is None else (parts[block], pairs))
+        preferred = None if parts is None else parts[block]
+        if types is not None:
+            pairs = pairs << np.int64(7) | types[block]
+            preferred = None if parts is None else -parts[block]
+        order = np.lexsort((pairs,) if preferred is None else (preferred, pairs))
         pairs = pairs[order]
         marks[order] = np.append(True, pairs[1:] != pairs[:-1])
     rows = rows[is_first]
-    del block, users, items, times, parts
+    del block, users, items, times, parts, types
     for role, column in columns.items():
         columns[role] = None if column is None else column[rows]
 

@@ -23,6 +23,8 @@ from colonnade.data.tensors import TensorColumns, gather_ids, locate_bag_items
 SampleKind = Literal["pairs", "sequences"]
 LOG_Q = "log_q"
 """Dense column of a pair: log of its item's share of the training interactions."""
+TYPE = "type"
+"""Dense column of a pair: number of its type of feedback, 0 the primary one."""
 RANKING = "all items are ranked, except those that the user has in the training part and, for the test, in validation"
 """Words for the ranking of all items."""
 
@@ -55,7 +57,8 @@ def open_interaction_splits(
     cardinality = next(c.cardinality for c in interactions.columns if c.name == "item")
     if samples == "pairs":
         history = Column("history", cardinality, "bag", table="item")
-        schema = Schema((LOG_Q,), (*interactions.columns, history), labels=())
+        dense = (LOG_Q,) if interactions.types is None else (LOG_Q, TYPE)
+        schema = Schema(dense, (*interactions.columns, history), labels=())
         train: PairSource | SequenceSource = PairSource(
             schema, interactions, max_history, max_pairs, seed
         )
@@ -124,13 +127,19 @@ class PairSource(BlockSource):
         order = order if pairs is None else pairs[order]
         lists = self.interactions.train
         log_shares = self.interactions.log_shares()
+        types = self.interactions.types
         if not self.interactions.is_ordered:
-            lists = _shuffle_bags(lists, stream_key(self.shuffle_key, epoch, 1))
+            key = stream_key(self.shuffle_key, epoch, 1)
+            types = None if types is None else _shuffle_bags(Ids(types, lists.offsets), key).values
+            lists = _shuffle_bags(lists, key)
         return (
-            self._build_pair_batch(lists, order[begin:end], log_shares) for begin, end in blocks
+            self._build_pair_batch(lists, types, order[begin:end], log_shares)
+            for begin, end in blocks
         )
 
-    def _build_pair_batch(self, items_by_user: Ids, pairs_B: Tensor, log_shares_I: Tensor) -> Batch:
+    def _build_pair_batch(
+        self, items_by_user: Ids, types_n: Tensor | None, pairs_B: Tensor, log_shares_I: Tensor
+    ) -> Batch:
         assert items_by_user.offsets is not None
         users_B = torch.searchsorted(items_by_user.offsets, pairs_B, right=True) - 1
         items_B = items_by_user.values[pairs_B]
@@ -157,7 +166,10 @@ class PairSource(BlockSource):
         known = join_user_bags((self.interactions.train,), users_B)
         truth = Ids(items_B.long(), torch.arange(len(pairs_B) + 1))
         key = HeldOutItems(truth, known)
-        return Batch(len(pairs_B), log_shares_I[items_B][:, None], ids, group=users_B, key=key)
+        dense = log_shares_I[items_B][:, None]
+        if types_n is not None:
+            dense = torch.cat([dense, types_n[pairs_B][:, None]], dim=1)
+        return Batch(len(pairs_B), dense, ids, group=users_B, key=key)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

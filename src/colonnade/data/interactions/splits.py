@@ -59,6 +59,9 @@ class InteractionSplit:
     """True if items are in order: a history has earlier items only, and that of the test those that validate, too."""
     num_simultaneous: Tensor | None = None
     """Number of earlier items of `train` with the same time (n,): they are in no history of that item. None: zeros."""
+    types: Tensor | None = None
+    """Type of feedback of each item of `train` (n,) int8, 0 the primary one: a bag has an item once of each type. None:
+    types are not told apart."""
     user_keys: NDArray | None = None
     """Ids of the users in files (U,), ascending; None: users are numbered."""
     item_keys: NDArray | None = None  # (I,)
@@ -83,9 +86,11 @@ class InteractionSplit:
         return self.log_shares().argsort(stable=True, descending=True)
 
     def log_shares(self) -> Tensor:
-        """Return the log of each item's share of `train`, (I,) float32; an item without interactions counts as 0.5."""
-        counts = torch.bincount(self.train.values, minlength=self.num_items).double()
-        return (counts.clamp(min=0.5) / max(len(self.train.values), 1)).log().float()
+        """Return the log of each item's share of `train`, or of its primary type, (I,) float32; an item without
+        interactions counts as 0.5."""
+        items = self.train.values if self.types is None else self.train.values[self.types == 0]
+        counts = torch.bincount(items, minlength=self.num_items).double()
+        return (counts.clamp(min=0.5) / max(len(items), 1)).log().float()
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +129,33 @@ def assign_parts(interactions: Interactions, options: SplitOptions) -> Parts:
             "hold out less, or split otherwise (data.options.split)"
         )
     return parts
+
+
+def hold_out_primary_type(
+    interactions: Interactions, options: SplitOptions
+) -> tuple[Interactions, Parts]:
+    """Split interactions of the primary type as `assign_parts` does; those of other types train.
+
+    Left out are other types of a held-out pair of user and item, and of files of held-out items; with cutoffs, also what
+    follows the first of them. Returns the other interactions and their parts. Raises ConfigError.
+    """
+    if options.kind == "users":
+        raise ConfigError(
+            "got split=users with types of feedback, wanted a split in which each user trains: their rows are learned. "
+            "Set data.options.split=per_user, leave_one_out, time or rows"
+        )
+    is_primary = interactions.type_n == 0
+    parts = np.full(interactions.size, TRAIN, np.int8)
+    parts[is_primary] = assign_parts(interactions.take(is_primary), options)
+    is_held_out = parts != TRAIN
+    pairs = interactions.user_n * np.int64(len(interactions.items.keys)) + interactions.item_n
+    is_left_out = np.isin(pairs, pairs[is_held_out])
+    if interactions.part_n is not None:
+        is_left_out |= interactions.part_n != TRAIN
+    if options.kind == "time" and interactions.time_n is not None and is_held_out.any():
+        is_left_out |= interactions.time_n >= interactions.time_n[is_held_out].min()
+    is_used = is_primary | ~is_left_out
+    return interactions.take(is_used), parts[is_used]
 
 
 def _leave_last_items_out(interactions: Interactions) -> Parts:
@@ -234,6 +266,7 @@ def build_split(
         return Ids(torch.from_numpy(interactions.item_n[mask]), offsets)
 
     users, items = interactions.users, interactions.items
+    types = interactions.type_n
     return InteractionSplit(
         train=group(TRAIN),
         validation=group(VALIDATION),
@@ -244,6 +277,7 @@ def build_split(
         past=group(TRAIN, PAST) if (parts == PAST).any() else None,
         is_ordered=is_ordered,
         num_simultaneous=_count_simultaneous(interactions, parts),
+        types=None if types is None else torch.from_numpy(types[parts == TRAIN]),
         user_keys=users.keys,
         item_keys=items.keys,
     )

@@ -18,14 +18,17 @@ from colonnade.data.interactions.samples import (
     SampleKind,
     open_interaction_splits,
 )
+from colonnade.data.interactions.types import name_types, read_types
 from colonnade.data.interactions.splits import (
     TEST,
+    TRAIN,
     VALIDATION,
     Parts,
     SplitKind,
     SplitOptions,
     assign_parts,
     build_split,
+    hold_out_primary_type,
     sees_future,
 )
 from colonnade.data.names import PARTS, find_part_files
@@ -47,6 +50,10 @@ MODEL_PRESETS = {
         "model.temperature": 0.07, "embedding.lr": 0.005, "train.batch_size": 64, "train.epochs": 30,
         "train.patience": 3,
     },
+    "mrmn": {
+        "data.options": {"max_history": 0, "max_pairs": None}, "model.dim": 64, "embedding.init_scale": 0.1,
+        "train.batch_size": 256, "train.epochs": 20, "train.patience": 3,
+    },
     "graphsage": {
         "data.options": {"samples": "neighbours"}, "model.dim": 64, "model.temperature": 0.1, "embedding.lr": 0.005,
         "embedding.init_scale": 0.1, "dense.lr": 2e-3, "train.batch_size": 1024, "train.epochs": 10,
@@ -64,6 +71,7 @@ def open_interactions(
     event: str | None = None,
     at_least: float | None = None,
     events: Sequence[str] | None = None,
+    types: Sequence[Any] | None = None,
     delimiter: str | None = None,
     names: Sequence[str] | None = None,
     users: Any = None,
@@ -92,6 +100,8 @@ def open_interactions(
 
     user, item, time, rating, event    names of columns; default: by header types and usual names
     at_least, events, core             lowest rating, events, and interactions of a user or an item that count
+    types                              events as types of feedback, the strongest first: that one is held out. A list is
+                                       one type: [5, 4, [3, 2]]
     validation, test, users, items     files of these parts; and of users and items, a row for each: their features
     split, split_seed                  as in `interactions.splits`; default: files, leave_one_out (ordered) or per_user
     test_fraction, test_after, ...     shares (0.2, 0.1 of the rest), or cutoffs of split=time: ISO times or numbers
@@ -106,6 +116,12 @@ def open_interactions(
     check_choices(open_interactions, {"order": order, "split": split, "samples": samples})
     files = find_part_files(path, validation, test)
     columns = {"user": user, "item": item, "time": time, "rating": rating, "event": event}
+    if types is not None and (events is not None or samples != "pairs"):
+        raise ConfigError(
+            f"got types with {'events' if events else f'samples={samples}'}, wanted types alone, and samples of pairs: "
+            "leave data.options.events out, and data.options.samples"
+        )
+    events_of_types = read_types(types)
     data, record_schema, note = read_interactions(
         {list(PARTS).index(part): file for part, file in files.items()},
         FileOptions(columns, delimiter, names),
@@ -113,6 +129,7 @@ def open_interactions(
         items=items,
         at_least=at_least,
         events=events,
+        types=events_of_types,
         core=core,
         has_times=order in (None, "time"),
         schema=None if schema is None else load_file_schema(schema),
@@ -121,7 +138,8 @@ def open_interactions(
     kind = split or ("files" if len(files) > 1 else "leave_one_out" if is_ordered else "per_user")
     shares = {"test_fraction": test_fraction, "validation_fraction": validation_fraction}
     cutoffs = {"test_after": test_after, "validation_after": validation_after}
-    divided = _divide(data, _build_split_options(kind, data, shares, cutoffs, split_seed))
+    split_options = _build_split_options(kind, data, shares, cutoffs, split_seed)
+    data, divided, type_note = _divide(data, split_options, name_types(types or ()))
     interactions = build_split(data, divided, is_ordered=is_ordered)
     sampling: dict[str, Any] = {"seed": seed, "max_pairs": max_pairs}
     if samples == "neighbours":
@@ -131,7 +149,7 @@ def open_interactions(
         sampling |= {"max_history": max_history, "negatives": negatives}
         splits = open_interaction_splits(interactions, samples=samples, **sampling)
     splits = _replace_negatives(splits, ranked_negatives)
-    notes = (note, *_describe_split(data, divided, kind, splits.test))
+    notes = (note, *type_note, *_describe_split(data, divided, kind, splits.test))
     recorded = {**splits.options, "schema": record_schema.to_dict()}
     return replace(splits, notes=notes, options=recorded)
 
@@ -173,9 +191,18 @@ def _build_split_options(
     return SplitOptions(split, **chosen, seed=seed)
 
 
-def _divide(interactions: Interactions, options: SplitOptions) -> Parts:
-    """Assign each interaction to a part (n,). Raises ConfigError for shares of each user's that are nothing."""
-    parts = assign_parts(interactions, options)
+def _divide(
+    interactions: Interactions, options: SplitOptions, type_names: Sequence[str]
+) -> tuple[Interactions, Parts, list[str]]:
+    """Assign each interaction to a part (n,). With types some are left out, and a line says how many train. Raises
+    ConfigError for shares of each user's that are nothing, and for a type without training interactions."""
+    lines = []
+    if type_names:
+        before = interactions
+        interactions, parts = hold_out_primary_type(before, options)
+        lines = [_describe_types(before, interactions, parts, type_names)]
+    else:
+        parts = assign_parts(interactions, options)
     for name, part in (("test", TEST), ("validation", VALIDATION)):
         share = getattr(options, f"{name}_fraction")
         if options.kind == "per_user" and share > 0 and not (parts == part).any():
@@ -185,7 +212,30 @@ def _divide(interactions: Interactions, options: SplitOptions) -> Parts:
                 f"{largest:,}, and the share {share:g} of each user's is rounded down. Set a larger "
                 f"data.options.{name}_fraction, 0 for no such part, or data.options.split=rows"
             )
-    return parts
+    return interactions, parts, lines
+
+
+def _describe_types(
+    before: Interactions, interactions: Interactions, parts: Parts, type_names: Sequence[str]
+) -> str:
+    """Describe how many interactions of each type train, and what is left out. Raises ConfigError for a type of which
+    none does."""
+    types, users = interactions.type_n, interactions.user_n
+    assert types is not None
+    sizes = np.bincount(types[parts == TRAIN], minlength=len(type_names))
+    if not sizes.all():
+        name = type_names[int(np.argmin(sizes))]
+        raise ConfigError(
+            f"types: got no training interaction of {name}, wanted one of each type; leave it out of "
+            "data.options.types, or hold out less"
+        )
+    listed = ", ".join(f"{name} {size:,}" for name, size in zip(type_names, sizes, strict=True))
+    num_others = len(np.unique(users)) - len(np.unique(users[types == 0]))
+    absent = f"; {num_others:,} users have no {type_names[0]}, and are not tested" * (num_others > 0)
+    return (
+        f"types, strongest first: {listed} train; {type_names[0]} is held out, and "
+        f"{before.size - interactions.size:,} of other types with it{absent}"
+    )
 
 
 def _describe_split(

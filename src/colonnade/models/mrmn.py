@@ -1,0 +1,275 @@
+"""MRMN (Xiao et al. 2019): several types of feedback as relations between users and items in one metric space.
+
+A user's vector plus the relation of a type is near the items that the user took with it. The relation depends on the
+user and the item: attention over slots of a memory that all share. CML (Hsieh et al. 2017) is the model of one type
+with slots=0, LRML (Tay et al. 2018) that with negative_relation="positive"; both with item_bias=False, squared=True.
+
+Legend: B samples, M candidates, I items, T types, S slots, D dim.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, get_args
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from colonnade.batch import Batch
+from colonnade.comm.collectives import concatenate_over_ranks
+from colonnade.comm.mesh import Mesh
+from colonnade.config.model import MemoryAttention, NegativeRelation
+from colonnade.data.interactions.columns import ITEM, USER
+from colonnade.embedding import EmbeddingCollection
+from colonnade.errors import ConfigError
+from colonnade.models.ranking import mark_matching_candidates
+from colonnade.models.retriever import ContrastiveBatch, RetrievalObjective, Retriever
+from colonnade.table import Feature, Table
+
+FEATURES = (USER, ITEM)
+MARGINS = (0.5, 0.2)
+"""Default margins of the strongest and the weakest type."""
+ROOT_OFFSET = 1e-3
+"""Number added to squared distances before the root, whose gradient at 0 is infinite."""
+BLOCK_FLOATS = 1 << 20
+"""Number of floats of a block of relations: a few MiB, as a processor's cache has."""
+
+
+class FeedbackObjective(RetrievalObjective):
+    """Objective of `MRMN`: each positive is nearer than the nearest candidate of all ranks, by its type's margin."""
+
+    def loss(self, model: MRMN, batch: Batch, mesh: Mesh) -> Tensor:  # type: ignore[override]
+        return compute_hinge_loss(model, model(batch), model.read_types(batch), mesh)
+
+
+class MRMN(Retriever):
+    """Memory attention metric model of several types of feedback, with vectors of users and items in the unit ball.
+
+    Score of an item v for a user u and a type t: b_v - ||q_v - p_u - r||, with r = attention((p_u * q_v) K_t) M; keys
+    K_t are the type's, slots M are shared. A row of table "user" is p_u; a row of "item" is q_v, then b_v. Items are
+    ranked by the strongest type, the first.
+    """
+
+    objective = FeedbackObjective()
+    query_features = (USER,)
+    item_features = (ITEM,)
+
+    def __init__(
+        self,
+        tables: Sequence[Table],
+        features: Sequence[Feature],
+        *,
+        types: Sequence[str] = ("all",),
+        type_column: int | None = None,
+        slots: int = 20,
+        attention: MemoryAttention = "softmax",
+        negative_relation: NegativeRelation = "own",
+        margins: Sequence[float] | None = None,
+        type_weights: Sequence[float] | None = None,
+        item_bias: bool = True,
+        squared: bool = False,
+        seed: int = 0,
+    ) -> None:
+        """Create the model. Features other than user and item are not used.
+
+        types              names of the types of feedback, the strongest first
+        type_column        index of the dense column with a sample's type, 0 to T - 1; None: all are of the first
+        slots              slots of the memory; 0: relations are zero
+        attention          weights of the slots: "softmax" (LRML) or "linear", the products themselves
+        negative_relation  relation of a negative: its "own", or that of the "positive" pair; "primary" is the positive
+                           pair's by the keys of the first type
+        margins            by type; default: evenly from 0.5 to 0.2
+        type_weights       factors of the loss by type; default: 1
+        squared            squares distances, as CML and LRML do
+
+        Raises ConfigError.
+        """
+        super().__init__()
+        num_types = len(types)
+        widths = {table.name: table.width for table in tables}
+        dim = widths.get(USER, 0)
+        names = [feature.name for feature in features]
+        if {*FEATURES} - {*names} or widths.get(ITEM) != dim + item_bias:
+            raise ConfigError(
+                f"mrmn: got features {names} and rows of {widths} floats, wanted user and item of tables of their "
+                f"names, with rows of D and D + {int(item_bias)}; a source of interactions has them"
+            )
+        for name, value, choices in (
+            ("attention", attention, MemoryAttention),
+            ("negative_relation", negative_relation, NegativeRelation),
+        ):
+            if value not in get_args(choices):
+                raise ConfigError(
+                    f"mrmn: got {name}={value!r}, wanted one of {', '.join(get_args(choices))}"
+                )
+        self.margins = _read_by_type("margins", margins, types, np.linspace(*MARGINS, num_types))
+        self.type_weights = _read_by_type("type_weights", type_weights, types, np.ones(num_types))
+        if num_types > 1 and type_column is None:
+            raise ConfigError(
+                f"mrmn: got {num_types} types and no column with a sample's type, wanted its index: type_column"
+            )
+        self.types = tuple(types)
+        self.type_column = type_column
+        self.attention = attention
+        self.negative_relation = negative_relation
+        self.item_bias = item_bias
+        self.squared = squared
+        self.embeddings = EmbeddingCollection(
+            [table for table in tables if table.name in FEATURES],
+            [feature for feature in features if feature.name in FEATURES],
+            seed=seed,
+        )
+        self.keys = self.memory = None
+        if slots:
+            self.keys = nn.Parameter(torch.randn(num_types, dim, slots) / math.sqrt(dim))
+            self.memory = nn.Parameter(torch.randn(slots, dim) * 0.1)
+
+    @classmethod
+    def row_width(cls, table: str, dim: int, settings: Mapping[str, Any]) -> float:
+        return dim + (table == ITEM and settings.get("item_bias") is not False)
+
+    def read_types(self, batch: Batch) -> Tensor:
+        """Return the type of each sample, (B,) int64. Raises ConfigError for a number that is none."""
+        if self.type_column is None:
+            return torch.zeros(batch.size, dtype=torch.int64)
+        types = batch.dense[:, self.type_column].long()
+        if len(types) and not 0 <= int(types.min()) <= int(types.max()) < len(self.types):
+            raise ConfigError(
+                f"mrmn: got types {int(types.min())} to {int(types.max())}, wanted 0 to {len(self.types) - 1}"
+            )
+        return types
+
+    def queries(self, batch: Batch) -> Tensor:
+        return _cut_norms(self.embeddings(self.fill_missing_features(batch))[USER])
+
+    def items(self, batch: Batch) -> Tensor:
+        """Return the vectors of items and their biases, (B, D + 1); without `item_bias` (B, D)."""
+        return self._cut_items(self.embeddings(self.fill_missing_features(batch))[ITEM])
+
+    def forward(self, batch: Batch) -> ContrastiveBatch:
+        rows = self.embeddings(batch)
+        users, items = _cut_norms(rows[USER]), self._cut_items(rows[ITEM])
+        return self.build_contrastive_batch(batch, users, items, batch.ids[ITEM].values, ())
+
+    def network(
+        self, users: Tensor, items: Tensor, negatives: Tensor, types: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Score each sample's item and its negative, with gradients: users (B, D), items and negatives (B, D + 1),
+        types (B,) -> (B,), (B,)."""
+        users, items, negatives = users[:, None], items[:, None], negatives[:, None]
+        relations = self.compute_relations(users, items, types)
+        if self.negative_relation == "own":
+            of_negatives = self.compute_relations(users, negatives, types)
+        elif self.negative_relation == "positive":
+            of_negatives = relations
+        else:
+            of_negatives = self.compute_relations(users, items, torch.zeros_like(types))
+        right = self._score_with_relations(users, items, relations)
+        return right[:, 0], self._score_with_relations(users, negatives, of_negatives)[:, 0]
+
+    def compute_weights(self, users: Tensor, items: Tensor, types: Tensor) -> Tensor:
+        """Compute the weights of the slots for pairs: (B, 1, D), (B or 1, M, D + 1), (B,) -> (B, M, S)."""
+        assert self.keys is not None
+        products = (users * items[..., : users.shape[-1]]) @ self.keys[types]
+        return products.softmax(-1) if self.attention == "softmax" else products
+
+    def compute_relations(self, users: Tensor, items: Tensor, types: Tensor) -> Tensor:
+        """Compute the relations of pairs: (B, 1, D), (B or 1, M, D + 1), (B,) -> (B, M, D)."""
+        if self.memory is None:
+            return torch.zeros_like(users)
+        return self.compute_weights(users, items, types) @ self.memory
+
+    def _score_with_relations(self, users: Tensor, items: Tensor, relations: Tensor) -> Tensor:
+        """Score pairs: (B, 1, D), (B or 1, M, D + 1), (B, M or 1, D) -> (B, M)."""
+        dim = users.shape[-1]
+        distances = (items[..., :dim] - users - relations).square().sum(-1)
+        if not self.squared:
+            distances = (distances + ROOT_OFFSET).sqrt()
+        return items[..., dim] - distances if self.item_bias else -distances
+
+    def score(self, queries: Tensor, items: Tensor) -> Tensor:
+        types = torch.zeros(len(queries), dtype=torch.int64, device=queries.device)
+        return self.score_type(queries, items, types)
+
+    def score_type(
+        self, users: Tensor, items: Tensor, types: Tensor, relations: Tensor | None = None
+    ) -> Tensor:
+        """Score all items for each user and a type, without gradients: (B, D), (I, D + 1), (B,) -> (B, I).
+
+        relations (B, D): those of all items of a user; default: their own."""
+        scores = users.new_empty(len(users), len(items))
+        width = max(1, min(len(items), BLOCK_FLOATS // users.shape[1]))
+        height = max(1, BLOCK_FLOATS // (width * users.shape[1]))
+        with torch.no_grad():
+            for top in range(0, len(users), height):
+                rows = slice(top, top + height)
+                block = users[rows, None]
+                for left in range(0, len(items), width):
+                    columns = slice(left, left + width)
+                    own = (
+                        self.compute_relations(block, items[None, columns], types[rows])
+                        if relations is None
+                        else relations[rows, None]
+                    )
+                    scores[rows, columns] = self._score_with_relations(
+                        block, items[None, columns], own
+                    )
+        return scores
+
+    def score_candidates(
+        self, users: Tensor, items: Tensor, candidates: Tensor, types: Tensor
+    ) -> Tensor:
+        """Score candidates as negatives of pairs (user, item), without gradients: (B, D), (B, D + 1), (M, D + 1), (B,)
+        -> (B, M)."""
+        if self.negative_relation == "own" or self.memory is None:
+            return self.score_type(users, candidates, types)
+        keys = types if self.negative_relation == "positive" else torch.zeros_like(types)
+        with torch.no_grad():
+            relations = self.compute_relations(users[:, None], items[:, None], keys)[:, 0]
+        return self.score_type(users, candidates, types, relations)
+
+    def _cut_items(self, rows: Tensor) -> Tensor:
+        """Cut the vectors in the rows of items to length one; their biases stay."""
+        if not self.item_bias:
+            return _cut_norms(rows)
+        return torch.cat([_cut_norms(rows[:, :-1]), rows[:, -1:]], dim=1)
+
+
+def compute_hinge_loss(model: MRMN, pairs: ContrastiveBatch, types: Tensor, mesh: Mesh) -> Tensor:
+    """Compute this rank's part of the weighted mean over all ranks' samples. Collective, and its backward too.
+
+    A sample's loss is its type's weight times what its negative's score exceeds its own less the type's margin by. The
+    negative is the candidate of all ranks with the highest score that the user took with no type; without one the loss
+    is 0.
+    """
+    candidates = concatenate_over_ranks(mesh, pairs.candidates)
+    ids = concatenate_over_ranks(mesh, pairs.candidate_ids)
+    total = mesh.all_reduce("dense", pairs.weight.sum(dtype=torch.float64))
+    users, items = pairs.queries, pairs.positives
+    types = types.to(users.device)
+    scores = model.score_candidates(users, items, candidates, types)
+    is_known = mark_matching_candidates(*pairs.known, len(users), ids).to(scores.device)
+    highest, hardest = scores.masked_fill(is_known, -math.inf).max(1)
+    right, wrong = model.evaluate_network(users, items, candidates[hardest], types, out_like=users)
+    losses = (users.new_tensor(model.margins)[types] + wrong - right).clamp(min=0)
+    weight = pairs.weight.to(users) * users.new_tensor(model.type_weights)[types]
+    return (losses * weight).masked_fill(highest == -math.inf, 0).sum() / max(float(total), 1e-12)
+
+
+def _cut_norms(vectors: Tensor) -> Tensor:
+    """Cut vectors (n, D) that are longer than one to length one."""
+    return vectors / torch.linalg.vector_norm(vectors, dim=1, keepdim=True).clamp(min=1)
+
+
+def _read_by_type(
+    name: str, numbers: Sequence[float] | None, types: Sequence[str], default: Any
+) -> tuple[float, ...]:
+    """Return a number of each type. Raises ConfigError."""
+    values = tuple(map(float, default if numbers is None else numbers))
+    if len(values) != len(types) or not all(math.isfinite(x) and x >= 0 for x in values):
+        raise ConfigError(
+            f"mrmn: got {name}={list(values)}, wanted a number of 0 or more for each type: {', '.join(types)}"
+        )
+    return values
