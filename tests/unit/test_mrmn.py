@@ -18,7 +18,9 @@ from colonnade.train.dense import DenseGradients
 
 USERS, ITEMS, DIM, TYPES = 11, 30, 6, ("buy", "cart", "view")
 LR = 0.5
-OF_ONE_TYPE = {"types": ("all",), "type_column": None, "item_bias": False, "squared": True}
+OF_ONE_TYPE = {
+    "types": ("all",), "type_column": None, "item_bias": False, "squared": True, "negatives": 8
+}  # fmt: skip
 CASES = {
     "softmax, own": {},
     "softmax, positive": {"negative_relation": "positive"},
@@ -26,7 +28,8 @@ CASES = {
     "linear, own": {"attention": "linear", "type_weights": (1.0, 0.5, 0.25)},
     "linear, primary": {"attention": "linear", "negative_relation": "primary"},
     "no memory": {"slots": 0},
-    "squared, no bias": {"squared": True, "item_bias": False},
+    "squared, no bias": {"squared": True, "item_bias": False, "negatives": 20},
+    "one negative": {"negatives": 1},
 }
 
 
@@ -84,14 +87,13 @@ def compute_slowly(model: MRMN, batch: Batch, user: Tensor, item: Tensor) -> Ten
         right = score(u, v, row, relate(u, v, t))
         own = {int(batch.ids["item"].values[s]), *excluded.values[excluded.samples == s].tolist()}
         wrong = []
-        for other in batch.ids["item"].values.tolist():
+        for step in range(model.negatives):
+            other = int(batch.ids["item"].values[(s + 1 + step) % batch.size])
             if other not in own:
                 z = cut(item[other][:DIM])
-                relation = {
-                    "own": lambda z=z: relate(u, z, t),
-                    "positive": lambda: relate(u, v, t),
-                    "primary": lambda: relate(u, v, 0),
-                }[model.negative_relation]()
+                pair = (z, t) if model.negative_relation == "own" else (v, t)
+                pair = (v, 0) if model.negative_relation == "primary" else pair
+                relation = relate(u, *pair)
                 wrong.append(score(u, z, item[other], relation))
         if wrong:
             hinge = (model.margins[t] + max(wrong) - right).clamp(min=0)
@@ -130,7 +132,9 @@ def compare_with_formula(model: MRMN, batch: Batch, compute_squares) -> None:
     total = 0.0
     for s, (u, v) in enumerate(zip(users, items, strict=True)):
         known = {int(v), *batch.key.excluded.values[3 * s : 3 * s + 3].tolist()}
-        others = [n for n in items.tolist() if n not in known]
+        others = [
+            n for n in items.tolist() if n not in known
+        ]  # negatives=8: all others of the batch
         nearest = min(compute_squares(p[u], q[v], q[n]) for n in others)
         hinge = (0.5 + compute_squares(p[u], q[v], q[v]) - nearest).clamp(min=0)
         total = total + batch.sample_weight[s] * hinge
@@ -164,7 +168,7 @@ def test_the_authors_code_is_a_setting():
     batch = draw_batch(2)
     batch.key = HeldOutItems(batch.key.truth, Ids(torch.empty(0).long(), torch.zeros(3).long()))
     with torch.no_grad():
-        p, q = model.queries(batch), model.items(batch)
+        p, q = model.queries(batch), model.items(batch)[:, :-1]
         total = 0.0
         for s, other in ((0, 1), (1, 0)):
             t = int(batch.dense[s, 1])
@@ -223,7 +227,9 @@ def test_items_are_ranked_by_scores_of_the_primary_type(size, monkeypatch):
     monkeypatch.setattr(mrmn, "BLOCK_FLOATS", size)
     model = build()
     with torch.no_grad():
-        users = model.queries(Batch(USERS, torch.zeros(USERS, 0), {"user": Ids(torch.arange(USERS))}))
+        users = model.queries(
+            Batch(USERS, torch.zeros(USERS, 0), {"user": Ids(torch.arange(USERS))})
+        )
         items = model.items(Batch(ITEMS, torch.zeros(ITEMS, 0), {"item": Ids(torch.arange(ITEMS))}))
         scores = model.score(users, items)
         for u in range(USERS):
@@ -253,7 +259,7 @@ def test_an_item_at_its_place_has_gradients():
     model = build(slots=0)
     users = torch.zeros(1, DIM, dtype=torch.float64, requires_grad=True)
     items = torch.zeros(1, DIM + 1, dtype=torch.float64)
-    right, _ = model.network(users, items, items, torch.zeros(1, dtype=torch.int64))
+    right, _ = model.network(users, items, items[:, None], torch.zeros(1, dtype=torch.int64))
     right.sum().backward()
     assert users.grad.isfinite().all() and math.isfinite(float(right))
 
@@ -275,7 +281,6 @@ def test_bfloat16_and_compilation():
         ({"attention": "hard"}, "attention='hard', wanted one of softmax, linear"),
         ({"negative_relation": "none"}, "negative_relation='none'"),
         ({"type_column": None}, "3 types and no column"),
-        ({"type_column": 0, "types": ("one", "two"), "item_bias": 2}, "D and D"),
     ],
 )
 def test_what_does_not_fit_is_refused(settings, words):
@@ -283,8 +288,18 @@ def test_what_does_not_fit_is_refused(settings, words):
         build(**settings)
 
 
+def test_rows_of_other_widths_are_refused():
+    tables = [Table("user", 4, rows=3), Table("item", 4, rows=3)]
+    features = [Feature("user", "user"), Feature("item", "item")]
+    with pytest.raises(ConfigError, match=r"rows of D and D \+ 1"):
+        MRMN(tables, features)
+    assert MRMN(tables, features, item_bias=False).types == ("all",)
+    with pytest.raises(ConfigError, match="wanted user and item"):
+        MRMN(tables, features[:1], item_bias=False)
+
+
 def test_numbers_that_are_no_types_are_refused():
     model, batch = build(), draw_batch()
     batch.dense[3, 1] = 7
-    with pytest.raises(ConfigError, match="types 0 to 7, wanted 0 to 2"):
+    with pytest.raises(ConfigError, match="to 7, wanted 0 to 2"):
         model.objective.loss(model, batch, Mesh())

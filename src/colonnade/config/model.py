@@ -84,7 +84,8 @@ class ModelConfig(Section):
     """Columns of the query tower (two_tower); default: all columns that are not the item's."""
     temperature: float | None = Field(None, gt=0)
     """Temperature of the softmax. two_tower, sasrec and graphsage divide scores by it; default 0.1. Knowledge graph
-    models multiply by it: under loss=sigmoid the softmax weighs the wrong candidates (0.5 to 1); default 1."""
+    models multiply by it: under loss=sigmoid the softmax weighs the wrong candidates (0.5 to 1); default 1. mrmn has no
+    softmax, and adds the log of an item's frequency times it to the scores that rank; default 0.1."""
     margin: float | None = None
     """Constant from which distances are subtracted to get scores; default 9 (transe, rotate), 0 (distmult, complex)."""
     norm: Literal[1, 2] | None = None
@@ -106,6 +107,9 @@ class ModelConfig(Section):
     """Number of slots of the memory from which relations are made (mrmn); default 20. 0: no relations, as in CML."""
     attention: MemoryAttention | None = None
     """Weights of the slots (mrmn): softmax (default), or linear, the products themselves."""
+    negatives: int | None = Field(None, ge=1)
+    """Number of items, those of the next samples of the batch, of which the nearest is a sample's negative (mrmn);
+    default 4. More of them are harder, and too many are too hard."""
     negative_relation: NegativeRelation | None = None
     """Relation by which a negative is scored (mrmn): its own (default), that of the positive pair, as in LRML, or
     primary, that of the positive pair and the strongest type."""

@@ -4,7 +4,7 @@ A user's vector plus the relation of a type is near the items that the user took
 user and the item: attention over slots of a memory that all share. CML (Hsieh et al. 2017) is the model of one type
 with slots=0, LRML (Tay et al. 2018) that with negative_relation="positive"; both with item_bias=False, squared=True.
 
-Legend: B samples, M candidates, I items, T types, S slots, D dim.
+Legend: B samples, M samples of all ranks, N negatives of a sample, I items, T types, S slots, D dim.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ BLOCK_FLOATS = 1 << 20
 
 
 class FeedbackObjective(RetrievalObjective):
-    """Objective of `MRMN`: each positive is nearer than the nearest candidate of all ranks, by its type's margin."""
+    """Objective of `MRMN`: each positive is nearer than the nearest of its negatives, by its type's margin."""
 
     def loss(self, model: MRMN, batch: Batch, mesh: Mesh) -> Tensor:  # type: ignore[override]
         return compute_hinge_loss(model, model(batch), model.read_types(batch), mesh)
@@ -49,7 +49,8 @@ class MRMN(Retriever):
 
     Score of an item v for a user u and a type t: b_v - ||q_v - p_u - r||, with r = attention((p_u * q_v) K_t) M; keys
     K_t are the type's, slots M are shared. A row of table "user" is p_u; a row of "item" is q_v, then b_v. Items are
-    ranked by the strongest type, the first.
+    ranked by the strongest type, the first, and by their log frequency (`Retriever`) times `temperature`: negatives are
+    items of other samples, so a popular one is often a negative.
     """
 
     objective = FeedbackObjective()
@@ -63,13 +64,16 @@ class MRMN(Retriever):
         *,
         types: Sequence[str] = ("all",),
         type_column: int | None = None,
+        log_q: int | None = None,
         slots: int = 20,
         attention: MemoryAttention = "softmax",
+        negatives: int = 4,
         negative_relation: NegativeRelation = "own",
         margins: Sequence[float] | None = None,
         type_weights: Sequence[float] | None = None,
         item_bias: bool = True,
         squared: bool = False,
+        temperature: float = 0.1,
         seed: int = 0,
     ) -> None:
         """Create the model. Features other than user and item are not used.
@@ -78,11 +82,13 @@ class MRMN(Retriever):
         type_column        index of the dense column with a sample's type, 0 to T - 1; None: all are of the first
         slots              slots of the memory; 0: relations are zero
         attention          weights of the slots: "softmax" (LRML) or "linear", the products themselves
+        negatives          items of the samples that follow in the batch of all ranks; the nearest of them counts
         negative_relation  relation of a negative: its "own", or that of the "positive" pair; "primary" is the positive
                            pair's by the keys of the first type
         margins            by type; default: evenly from 0.5 to 0.2
         type_weights       factors of the loss by type; default: 1
         squared            squares distances, as CML and LRML do
+        temperature        factor of the log frequency of items (column `log_q`) in the scores that rank
 
         Raises ConfigError.
         """
@@ -112,6 +118,9 @@ class MRMN(Retriever):
             )
         self.types = tuple(types)
         self.type_column = type_column
+        self.log_q = log_q
+        self.temperature = temperature
+        self.negatives = negatives
         self.attention = attention
         self.negative_relation = negative_relation
         self.item_bias = item_bias
@@ -145,8 +154,12 @@ class MRMN(Retriever):
         return _cut_norms(self.embeddings(self.fill_missing_features(batch))[USER])
 
     def items(self, batch: Batch) -> Tensor:
-        """Return the vectors of items and their biases, (B, D + 1); without `item_bias` (B, D)."""
-        return self._cut_items(self.embeddings(self.fill_missing_features(batch))[ITEM])
+        """Return the vectors of items, then what is added to their scores, (B, D + 1)."""
+        rows = self.embeddings(self.fill_missing_features(batch))[ITEM]
+        vectors, bias = self._cut_items(rows).split([rows.shape[1] - self.item_bias, 1], dim=1)
+        return torch.cat(
+            [vectors, bias + self.temperature * self.log_frequency(batch).to(bias)[:, None]], dim=1
+        )
 
     def forward(self, batch: Batch) -> ContrastiveBatch:
         rows = self.embeddings(batch)
@@ -156,9 +169,9 @@ class MRMN(Retriever):
     def network(
         self, users: Tensor, items: Tensor, negatives: Tensor, types: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Score each sample's item and its negative, with gradients: users (B, D), items and negatives (B, D + 1),
-        types (B,) -> (B,), (B,)."""
-        users, items, negatives = users[:, None], items[:, None], negatives[:, None]
+        """Score each sample's item and its negatives: users (B, D), items (B, D + 1), negatives (B, N, D + 1), types
+        (B,) -> (B,), (B, N)."""
+        users, items = users[:, None], items[:, None]
         relations = self.compute_relations(users, items, types)
         if self.negative_relation == "own":
             of_negatives = self.compute_relations(users, negatives, types)
@@ -167,12 +180,12 @@ class MRMN(Retriever):
         else:
             of_negatives = self.compute_relations(users, items, torch.zeros_like(types))
         right = self._score_with_relations(users, items, relations)
-        return right[:, 0], self._score_with_relations(users, negatives, of_negatives)[:, 0]
+        return right[:, 0], self._score_with_relations(users, negatives, of_negatives)
 
     def compute_weights(self, users: Tensor, items: Tensor, types: Tensor) -> Tensor:
         """Compute the weights of the slots for pairs: (B, 1, D), (B or 1, M, D + 1), (B,) -> (B, M, S)."""
         assert self.keys is not None
-        products = (users * items[..., : users.shape[-1]]) @ self.keys[types]
+        products = (users * items[..., :-1]) @ self.keys[types]
         return products.softmax(-1) if self.attention == "softmax" else products
 
     def compute_relations(self, users: Tensor, items: Tensor, types: Tensor) -> Tensor:
@@ -183,22 +196,16 @@ class MRMN(Retriever):
 
     def _score_with_relations(self, users: Tensor, items: Tensor, relations: Tensor) -> Tensor:
         """Score pairs: (B, 1, D), (B or 1, M, D + 1), (B, M or 1, D) -> (B, M)."""
-        dim = users.shape[-1]
-        distances = (items[..., :dim] - users - relations).square().sum(-1)
-        if not self.squared:
-            distances = (distances + ROOT_OFFSET).sqrt()
-        return items[..., dim] - distances if self.item_bias else -distances
+        vectors, bias = items[..., :-1], items[..., -1]
+        distances = (vectors - users - relations).square().sum(-1)
+        return bias - (distances if self.squared else (distances + ROOT_OFFSET).sqrt())
 
     def score(self, queries: Tensor, items: Tensor) -> Tensor:
         types = torch.zeros(len(queries), dtype=torch.int64, device=queries.device)
         return self.score_type(queries, items, types)
 
-    def score_type(
-        self, users: Tensor, items: Tensor, types: Tensor, relations: Tensor | None = None
-    ) -> Tensor:
-        """Score all items for each user and a type, without gradients: (B, D), (I, D + 1), (B,) -> (B, I).
-
-        relations (B, D): those of all items of a user; default: their own."""
+    def score_type(self, users: Tensor, items: Tensor, types: Tensor) -> Tensor:
+        """Score all items for each user and a type, without gradients: (B, D), (I, D + 1), (B,) -> (B, I)."""
         scores = users.new_empty(len(users), len(items))
         width = max(1, min(len(items), BLOCK_FLOATS // users.shape[1]))
         height = max(1, BLOCK_FLOATS // (width * users.shape[1]))
@@ -207,55 +214,44 @@ class MRMN(Retriever):
                 rows = slice(top, top + height)
                 block = users[rows, None]
                 for left in range(0, len(items), width):
-                    columns = slice(left, left + width)
-                    own = (
-                        self.compute_relations(block, items[None, columns], types[rows])
-                        if relations is None
-                        else relations[rows, None]
-                    )
-                    scores[rows, columns] = self._score_with_relations(
-                        block, items[None, columns], own
+                    part = items[None, left : left + width]
+                    relations = self.compute_relations(block, part, types[rows])
+                    scores[rows, left : left + width] = self._score_with_relations(
+                        block, part, relations
                     )
         return scores
 
-    def score_candidates(
-        self, users: Tensor, items: Tensor, candidates: Tensor, types: Tensor
-    ) -> Tensor:
-        """Score candidates as negatives of pairs (user, item), without gradients: (B, D), (B, D + 1), (M, D + 1), (B,)
-        -> (B, M)."""
-        if self.negative_relation == "own" or self.memory is None:
-            return self.score_type(users, candidates, types)
-        keys = types if self.negative_relation == "positive" else torch.zeros_like(types)
-        with torch.no_grad():
-            relations = self.compute_relations(users[:, None], items[:, None], keys)[:, 0]
-        return self.score_type(users, candidates, types, relations)
-
     def _cut_items(self, rows: Tensor) -> Tensor:
-        """Cut the vectors in the rows of items to length one; their biases stay."""
+        """Cut the vectors in the rows of items to length one; their biases follow, zeros without: (B, D + 1)."""
         if not self.item_bias:
-            return _cut_norms(rows)
+            rows = torch.cat([rows, rows.new_zeros(len(rows), 1)], dim=1)
         return torch.cat([_cut_norms(rows[:, :-1]), rows[:, -1:]], dim=1)
 
 
 def compute_hinge_loss(model: MRMN, pairs: ContrastiveBatch, types: Tensor, mesh: Mesh) -> Tensor:
     """Compute this rank's part of the weighted mean over all ranks' samples. Collective, and its backward too.
 
-    A sample's loss is its type's weight times what its negative's score exceeds its own less the type's margin by. The
-    negative is the candidate of all ranks with the highest score that the user took with no type; without one the loss
-    is 0.
+    A sample's loss is its type's weight times what the score of its nearest negative exceeds its own, less the type's
+    margin, by. Negatives are the items of the next N samples of all ranks that the user took with no type; without
+    one the loss is 0.
     """
     candidates = concatenate_over_ranks(mesh, pairs.candidates)
     ids = concatenate_over_ranks(mesh, pairs.candidate_ids)
+    users, size = pairs.queries, len(pairs.queries)
+    sizes = mesh.all_gather("gather", torch.tensor(size))
     total = mesh.all_reduce("dense", pairs.weight.sum(dtype=torch.float64))
-    users, items = pairs.queries, pairs.positives
+    first = int(sum(sizes[: mesh.rank])) + 1
+    window = (first + torch.arange(size)[:, None] + torch.arange(model.negatives)) % max(
+        len(ids), 1
+    )
+    is_known = mark_matching_candidates(*pairs.known, size, ids).gather(1, window)
     types = types.to(users.device)
-    scores = model.score_candidates(users, items, candidates, types)
-    is_known = mark_matching_candidates(*pairs.known, len(users), ids).to(scores.device)
-    highest, hardest = scores.masked_fill(is_known, -math.inf).max(1)
-    right, wrong = model.evaluate_network(users, items, candidates[hardest], types, out_like=users)
-    losses = (users.new_tensor(model.margins)[types] + wrong - right).clamp(min=0)
+    negatives = candidates[window.to(users.device)]
+    right, wrong = model.evaluate_network(users, pairs.positives, negatives, types, out_like=users)
+    nearest = wrong.masked_fill(is_known.to(users.device), -math.inf).amax(1)
+    losses = (users.new_tensor(model.margins)[types] + nearest - right).clamp(min=0)
     weight = pairs.weight.to(users) * users.new_tensor(model.type_weights)[types]
-    return (losses * weight).masked_fill(highest == -math.inf, 0).sum() / max(float(total), 1e-12)
+    return (losses * weight).sum() / max(float(total), 1e-12)
 
 
 def _cut_norms(vectors: Tensor) -> Tensor:

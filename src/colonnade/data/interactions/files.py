@@ -318,22 +318,32 @@ def _find_odd_time(array: pa.Array) -> str:
 def select_rows(
     table: _Table, roles: Mapping[str, str], at_least: float | None, events: Sequence[str] | None
 ) -> pa.ChunkedArray | None:
-    """Return a mask of the rows with a rating of at least `at_least` and an event of `events`; None: all. Raises
-    ConfigError."""
+    """Return a mask of the rows with a rating of at least `at_least` and an event of `events`; None: all."""
     masks = []
     if at_least is not None:
         ratings = combine_chunks(table.read([roles["rating"]]).column(0))
         masks.append(pa.array(convert_to_numbers(Number("rating"), ratings) >= at_least))
     if events is not None:
         texts = table.read([roles["event"]]).column(0).cast(pa.string())
-        known = pc.unique(texts).to_pylist()
-        if unknown := set(events) - set(known):
-            raise ConfigError(
-                f"got the event {sorted(unknown)[0]!r}, wanted values of the column {roles['event']!r}: "
-                + ", ".join(sorted(map(str, known))[:20])
-            )
         masks.append(pc.is_in(texts, pa.array(list(events))))
     return reduce(pc.and_, masks) if masks else None
+
+
+def check_events(
+    tables: Sequence[tuple[_Table, Mapping[str, str], Any]], events: Sequence[str]
+) -> None:
+    """Raise ConfigError for an event that no part has. tables: as `_open_part` returns them."""
+    columns = [
+        (table.read([roles["event"]]).column(0), roles["event"]) for table, roles, _ in tables
+    ]
+    known = {
+        text for column, _ in columns for text in pc.unique(column.cast(pa.string())).to_pylist()
+    }
+    if unknown := set(events) - known:
+        raise ConfigError(
+            f"got the event {min(unknown)!r}, wanted values of the column {columns[0][1]!r}: "
+            + ", ".join(sorted(map(str, known))[:20])
+        )
 
 
 def infer_features(
@@ -410,6 +420,8 @@ def read_interactions(
     type_of_event = {event: number for number, group in enumerate(types) for event in group}
     events = list(type_of_event) or events
     tables = [_open_part(source, options, at_least, events, has_times) for source in parts.values()]
+    if events is not None:
+        check_events(tables, events)
     roles = tables[-1][1]
 
     def read_role(role: str) -> list[pa.ChunkedArray]:
@@ -425,7 +437,9 @@ def read_interactions(
         names = pa.array(list(type_of_event))
         numbers = np.array(list(type_of_event.values()), np.int8)
         texts = [column.cast(pa.string()) for column in read_role("event")]
-        columns["type"] = np.concatenate([numbers[pc.index_in(t, value_set=names).to_numpy()] for t in texts])
+        columns["type"] = np.concatenate(
+            [numbers[pc.index_in(t, value_set=names).to_numpy()] for t in texts]
+        )
     files = {
         role: _read_entity_file(source, role, options)
         for role, source in ((USER, users), (ITEM, items))

@@ -19,11 +19,15 @@ def read_types(setting: Sequence[Any] | None) -> list[list[str]]:
             f"types: got {setting!r}, wanted a list of 2 to {MAX_TYPES} types of feedback, the strongest first, as in "
             "[purchase, cart, click]. For one type, set data.options.events instead"
         )
-    types = [[*map(str, entry)] if isinstance(entry, list | tuple) else [str(entry)] for entry in setting]
+    types = [
+        [*map(str, entry)] if isinstance(entry, list | tuple) else [str(entry)] for entry in setting
+    ]
     events = [event for group in types for event in group]
     if not all(types) or len({*events}) < len(events):
         repeated = next((event for event in events if events.count(event) > 1), "an empty list")
-        raise ConfigError(f"types: got {repeated!r} twice or nothing, wanted each event in one type. Repair the list")
+        raise ConfigError(
+            f"types: got {repeated!r} twice or nothing, wanted each event in one type. Repair the list"
+        )
     return types
 
 

@@ -206,7 +206,9 @@ def _divide(
     for name, part in (("test", TEST), ("validation", VALIDATION)):
         share = getattr(options, f"{name}_fraction")
         if options.kind == "per_user" and share > 0 and not (parts == part).any():
-            largest = int(np.bincount(interactions.user_n).max())
+            types = interactions.type_n
+            users = interactions.user_n if types is None else interactions.user_n[types == 0]
+            largest = int(np.bincount(users).max())
             raise ConfigError(
                 f"split=per_user: got no interaction for {name}, wanted one at least: no user has more than "
                 f"{largest:,}, and the share {share:g} of each user's is rounded down. Set a larger "
@@ -231,7 +233,9 @@ def _describe_types(
         )
     listed = ", ".join(f"{name} {size:,}" for name, size in zip(type_names, sizes, strict=True))
     num_others = len(np.unique(users)) - len(np.unique(users[types == 0]))
-    absent = f"; {num_others:,} users have no {type_names[0]}, and are not tested" * (num_others > 0)
+    absent = f"; {num_others:,} users have no {type_names[0]}, and are not tested" * (
+        num_others > 0
+    )
     return (
         f"types, strongest first: {listed} train; {type_names[0]} is held out, and "
         f"{before.size - interactions.size:,} of other types with it{absent}"
