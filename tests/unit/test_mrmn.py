@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 import torch
 from ranks import run_ranks
 from torch import Tensor
 
-from colonnade import SGD, Batch, ConfigError, Feature, Ids, Mesh, RowOptimizer, Table, Uniform
+import colonnade
+from colonnade import (
+    SGD,
+    Adam,
+    Batch,
+    ConfigError,
+    Feature,
+    Ids,
+    Mesh,
+    RowOptimizer,
+    Table,
+    Uniform,
+)
+from colonnade.data import open_interactions
 from colonnade.data.interactions.samples import HeldOutItems
 from colonnade.models import mrmn
 from colonnade.models.mrmn import MRMN
-from colonnade.models.retriever import rank_candidates, rank_items, top_items
+from colonnade.models.retriever import embed_items, rank_candidates, rank_items, top_items
 from colonnade.train.dense import DenseGradients
 
 USERS, ITEMS, DIM, TYPES = 11, 30, 6, ("buy", "cart", "view")
@@ -303,3 +317,63 @@ def test_numbers_that_are_no_types_are_refused():
     batch.dense[3, 1] = 7
     with pytest.raises(ConfigError, match="to 7, wanted 0 to 2"):
         model.objective.loss(model, batch, Mesh())
+
+
+def open_tastes(tmp_path, shuffle: bool = False, num_users: int = 60):
+    """Draw events of users with one taste each: they buy of it alone, put much of it into the cart, view all."""
+    draw = random.Random(0)
+    rows = []
+    for user in range(num_users):
+        own = [item for item in range(80) if item % 4 == user % 4]
+        rows += [(user, item, "buy") for item in draw.sample(own, 12)]
+        rows += [(user, item, "cart") for item in draw.sample(own, 8) + draw.sample(range(80), 6)]
+        rows += [(user, item, "view") for item in draw.sample(range(80), 20)]
+    if shuffle:
+        events = [event for *_, event in rows]
+        draw.shuffle(events)
+        rows = [(user, item, event) for (user, item, _), event in zip(rows, events, strict=True)]
+    path = tmp_path / f"tastes{shuffle}.csv"
+    path.write_text("\n".join(["user,item,event", *(",".join(map(str, row)) for row in rows)]))
+    return open_interactions(path, types=TYPES, max_history=0)
+
+
+def fit_tastes(data) -> tuple[MRMN, dict[str, dict[str, float]]]:
+    """Train on drawn events; return the model and the figures of its types."""
+    adam = {"optimizer": Adam(lr=0.01), "initializer": Uniform(scale=0.2)}
+    tables = [Table("user", 8, **adam), Table("item", 9, **adam)]
+    torch.manual_seed(0)
+    features = [Feature("user", "user"), Feature("item", "item")]
+    model = MRMN(tables, features, types=TYPES, type_column=1, log_q=0)
+    colonnade.fit(model, data, epochs=12, batch_size=64, quiet=True, patience=0)
+    return model, model.objective.evaluate(model, data.test, 64, Mesh()).by_type
+
+
+def test_types_are_as_strong_as_users_mean_them(tmp_path):
+    """A slow twin of the table, and the order of strengths; with shuffled types there is none."""
+    data = open_tastes(tmp_path)
+    model, by_type = fit_tastes(data)
+    buy, cart, view = (by_type[name]["strength"] for name in TYPES)
+    assert buy > cart + 0.3 > view + 0.6
+    assert [by_type[name]["margin"] for name in TYPES] == pytest.approx([0.5, 0.35, 0.2])
+    split = data.train.interactions
+    items = embed_items(model, data.test.catalogue)
+    users = model.queries(Batch(60, torch.zeros(60, 0), {"user": split.users["user"]}))
+    for number, name in enumerate(TYPES):
+        figures = by_type[name]
+        of_type = split.types == number
+        assert figures["samples"] == int(of_type.sum())
+        scores = model.score_type(users, items, torch.full((60,), number)).detach()
+        is_known = torch.zeros(60, split.num_items, dtype=torch.bool)
+        is_known[split.train.samples, split.train.values.long()] = True
+        users_of, items_of = split.train.samples[of_type], split.train.values[of_type].long()
+        wins = [
+            float((scores[u, v] > scores[u][~is_known[u]]).float().mean())
+            for u, v in zip(users_of, items_of, strict=True)
+        ]
+        assert figures["auc"] == pytest.approx(sum(wins) / len(wins), abs=0.03)
+        others = scores[~is_known]
+        strength = (scores[users_of, items_of].mean() - others.mean()) / others.std()
+        assert figures["strength"] == pytest.approx(float(strength), abs=0.15)
+        assert 0 < figures["active_hinges"] < 1 and 1 <= figures["diversity"] <= 20
+    strengths = [x["strength"] for x in fit_tastes(open_tastes(tmp_path, shuffle=True))[1].values()]
+    assert max(strengths) - min(strengths) < 0.5

@@ -123,6 +123,11 @@ def test_dct_learns_with_fewer_bytes(run):
     assert 0 < sent < 0.2 * exact
 
 
+def test_mrmn_ranks_better_by_all_types_than_by_purchases(run):
+    several, one = (float(line.split()[-1]) for line in run("mrmn.py", num_ranks=2).splitlines())
+    assert several > 1.1 * one > 0.05  # popularity: 0.03
+
+
 def test_lemmas_advise_a_batch_by_the_noise_of_a_run(run, tmp_path):
     output = run("lemmas.py", str(tmp_path / "run"))
     assert "\nranks: " in output and "\nservers: 1 for 4 trainers: link " in output

@@ -39,7 +39,7 @@ def evaluate(
 
     The checkpoint may come from any number of ranks. The folder is not changed."""
     from colonnade.checkpoint.header import explain_chosen_step, resolve_step
-    from colonnade.cli.table import describe_popularity
+    from colonnade.cli.table import describe_popularity, show_types
     from colonnade.comm.mesh import Mesh
     from colonnade.data.interactions.negatives import replace_negatives
     from colonnade.models.retriever import POPULARITY
@@ -85,3 +85,5 @@ def evaluate(
         if not name.startswith(POPULARITY):
             beside = describe_popularity(metrics.get(f"{POPULARITY}{name}"))
             console.print(f"  {name.replace('_', ' ')}: {format_metric(name, value)}{beside}")
+    if by_type := getattr(metrics, "by_type", {}):
+        show_types(console, by_type)

@@ -108,6 +108,16 @@ def describe_popularity(value: float | None) -> str:
     return "" if value is None else f"   by popularity {value:.4f}"
 
 
+def show_types(console: Console, by_type: Mapping[str, Mapping[str, float]]) -> None:
+    """Print figures of each type of feedback, by training pairs."""
+    columns = list(next(iter(by_type.values())))
+    rows = [[name, *(f"{x[column]:,.4g}" for column in columns)] for name, x in by_type.items()]
+    names = ["type", *(column.replace("_", " ") for column in columns)]
+    grid = build_grid(names, rows, **PLAIN_GRID)
+    console.print("  types of feedback, strongest first, by training pairs:")
+    console.print(Padding(grid, (0, 0, 0, 2)))
+
+
 def describe_metrics_step(summary: Mapping[str, Any]) -> str:
     """Describe the step of the metrics, and the metric that selected it."""
     if summary["best_step"] is None:

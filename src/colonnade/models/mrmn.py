@@ -1,4 +1,4 @@
-"""MRMN (Xiao et al. 2019): several types of feedback as relations between users and items in one metric space.
+"""MRMN (Zhou et al. 2019): several types of feedback as relations between users and items in one metric space.
 
 A user's vector plus the relation of a type is near the items that the user took with it. The relation depends on the
 user and the item: attention over slots of a memory that all share. CML (Hsieh et al. 2017) is the model of one type
@@ -21,11 +21,21 @@ from colonnade.batch import Batch
 from colonnade.comm.collectives import concatenate_over_ranks
 from colonnade.comm.mesh import Mesh
 from colonnade.config.model import MemoryAttention, NegativeRelation
+from colonnade.data.contract import Source
+from colonnade.data.counter import random_permutation, stream_key
 from colonnade.data.interactions.columns import ITEM, USER
+from colonnade.data.interactions.samples import draw_items
+from colonnade.data.interactions.splits import SPLIT_KEY, InteractionSplit
+from colonnade.data.tensors import gather_ids
 from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import ConfigError
-from colonnade.models.ranking import mark_matching_candidates
-from colonnade.models.retriever import ContrastiveBatch, RetrievalObjective, Retriever
+from colonnade.models.ranking import BlockedMetrics, evaluation_mode, mark_matching_candidates
+from colonnade.models.retriever import (
+    ContrastiveBatch,
+    RetrievalObjective,
+    Retriever,
+    embed_items,
+)
 from colonnade.table import Feature, Table
 
 FEATURES = (USER, ITEM)
@@ -33,6 +43,10 @@ MARGINS = (0.5, 0.2)
 """Default margins of the strongest and the weakest type."""
 ROOT_OFFSET = 1e-3
 """Number added to squared distances before the root, whose gradient at 0 is infinite."""
+MEASURED_PAIRS = 2048
+"""Number of training pairs of each type, at most, by which the types are measured."""
+RANDOM_ITEMS = 16
+"""Number of random items to compare each of them with."""
 BLOCK_FLOATS = 1 << 20
 """Number of floats of a block of relations: a few MiB, as a processor's cache has."""
 
@@ -42,6 +56,21 @@ class FeedbackObjective(RetrievalObjective):
 
     def loss(self, model: MRMN, batch: Batch, mesh: Mesh) -> Tensor:  # type: ignore[override]
         return compute_hinge_loss(model, model(batch), model.read_types(batch), mesh)
+
+    def evaluate(  # type: ignore[override]
+        self, model: MRMN, source: Source, batch_size: int, mesh: Mesh
+    ) -> BlockedMetrics:
+        """Do what the base class does, and measure each type of feedback by training pairs. Collective."""
+        metrics = super().evaluate(model, source, batch_size, mesh)
+        split = getattr(source, "interactions", None)
+        if split is not None and split.types is not None and len(model.types) > 1:
+            with evaluation_mode(model):
+                items = embed_items(model, source.catalogue)  # type: ignore[attr-defined]
+                metrics.by_type = {
+                    name: measure_type(model, split, items, number)
+                    for number, name in enumerate(model.types)
+                }
+        return metrics
 
 
 class MRMN(Retriever):
@@ -204,6 +233,11 @@ class MRMN(Retriever):
         types = torch.zeros(len(queries), dtype=torch.int64, device=queries.device)
         return self.score_type(queries, items, types)
 
+    def score_pairs(self, users: Tensor, items: Tensor, types: Tensor) -> Tensor:
+        """Score items for each user and a type: (B, D), (B or 1, M, D + 1), (B,) -> (B, M)."""
+        users = users[:, None]
+        return self._score_with_relations(users, items, self.compute_relations(users, items, types))
+
     def score_type(self, users: Tensor, items: Tensor, types: Tensor) -> Tensor:
         """Score all items for each user and a type, without gradients: (B, D), (I, D + 1), (B,) -> (B, I)."""
         scores = users.new_empty(len(users), len(items))
@@ -212,12 +246,10 @@ class MRMN(Retriever):
         with torch.no_grad():
             for top in range(0, len(users), height):
                 rows = slice(top, top + height)
-                block = users[rows, None]
                 for left in range(0, len(items), width):
-                    part = items[None, left : left + width]
-                    relations = self.compute_relations(block, part, types[rows])
-                    scores[rows, left : left + width] = self._score_with_relations(
-                        block, part, relations
+                    columns = slice(left, left + width)
+                    scores[rows, columns] = self.score_pairs(
+                        users[rows], items[None, columns], types[rows]
                     )
         return scores
 
@@ -252,6 +284,71 @@ def compute_hinge_loss(model: MRMN, pairs: ContrastiveBatch, types: Tensor, mesh
     losses = (users.new_tensor(model.margins)[types] + nearest - right).clamp(min=0)
     weight = pairs.weight.to(users) * users.new_tensor(model.type_weights)[types]
     return (losses * weight).sum() / max(float(total), 1e-12)
+
+
+def measure_type(
+    model: MRMN, split: InteractionSplit, items: Tensor, number: int
+) -> dict[str, float]:
+    """Measure a type of feedback by its training pairs, MEASURED_PAIRS at most. Collective: every rank measures alike.
+
+    items (I, D + 1): vectors of all items, as `MRMN.items` returns them.
+
+    samples        training pairs of the type
+    margin         its margin
+    active_hinges  share of pairs whose nearest negative is not farther by the margin, drawn as in training
+    strength       mean score of pairs less that of random items, in standard deviations of the latter
+    diversity      exp of the entropy of the mean weights of slots; linear: of the singular values of K_t M
+    auc            share of pairs and random items that the user did not take, in which the pair scores higher
+    """
+    assert split.types is not None
+    key = stream_key(SPLIT_KEY, 30)
+    rows = (split.types == number).nonzero()[:, 0]
+    order = torch.from_numpy(random_permutation(len(rows), stream_key(key, number)))
+    pairs = rows[order[:MEASURED_PAIRS]]
+    others = torch.from_numpy(random_permutation(len(split.types), key))
+    of_pair, taken = split.train.samples, split.train.values.long()
+    users = of_pair[pairs]
+    window = torch.arange(len(pairs))[:, None] + torch.arange(model.negatives)
+    negatives = taken[others[window % len(others)]]
+    drawn = draw_items(key, torch.arange(len(pairs)), RANDOM_ITEMS, split.num_items)
+    known = of_pair * split.num_items + taken
+    wrong_items = torch.cat([negatives, drawn], dim=1)
+    is_known = torch.isin(users[:, None] * split.num_items + wrong_items, known).to(items.device)
+    batch = Batch(
+        len(pairs), torch.zeros(len(pairs), 0), {USER: gather_ids(split.users[USER], users)}
+    )
+    vectors = model.queries(batch)
+    types = torch.full((len(pairs),), number, device=items.device)
+    positives = items[taken[pairs].to(items.device), None]
+    right = model.score_pairs(vectors, positives, types)
+    wrong = model.score_pairs(vectors, items[wrong_items.to(items.device)], types)
+    # Training leaves the popularity of items out of their scores.
+    shares = model.temperature * split.log_shares().to(items) * (model.log_q is not None)
+    nearest = wrong[:, : model.negatives] - shares[negatives.to(items.device)]
+    nearest = nearest.masked_fill(is_known[:, : model.negatives], -math.inf).amax(1)
+    hinges = model.margins[number] + nearest - (right[:, 0] - shares[taken[pairs].to(items.device)])
+    is_random = ~is_known[:, model.negatives :]
+    random_scores = wrong[:, model.negatives :]
+    scores = random_scores[is_random]
+    wins = (right > random_scores).double() + (right == random_scores) / 2
+    weights = None
+    if model.memory is not None:
+        weights = model.compute_weights(vectors[:, None], positives, types).mean((0, 1))
+        if model.attention == "linear":
+            weights = torch.linalg.svdvals(model.keys[number] @ model.memory)  # type: ignore[index]
+    return {
+        "samples": len(rows),
+        "margin": model.margins[number],
+        "active_hinges": float((hinges > 0).double().mean()),
+        "strength": float((right.mean() - scores.mean()) / scores.std().clamp(min=1e-12)),
+        "diversity": 0.0 if weights is None else _compute_diversity(weights),
+        "auc": float(wins[is_random].mean()),
+    }
+
+
+def _compute_diversity(weights: Tensor) -> float:
+    """Return exp of the entropy of weights (S,) of 0 or more: their number if all are equal, 1 if there is one."""
+    return float(torch.special.entr(weights / weights.sum()).sum().exp())
 
 
 def _cut_norms(vectors: Tensor) -> Tensor:

@@ -51,6 +51,9 @@ def assign_blocks(numbers: NDArray[np.int64]) -> NDArray[np.int64]:
 class BlockedMetrics(dict[str, float]):
     """Metrics by name, of all values; `compute_blocks` returns those of each fixed block of samples."""
 
+    by_type: Mapping[str, Mapping[str, float]] = {}
+    """Figures of each type of feedback, by name, of a model that tells types apart."""
+
     def __init__(
         self,
         compute: Callable[[Any], dict[str, float]],

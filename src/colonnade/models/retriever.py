@@ -23,6 +23,7 @@ from colonnade.data.interactions.samples import HeldOutItems, group_items_by_use
 from colonnade.data.tensors import TensorColumns, gather_ids
 from colonnade.errors import ConfigError
 from colonnade.models.ranking import (
+    BlockedMetrics,
     average_metrics,
     check_scores,
     evaluation_mode,
@@ -86,7 +87,7 @@ class RetrievalObjective:
 
     def evaluate(
         self, model: Retriever, source: Source, batch_size: int, mesh: Mesh
-    ) -> dict[str, float]:
+    ) -> BlockedMetrics:
         """Rank the catalogue for each query; the metrics are means over queries, those of popularity among them."""
         self.check_source(source)
         catalogue: TensorColumns = source.catalogue  # type: ignore[attr-defined]

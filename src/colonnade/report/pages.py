@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -244,6 +245,7 @@ def render_run_page(run: RunRecord) -> str:
         num_ranks=_count_ranks(run),
         tiles=build_headline(run),
         evaluations=_build_evaluation_table(run),
+        types=_build_type_table(run),
         missed_updates=_build_missed_updates_table(run),
         copies=_build_cache_table(run),
         copy_ages=_build_cache_age_table(run),
@@ -364,6 +366,23 @@ def _build_evaluation_table(run: RunRecord) -> NumberTable | None:
         note=f"Marked: {selection.description}.{limit_note}",
         best=marked,
         wide=range(5, 2 + len(shown)),
+    )
+
+
+def _build_type_table(run: RunRecord) -> NumberTable | None:
+    """Return a table of the types of feedback by the tested weights; None if the model does not tell types apart."""
+    types = (run.lines_of_kind("types") or [{"types": {}}])[-1]["types"]
+    if not types:
+        return None
+    columns = list(dict.fromkeys(column for figures in types.values() for column in figures))
+    return NumberTable(
+        columns=["type", *(column.replace("_", " ") for column in columns)],
+        rows=[
+            [name, *(f"{values.get(c, math.nan):,.4g}" for c in columns)]
+            for name, values in types.items()
+        ],
+        title="Types of feedback",
+        note="Strongest first; by training pairs, with the tested weights.",
     )
 
 

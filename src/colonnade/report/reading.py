@@ -59,6 +59,8 @@ def clean_metrics_line(line: Mapping[str, Any]) -> dict[str, Any] | None:
         valid |= clean_sent(line)
     elif kind == "tables":
         valid["tables"] = clean_parts(line.get("tables"))
+    elif kind == "types":
+        valid["types"] = clean_parts(line)
     elif kind == "tiers":
         valid["tiers"] = clean_parts(line)
     elif kind == "test_blocks":

@@ -30,6 +30,8 @@ run/metrics.jsonl      {"step", "kind", "time", ...}; by kind:
                training, by the step whose weights were tested
     test_blocks  `digest` of the samples of the test part, and `metrics`: values by block (`models.ranking.NUM_BLOCKS`
                fixed blocks of samples), to pair runs that tested the same samples
+    types      by type of feedback, where a model tells types apart: the figures of `models.mrmn.measure_type`, by the
+               weights that were tested
 run/tensorboard/       the same numbers
 
 `time` is in seconds since 1970. A number that is not finite is written as null. All kinds but `train` and `evaluate`

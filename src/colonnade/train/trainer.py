@@ -372,6 +372,7 @@ class Trainer:
         metrics = self.evaluate(self.data.test)
         if isinstance(metrics, BlockedMetrics):
             self.progress.record_line(self.collection.step, "test_blocks", metrics.compute_blocks)
+            self.progress.record_line(self.collection.step, "types", lambda: metrics.by_type)
         return add_prefix("test", metrics)
 
     def _share_metrics(self, metrics: dict[str, float]) -> dict[str, float]:

@@ -498,7 +498,7 @@ def sort_columns(columns: dict[str, Any], num_items: int) -> None:
     if there is one; of each type, with types, that which is held out. columns: (n,) by role, replaced in place. Equal
     times stay in order."""
     names = (USER, ITEM, "time", "part", "type")
-    users, items, times, parts, types = (columns.get(name) for name in names)
+    users, items, times, parts, types = (columns[name] for name in names)
     # Words of a user and a row sort faster than rows by users, in half the memory.
     words = users.astype(np.uint64)
     words <<= np.uint64(32)

@@ -27,8 +27,8 @@ def replace_negatives(source: Source | None, negatives: int | str | Path) -> Que
     """
     if not isinstance(source, QuerySource):
         raise ConfigError(
-            "ranked negatives are for models that rank items (two_tower, sasrec, graphsage, mrmn), and this data has no "
-            "items to rank; leave them out"
+            "ranked negatives are for models that rank items (two_tower, sasrec, graphsage, mrmn), and this data has "
+            "no items to rank; leave them out"
         )
     words = str(negatives)
     if words == "all":

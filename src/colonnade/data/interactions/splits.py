@@ -136,14 +136,15 @@ def hold_out_primary_type(
 ) -> tuple[Interactions, Parts]:
     """Split interactions of the primary type as `assign_parts` does; those of other types train.
 
-    Left out are other types of a held-out pair of user and item, and of files of held-out items; with cutoffs, also what
-    follows the first of them. Returns the other interactions and their parts. Raises ConfigError.
+    Left out are other types of a held-out pair of user and item, and those in files of held-out items; in a split by
+    time, also what is not before all of them. Returns the other interactions and their parts. Raises ConfigError.
     """
     if options.kind == "users":
         raise ConfigError(
             "got split=users with types of feedback, wanted a split in which each user trains: their rows are learned. "
             "Set data.options.split=per_user, leave_one_out, time or rows"
         )
+    assert interactions.type_n is not None
     is_primary = interactions.type_n == 0
     parts = np.full(interactions.size, TRAIN, np.int8)
     parts[is_primary] = assign_parts(interactions.take(is_primary), options)

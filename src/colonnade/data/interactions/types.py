@@ -24,9 +24,8 @@ def read_types(setting: Sequence[Any] | None) -> list[list[str]]:
     ]
     events = [event for group in types for event in group]
     if not all(types) or len({*events}) < len(events):
-        repeated = next((event for event in events if events.count(event) > 1), "an empty list")
         raise ConfigError(
-            f"types: got {repeated!r} twice or nothing, wanted each event in one type. Repair the list"
+            f"types: got {setting!r}, wanted at least one event in each type, and no event twice. Repair the list"
         )
     return types
 

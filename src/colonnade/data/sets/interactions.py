@@ -18,7 +18,6 @@ from colonnade.data.interactions.samples import (
     SampleKind,
     open_interaction_splits,
 )
-from colonnade.data.interactions.types import name_types, read_types
 from colonnade.data.interactions.splits import (
     TEST,
     TRAIN,
@@ -31,6 +30,7 @@ from colonnade.data.interactions.splits import (
     hold_out_primary_type,
     sees_future,
 )
+from colonnade.data.interactions.types import name_types, read_types
 from colonnade.data.names import PARTS, find_part_files
 from colonnade.data.tabular.declaration import load_file_schema
 from colonnade.data.tabular.times import describe_parts, parse_time
