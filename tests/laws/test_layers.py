@@ -202,7 +202,7 @@ def list_closure(module: str) -> set[str]:
         ("embedding", 146, ("plan.search", "plan.measure.device", "planning", "train", "run")),
         (
             "predict",
-            195,
+            196,
             ("plan.search", "plan.measure.device", "planning", "train.trainer", "run"),
         ),
     ],

@@ -122,8 +122,8 @@ def test_a_sample_has_the_type_of_its_pair(tmp_path, times):
             user = int(split.user_keys[batch.group[s]])
             item = int(batch.ids["item"].values[s])
             drawn.add((user, item, int(batch.dense[s, 1])))
-            mine = split.item_keys[known.values[known.samples == s].numpy()].tolist()
-            assert set(mine) == {i for u, i, _ in training if u == user}
+            own = split.item_keys[known.values[known.samples == s].numpy()].tolist()
+            assert set(own) == {i for u, i, _ in training if u == user}
         assert drawn == training and batch.size == len(training)
 
 

@@ -239,6 +239,7 @@ def test_the_nearest_negative_is_that_of_all_ranks(name):
 def test_items_are_ranked_by_scores_of_the_primary_type(size, monkeypatch):
     """Blocks of any size; rankings of all items and of candidates follow the same scores."""
     monkeypatch.setattr(mrmn, "BLOCK_FLOATS", size)
+    monkeypatch.setattr(mrmn, "CHUNK", min(size, 7))
     model = build()
     with torch.no_grad():
         users = model.queries(
@@ -269,7 +270,7 @@ def test_a_user_that_took_all_candidates_adds_nothing():
 
 
 def test_an_item_at_its_place_has_gradients():
-    """Where user, relation and item meet, the distance is 0 and its root has no gradient."""
+    """The root of a distance of 0 has no gradient."""
     model = build(slots=0)
     users = torch.zeros(1, DIM, dtype=torch.float64, requires_grad=True)
     items = torch.zeros(1, DIM + 1, dtype=torch.float64)

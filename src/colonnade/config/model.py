@@ -114,8 +114,8 @@ class ModelConfig(Section):
     """Relation by which a negative is scored (mrmn): its own (default), that of the positive pair, as in LRML, or
     primary, that of the positive pair and the strongest type."""
     margins: list[float] | None = None
-    """By which a positive is to be nearer than the nearest negative, for each type of feedback, the strongest first
-    (mrmn); default: evenly from 0.5 to 0.2."""
+    """Margins by which a positive is to be nearer than its nearest negative, for each type of feedback, the strongest
+    first (mrmn); default: evenly from 0.5 to 0.2."""
     type_weights: list[float] | None = None
     """Factors of the loss for each type of feedback, the strongest first (mrmn); default: 1."""
     item_bias: bool | None = None

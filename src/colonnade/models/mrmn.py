@@ -23,7 +23,6 @@ from colonnade.comm.mesh import Mesh
 from colonnade.config.model import MemoryAttention, NegativeRelation
 from colonnade.data.contract import Source
 from colonnade.data.counter import random_permutation, stream_key
-from colonnade.data.interactions.columns import ITEM, USER
 from colonnade.data.interactions.samples import draw_items
 from colonnade.data.interactions.splits import SPLIT_KEY, InteractionSplit
 from colonnade.data.tensors import gather_ids
@@ -31,6 +30,7 @@ from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import ConfigError
 from colonnade.models.ranking import BlockedMetrics, evaluation_mode, mark_matching_candidates
 from colonnade.models.retriever import (
+    CHUNK,
     ContrastiveBatch,
     RetrievalObjective,
     Retriever,
@@ -38,7 +38,7 @@ from colonnade.models.retriever import (
 )
 from colonnade.table import Feature, Table
 
-FEATURES = (USER, ITEM)
+FEATURES = USER, ITEM = "user", "item"
 MARGINS = (0.5, 0.2)
 """Default margins of the strongest and the weakest type."""
 ROOT_OFFSET = 1e-3
@@ -240,18 +240,13 @@ class MRMN(Retriever):
 
     def score_type(self, users: Tensor, items: Tensor, types: Tensor) -> Tensor:
         """Score all items for each user and a type, without gradients: (B, D), (I, D + 1), (B,) -> (B, I)."""
-        scores = users.new_empty(len(users), len(items))
-        width = max(1, min(len(items), BLOCK_FLOATS // users.shape[1]))
-        height = max(1, BLOCK_FLOATS // (width * users.shape[1]))
+        num_users = max(1, BLOCK_FLOATS // max(users.shape[1] * min(len(items), CHUNK), 1))
         with torch.no_grad():
-            for top in range(0, len(users), height):
-                rows = slice(top, top + height)
-                for left in range(0, len(items), width):
-                    columns = slice(left, left + width)
-                    scores[rows, columns] = self.score_pairs(
-                        users[rows], items[None, columns], types[rows]
-                    )
-        return scores
+            blocks = [
+                torch.cat([self.score_pairs(u, part[None], t) for part in items.split(CHUNK)], 1)
+                for u, t in zip(users.split(num_users), types.split(num_users), strict=True)
+            ]
+        return torch.cat(blocks)
 
     def _cut_items(self, rows: Tensor) -> Tensor:
         """Cut the vectors in the rows of items to length one; their biases follow, zeros without: (B, D + 1)."""

@@ -325,7 +325,7 @@ def select_rows(
         masks.append(pa.array(convert_to_numbers(Number("rating"), ratings) >= at_least))
     if events is not None:
         texts = table.read([roles["event"]]).column(0).cast(pa.string())
-        masks.append(pc.is_in(texts, pa.array(list(events))))
+        masks.append(pc.is_in(texts, pa.array([*map(str, events)])))
     return reduce(pc.and_, masks) if masks else None
 
 
@@ -339,7 +339,7 @@ def check_events(
     known = {
         text for column, _ in columns for text in pc.unique(column.cast(pa.string())).to_pylist()
     }
-    if unknown := set(events) - known:
+    if unknown := {*map(str, events)} - known:
         raise ConfigError(
             f"got the event {min(unknown)!r}, wanted values of the column {columns[0][1]!r}: "
             + ", ".join(sorted(map(str, known))[:20])
@@ -434,12 +434,7 @@ def read_interactions(
     if all("time" in columns_of_table for _, columns_of_table, _ in tables):
         columns["time"] = read_times(read_role("time"), tables[0][0].source)
     if types:
-        names = pa.array(list(type_of_event))
-        numbers = np.array(list(type_of_event.values()), np.int8)
-        texts = [column.cast(pa.string()) for column in read_role("event")]
-        columns["type"] = np.concatenate(
-            [numbers[pc.index_in(t, value_set=names).to_numpy()] for t in texts]
-        )
+        columns["type"] = _number_types(read_role("event"), type_of_event)
     files = {
         role: _read_entity_file(source, role, options)
         for role, source in ((USER, users), (ITEM, items))
@@ -466,6 +461,16 @@ def read_interactions(
     data = keep_core(data, core)
     note = _describe(size, data, roles, tables[-1][0].names) + _describe_absent(data, files)
     return *_add_entities(data, files, roles, schema), note
+
+
+def _number_types(
+    columns: Sequence[pa.ChunkedArray], type_of_event: Mapping[str, int]
+) -> NDArray[np.int8]:
+    """Return the type of the events of all columns (n,), each of which has one."""
+    names = pa.array(list(type_of_event))
+    numbers = np.array(list(type_of_event.values()), np.int8)
+    texts = [column.cast(pa.string()) for column in columns]
+    return np.concatenate([numbers[pc.index_in(t, value_set=names).to_numpy()] for t in texts])
 
 
 def _open_part(

@@ -30,6 +30,6 @@ def read_types(setting: Sequence[Any] | None) -> list[list[str]]:
     return types
 
 
-def name_types(setting: Sequence[Any]) -> tuple[str, ...]:
+def name_types(setting: Sequence[Any] | None) -> tuple[str, ...]:
     """Return a name for each type: its events, joined by `+`."""
-    return tuple("+".join(events) for events in read_types(setting or None))
+    return tuple("+".join(events) for events in read_types(setting))

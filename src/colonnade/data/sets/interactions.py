@@ -22,6 +22,7 @@ from colonnade.data.interactions.splits import (
     TEST,
     TRAIN,
     VALIDATION,
+    InteractionSplit,
     Parts,
     SplitKind,
     SplitOptions,
@@ -100,8 +101,7 @@ def open_interactions(
 
     user, item, time, rating, event    names of columns; default: by header types and usual names
     at_least, events, core             lowest rating, events, and interactions of a user or an item that count
-    types                              events as types of feedback, the strongest first: that one is held out. A list is
-                                       one type: [5, 4, [3, 2]]
+    types                              events as types of feedback, strongest first, a list for several: [5, 4, [3, 2]]
     validation, test, users, items     files of these parts; and of users and items, a row for each: their features
     split, split_seed                  as in `interactions.splits`; default: files, leave_one_out (ordered) or per_user
     test_fraction, test_after, ...     shares (0.2, 0.1 of the rest), or cutoffs of split=time: ISO times or numbers
@@ -116,20 +116,14 @@ def open_interactions(
     check_choices(open_interactions, {"order": order, "split": split, "samples": samples})
     files = find_part_files(path, validation, test)
     columns = {"user": user, "item": item, "time": time, "rating": rating, "event": event}
-    if types is not None and (events is not None or samples != "pairs"):
-        raise ConfigError(
-            f"got types with {'events' if events else f'samples={samples}'}, wanted types alone, and samples of pairs: "
-            "leave data.options.events out, and data.options.samples"
-        )
-    events_of_types = read_types(types)
-    data, record_schema, note = read_interactions(
+    data, file_schema, note = read_interactions(
         {list(PARTS).index(part): file for part, file in files.items()},
         FileOptions(columns, delimiter, names),
         users=users,
         items=items,
         at_least=at_least,
         events=events,
-        types=events_of_types,
+        types=_check_types(types, events, samples),
         core=core,
         has_times=order in (None, "time"),
         schema=None if schema is None else load_file_schema(schema),
@@ -138,20 +132,37 @@ def open_interactions(
     kind = split or ("files" if len(files) > 1 else "leave_one_out" if is_ordered else "per_user")
     shares = {"test_fraction": test_fraction, "validation_fraction": validation_fraction}
     cutoffs = {"test_after": test_after, "validation_after": validation_after}
-    split_options = _build_split_options(kind, data, shares, cutoffs, split_seed)
-    data, divided, type_note = _divide(data, split_options, name_types(types or ()))
+    options = _build_split_options(kind, data, shares, cutoffs, split_seed)
+    data, divided, lines = _divide(data, options, name_types(types))
     interactions = build_split(data, divided, is_ordered=is_ordered)
-    sampling: dict[str, Any] = {"seed": seed, "max_pairs": max_pairs}
-    if samples == "neighbours":
-        sampling |= {"fan_outs": fan_outs, "node_digest": node_digest}
-        splits = open_graph(interactions, first_item=len(data.users.keys), **sampling)
-    else:
-        sampling |= {"max_history": max_history, "negatives": negatives}
-        splits = open_interaction_splits(interactions, samples=samples, **sampling)
+    drawn = {"seed": seed, "max_pairs": max_pairs}
+    graph = {"fan_outs": fan_outs, "node_digest": node_digest, **drawn}
+    bags = {"max_history": max_history, "negatives": negatives, **drawn}
+    splits = _open_samples(interactions, samples, graph if samples == "neighbours" else bags)
     splits = _replace_negatives(splits, ranked_negatives)
-    notes = (note, *type_note, *_describe_split(data, divided, kind, splits.test))
-    recorded = {**splits.options, "schema": record_schema.to_dict()}
-    return replace(splits, notes=notes, options=recorded)
+    notes = (note, *lines, *_describe_split(data, divided, kind, splits.test))
+    return replace(splits, notes=notes, options=dict(splits.options, schema=file_schema.to_dict()))
+
+
+def _check_types(
+    types: Sequence[Any] | None, events: Sequence[str] | None, samples: str
+) -> list[list[str]]:
+    """Return the events of each type. Raises ConfigError for types with events, or with samples other than pairs."""
+    if types is not None and (events is not None or samples != "pairs"):
+        raise ConfigError(
+            f"got types with {'events' if events else f'samples={samples}'}, wanted types alone, and samples of pairs: "
+            "leave data.options.events out, and data.options.samples"
+        )
+    return read_types(types)
+
+
+def _open_samples(
+    interactions: InteractionSplit, samples: Any, options: Mapping[str, Any]
+) -> Splits:
+    """Open samples of a kind with its options."""
+    if samples == "neighbours":
+        return open_graph(interactions, first_item=len(interactions.train.counts), **options)
+    return open_interaction_splits(interactions, samples=samples, **options)
 
 
 def _replace_negatives(splits: Splits, negatives: int | str | Path | None) -> Splits:
