@@ -131,14 +131,12 @@ class MRMN(Retriever):
                 f"mrmn: got features {names} and rows of {widths} floats, wanted user and item of tables of their "
                 f"names, with rows of D and D + {int(item_bias)}; a source of interactions has them"
             )
-        for name, value, choices in (
+        for name, value, kind in (
             ("attention", attention, MemoryAttention),
             ("negative_relation", negative_relation, NegativeRelation),
         ):
-            if value not in get_args(choices):
-                raise ConfigError(
-                    f"mrmn: got {name}={value!r}, wanted one of {', '.join(get_args(choices))}"
-                )
+            if value not in (choices := get_args(kind)):
+                raise ConfigError(f"mrmn: got {name}={value!r}, wanted one of {', '.join(choices)}")
         self.margins = _read_by_type("margins", margins, types, np.linspace(*MARGINS, num_types))
         self.type_weights = _read_by_type("type_weights", type_weights, types, np.ones(num_types))
         if num_types > 1 and type_column is None:
@@ -258,9 +256,9 @@ class MRMN(Retriever):
 def compute_hinge_loss(model: MRMN, pairs: ContrastiveBatch, types: Tensor, mesh: Mesh) -> Tensor:
     """Compute this rank's part of the weighted mean over all ranks' samples. Collective, and its backward too.
 
-    A sample's loss is its type's weight times what the score of its nearest negative exceeds its own, less the type's
-    margin, by. Negatives are the items of the next N samples of all ranks that the user took with no type; without
-    one the loss is 0.
+    A sample's loss is its type's weight times [margin + score of its nearest negative - its own score]_+. Negatives are
+    the items of the next N samples in the order of all ranks, unless the user took them with any type; without one the
+    loss is 0.
     """
     candidates = concatenate_over_ranks(mesh, pairs.candidates)
     ids = concatenate_over_ranks(mesh, pairs.candidate_ids)
@@ -268,9 +266,8 @@ def compute_hinge_loss(model: MRMN, pairs: ContrastiveBatch, types: Tensor, mesh
     sizes = mesh.all_gather("gather", torch.tensor(size))
     total = mesh.all_reduce("dense", pairs.weight.sum(dtype=torch.float64))
     first = int(sum(sizes[: mesh.rank])) + 1
-    window = (first + torch.arange(size)[:, None] + torch.arange(model.negatives)) % max(
-        len(ids), 1
-    )
+    window = first + torch.arange(size)[:, None] + torch.arange(model.negatives)
+    window %= max(len(ids), 1)
     is_known = mark_matching_candidates(*pairs.known, size, ids).gather(1, window)
     types = types.to(users.device)
     negatives = candidates[window.to(users.device)]
