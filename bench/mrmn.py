@@ -8,9 +8,11 @@ Minutes: 90 (quick 4).
     strength_ordered       share of seeds in which the measured strength of types falls from 5 to 4 to 3 to {1, 2}
     strength_ordered_shuffled    the same where training ratings are shuffled; by chance 1/24
 
-The files have no times, so a fifth of each user's fives tests and a tenth of the others validates, drawn at random.
-All models rank all films that the user rated with no number in training. Colonnade's models take equally many steps of
-equally many samples; the best of four evaluations by validation is tested. `--users` takes some of the users, to try.
+The ratings have no times, so the order of the file stands for it: the last of each user's fives tests, and the one
+before it validates. All models rank all films that the user did not rate in training, with whatever number. Colonnade's
+models take equally many steps of equally many samples; the best of four evaluations by validation is tested. `--users`
+takes some of the users, to try.
+
 Data come from $COLONNADE_DATA, else from ../shared/data beside the checkout.
 """
 
@@ -88,7 +90,7 @@ def write_files(folder: Path, num_users: int | None) -> None:
         users = ratings["user_id"].to_numpy()
         drawn = np.random.RandomState(0).permutation(np.unique(users))[:num_users]
         ratings = ratings.filter(pa.array(np.isin(users, drawn)))
-    splits = open_interactions(ratings, event="rating", types=TYPES, split="per_user")
+    splits = open_interactions(ratings, event="rating", types=TYPES, order="file")
     split: Any = splits.train.interactions  # type: ignore[attr-defined]
     pairs = {
         (int(split.user_keys[u]), int(split.item_keys[v])): part

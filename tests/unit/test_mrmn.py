@@ -28,6 +28,8 @@ from colonnade.data.interactions.samples import HeldOutItems
 from colonnade.models import mrmn
 from colonnade.models.mrmn import MRMN
 from colonnade.models.retriever import embed_items, rank_candidates, rank_items, top_items
+from colonnade.report.pages import render_run_page
+from colonnade.report.reading import read_run_folder
 from colonnade.train.dense import DenseGradients
 
 USERS, ITEMS, DIM, TYPES = 11, 30, 6, ("buy", "cart", "view")
@@ -338,21 +340,25 @@ def open_tastes(tmp_path, shuffle: bool = False, num_users: int = 60):
     return open_interactions(path, types=TYPES, max_history=0)
 
 
-def fit_tastes(data) -> tuple[MRMN, dict[str, dict[str, float]]]:
+def fit_tastes(data, run=None) -> tuple[MRMN, dict[str, dict[str, float]]]:
     """Train on drawn events; return the model and the figures of its types."""
     adam = {"optimizer": Adam(lr=0.01), "initializer": Uniform(scale=0.2)}
     tables = [Table("user", 8, **adam), Table("item", 9, **adam)]
     torch.manual_seed(0)
     features = [Feature("user", "user"), Feature("item", "item")]
     model = MRMN(tables, features, types=TYPES, type_column=1, log_q=0)
-    colonnade.fit(model, data, epochs=12, batch_size=64, quiet=True, patience=0)
+    colonnade.fit(model, data, run=run, epochs=12, batch_size=64, quiet=True, patience=0)
     return model, model.objective.evaluate(model, data.test, 64, Mesh()).by_type
 
 
 def test_types_are_as_strong_as_users_mean_them(tmp_path):
     """A slow twin of the table, and the order of strengths; with shuffled types there is none."""
     data = open_tastes(tmp_path)
-    model, by_type = fit_tastes(data)
+    model, by_type = fit_tastes(data, tmp_path / "run")
+    page = render_run_page(read_run_folder(tmp_path / "run"))
+    table = page[page.index("Types of feedback") :]
+    assert all(name in table for name in (*TYPES, "active hinges", "strength", "diversity", "auc"))
+    assert f"{by_type['cart']['samples']:,.4g}" in table
     buy, cart, view = (by_type[name]["strength"] for name in TYPES)
     assert buy > cart + 0.3 > view + 0.6
     assert [by_type[name]["margin"] for name in TYPES] == pytest.approx([0.5, 0.35, 0.2])
