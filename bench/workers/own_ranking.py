@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -128,8 +128,10 @@ def to_matrix(bags: Ids, num_items: int) -> Any:
     return csr_matrix((ones, bags.values.numpy(), bags.offsets.numpy()), shape)
 
 
-def list_peers() -> Iterator[tuple[str, str, Callable[[Any], Scores]]]:
-    """Yield each peer with each of its settings: name, settings, and the function that fits it to a matrix (U, I)."""
+def list_peers(penalties: Sequence[float]) -> Iterator[tuple[str, str, Callable[[Any], Scores]]]:
+    """Yield each peer with each of its settings: name, settings, and the function that fits it to a matrix (U, I).
+
+    penalties: regularizations of least squares."""
     try:
         from implicit.als import AlternatingLeastSquares
         from implicit.bpr import BayesianPersonalizedRanking
@@ -147,7 +149,7 @@ def list_peers() -> Iterator[tuple[str, str, Callable[[Any], Scores]]]:
         model.fit(matrix, show_progress=False)
         return lambda users: (matrix[users.numpy()] @ model.similarity.T).toarray()
 
-    for penalty, alpha in itertools.product((0.01, 0.1), (1.0, 10.0, 40.0)):
+    for penalty, alpha in itertools.product(penalties, (1.0, 10.0, 40.0)):
         als = AlternatingLeastSquares(FACTORS, penalty, alpha, iterations=15, **quiet)
         yield "ALS", f"regularization {penalty}, alpha {alpha}", partial(fit_factors, als)
     for rate, penalty in itertools.product((0.05, 0.01), (0.01, 0.001)):
@@ -157,14 +159,16 @@ def list_peers() -> Iterator[tuple[str, str, Callable[[Any], Scores]]]:
         yield "item-kNN", f"{size} neighbours", partial(fit_neighbours, size)
 
 
-def measure_peers(splits: Splits) -> dict[str, dict[str, float]]:
+def measure_peers(
+    splits: Splits, penalties: Sequence[float] = (0.01, 0.1)
+) -> dict[str, dict[str, float]]:
     """Return the test metrics of each peer: with the settings that are best in validation, fitted to both parts."""
     split: InteractionSplit = splits.train.interactions  # type: ignore[attr-defined]
     assert splits.validation is not None and splits.test is not None
     train = to_matrix(split.train, split.num_items)
     history = to_matrix(concat_bags(split.train, split.validation), split.num_items)
     best: dict[str, tuple[float, Callable[[Any], Scores]]] = {}
-    for name, settings, fit in list_peers():
+    for name, settings, fit in list_peers(penalties):
         validation = measure_scores(splits.validation, fit(train))["ndcg@20"]
         say(f"{name}, {settings}: validation NDCG@20 {validation:.4f}")
         best[name] = max(best.get(name, (-1.0, fit)), (validation, fit), key=lambda pair: pair[0])

@@ -19,7 +19,7 @@ ROWS = st.lists(
         st.integers(0, 4), st.integers(0, 7), st.sampled_from(["buy", "cart", "view", "glance", "x"]),
         st.integers(1, 30),
     ),
-    min_size=1, max_size=60,
+    min_size=30, max_size=90,
 )  # fmt: skip
 
 
