@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 EXAMPLES = (
-    "Scores are probabilities, one column per label, in the order of the input. The output file appears when it is "
+    "Scores are probabilities, one column per label, or mean and sd of ratings, in the order of the input. The output file appears when it is "
     "complete. The first time, a run folder's checkpoint is exported to RUN/serving; rows are then read in place.\n\n"
     "[bold]Examples[/bold]\n\n"
     "  colonnade predict runs/mine --path tomorrow.txt --output scores.parquet\n\n"
@@ -69,6 +69,7 @@ def predict(
     from colonnade.cli.score_inputs import open_inputs
     from colonnade.data.tabular.formats import FORMATS
     from colonnade.predict import Predictor
+    from colonnade.train.objective import get_objective
 
     if path is None and part is None:
         raise ConfigError(
@@ -85,11 +86,13 @@ def predict(
             config.data.path if path is None else path,
             config.data.options if data in (None, config.data.name) or share_schema else {},
             part=part,
+            training_path=config.data.path,
         )
         size = batch_size or config.train.samples_per_step
         progress = _create_progress_bar(console)
         started = time.perf_counter()
-        with ScoreFile(output, predictor.labels) as file, progress:
+        names = getattr(get_objective(predictor.model), "outputs", ())
+        with ScoreFile(output, predictor.labels, names) as file, progress:
             task = progress.add_task("score", total=source.num_samples)
             for batch, scores in predictor.scores(source.batches(size)):
                 file.add(batch, scores)

@@ -1,7 +1,7 @@
 """Score files in Parquet, CSV or TSV, written as a stream and renamed into place when complete.
 
-Columns: `key` if the batches have one, then `score`, or `score_<label>` for each of several labels. One line per
-sample, in the order of the input. Files of recommendations are written in the same way. Legend: B samples, T tasks.
+Columns: `key` if the batches have one, then `score`, or `score_<label>` for each of several labels, or those that the
+model names. One line per sample, in the order of the input. Files of recommendations are written in the same way. Legend: B samples, T tasks.
 """
 
 from __future__ import annotations
@@ -107,16 +107,17 @@ class TableWriter:
 class ScoreFile(TableWriter):
     """Writer of scores, with one column per label."""
 
-    def __init__(self, path: Path, labels: Sequence[str]) -> None:
-        """Choose the format by the suffix of `path`. Raises ConfigError for an unknown suffix."""
-        self.names = score_names(labels)
+    def __init__(self, path: Path, labels: Sequence[str], names: Sequence[str] = ()) -> None:
+        """Choose the format by the suffix of `path`. names: of the columns of scores, by default one per label. Raises
+        ConfigError for an unknown suffix."""
+        self.names = tuple(names) or score_names(labels)
         super().__init__(path, pa.table({name: pa.array([], pa.float64()) for name in self.names}))
         self._has_key: bool | None = None
         self.num_samples = 0
 
     def add(self, batch: Batch, scores: Tensor) -> None:
-        """Append the scores (B, T) of a batch."""
-        if scores.shape != (batch.size, len(self.names)):
+        """Append the scores (B, T) of a batch. Where they are fewer than its samples, they are of the first ones."""
+        if scores.ndim != 2 or scores.shape[1] != len(self.names) or len(scores) > batch.size:
             raise ConfigError(
                 f"got scores of shape {tuple(scores.shape)} for {batch.size} samples and {len(self.names)} labels; "
                 "this model gives no score per label. Use Predictor(...).model in a program of your own"
@@ -132,7 +133,7 @@ class ScoreFile(TableWriter):
         values = scores.cpu().numpy()
         columns |= {name: np.ascontiguousarray(values[:, t]) for t, name in enumerate(self.names)}
         self.write(pa.table(columns))
-        self.num_samples += batch.size
+        self.num_samples += len(scores)
 
 
 def _join_lists(column: pa.ChunkedArray) -> pa.ChunkedArray:

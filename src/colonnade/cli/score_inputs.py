@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from colonnade.cli.settings import check_part
 from colonnade.data import SOURCES, open_source
 from colonnade.data.contract import Source
+from colonnade.data.ratings import HeldOutRatings, UserSource
 from colonnade.data.sources import resolve_preset
 from colonnade.data.tabular.declaration import load_file_schema
 from colonnade.data.tabular.files import find_files
@@ -18,11 +19,16 @@ from colonnade.errors import ConfigError
 
 
 def open_inputs(
-    name: str, path: str | Path | None, options: Mapping[str, Any], *, part: str | None = None
+    name: str,
+    path: str | Path | None,
+    options: Mapping[str, Any],
+    *,
+    part: str | None = None,
+    training_path: str | Path | None = None,
 ) -> Source:
     """Open all samples of the files at `path`, in their order, or only `part` of the data set.
 
-    name, options: reader (colonnade.data.SOURCES) and its options in training. Raises ConfigError for a reader that
+    training_path: files of training, whose ratings are read with those of the same users. name, options: reader (colonnade.data.SOURCES) and its options in training. Raises ConfigError for a reader that
     always splits its samples into parts, DataError for bad files.
     """
     if part is not None:
@@ -34,10 +40,15 @@ def open_inputs(
     if name not in SOURCES:
         raise ConfigError(f"unknown source {name!r}; choose from {', '.join(sorted(SOURCES))}")
     name, path, options = resolve_preset(name, path, options)
+    reader = name
     if name in FORMATS:
         if path is not None and (format := find_format(Path(path).suffix)) is not None:
             name = format.name  # a model trained on one file format can score another
-        return open_table_file(name, path, options)
+        source = open_table_file(name, path, options)
+        if "group_by" in options:
+            training = open_source(reader, training_path, **options).train
+            return HeldOutRatings(source, cast("UserSource", training))
+        return source
     raise ConfigError(
         f"the {name} reader has no files of samples by themselves; score a part of it with --part test"
     )

@@ -29,6 +29,7 @@ MEANINGS = {
     "exponent": "Skew of the popularity of ids or nodes; larger is more skewed.",
     "fan_outs": "Number of neighbours sampled of a node, then of each neighbour, e.g. [10, 5].",
     "graph_seed": "Seed of the graph itself.",
+    "group_by": "Category of users whose ratings stay together in a batch (gplvmf), e.g. user.",
     "groups": "Lists of fields that interact; default: drawn at random.",
     "item": "Column of items; default: by its name.",
     "items": "File with a row for each item: features by which models know it.",

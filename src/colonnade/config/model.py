@@ -39,6 +39,7 @@ class ModelConfig(Section):
         "complex",
         "rotate",
         "graphsage",
+        "gplvmf",
     ] = "dlrm"
     """Model to train. `colonnade train --data NAME` has a default for each data set: deepfm for data in files
     (csv, parquet, ...), a model of the data's own kind for others."""
@@ -131,6 +132,8 @@ class ModelConfig(Section):
     dropout: float | None = Field(None, ge=0, lt=1)
     """Fraction of activations set to zero in training (sasrec); default 0. Above 0, results depend on the number of
     ranks and agree only on average."""
+    prior: bool | None = None
+    """Give the latent vectors of items and contexts a standard normal prior (gplvmf); default: true. False: GPFM."""
     compile: Annotated[bool, CHANGEABLE] = False
     """Compile the dense network with torch.compile: slower to start, then faster."""
 

@@ -23,11 +23,13 @@ from colonnade.config.run import (
 from colonnade.data.contract import Column, Schema, multi_id_columns
 from colonnade.data.interactions.samples import LOG_Q, TYPE
 from colonnade.data.interactions.types import name_types
+from colonnade.data.ratings import list_count_columns
 from colonnade.errors import ConfigError
 from colonnade.files.untrusted import read_regular
 from colonnade.models.dcn import DCN, DCNv2
 from colonnade.models.dlrm import DLRM
 from colonnade.models.fields import DEEP, WIDE
+from colonnade.models.gplvmf import BIAS, GPLVMF, LOG_VARIANCE, MEAN
 from colonnade.models.graphsage import GraphSAGE
 from colonnade.models.knowledge import ComplEx, DistMult, RotatE, TransE
 from colonnade.models.linear import LR, NFM, DeepFM, FactorizationMachine, WideDeep
@@ -59,7 +61,7 @@ class ModelSpec:
     """Model that a configuration may name. Its settings are the arguments of its constructor."""
 
     model: type[SplitModel]
-    rows: Literal["vector", "vector and weights", "weights"] = "vector"
+    rows: Literal["vector", "vector and weights", "weights", "gaussian"] = "vector"
     sequence_pooling: Pooling = "mean"
     """Pooling of columns that are sequences."""
 
@@ -93,6 +95,7 @@ MODEL_SPECS: dict[str, ModelSpec] = {
     "distmult": ModelSpec(DistMult, sequence_pooling="sequence"),
     "complex": ModelSpec(ComplEx, sequence_pooling="sequence"),
     "rotate": ModelSpec(RotatE, sequence_pooling="sequence"),
+    "gplvmf": ModelSpec(GPLVMF, "gaussian"),
 }
 
 
@@ -127,6 +130,12 @@ def build_model(schema: Schema, config: RunConfig) -> SplitModel:
         raise ConfigError(
             f"{config.model.name} learns labels and this data has none; choose a model that ranks "
             f"({', '.join(rankers)}), or other data"
+        )
+    is_grouped = schema.dense[-len(features) :] == list_count_columns(schema.categorical)
+    if is_grouped != (spec.rows == "gaussian"):
+        raise ConfigError(
+            f"{config.model.name}: got data {'' if is_grouped else 'not '}grouped by user, wanted "
+            f"{'other' if is_grouped else 'this'}: {'leave data.options.group_by out' if is_grouped else 'set data.options.group_by, for files of ratings'}"
         )
     arguments |= {name: value for name, value in data_arguments.items() if name in parameters}
     if (unused := TOWER_SETTINGS & set(arguments)) and not config.model.has_tower_modules:
@@ -271,7 +280,11 @@ def build_tables(schema: Schema, config: RunConfig) -> tuple[list[Table], list[F
             master=config.embedding.master,
             **_choose_norm_and_weight_bounds(column.table, config.embedding),
             **retention[column.table],
-            **_choose_row_settings(spec, column.table, len(schema.labels), config),
+            **(
+                _choose_gaussian_rows(column is schema.categorical[0], column.table, config)
+                if spec.rows == "gaussian"
+                else _choose_row_settings(spec, column.table, len(schema.labels), config)
+            ),
         )
         for column in first_columns.values()
     ]
@@ -353,6 +366,20 @@ def _build_eviction_policy(config: EvictionConfig) -> Eviction | None:
         halve_steps=config.halve_steps,
         age_steps=config.age_steps,
     )
+
+
+def _choose_gaussian_rows(is_user: bool, table_name: str, config: RunConfig) -> dict[str, Any]:
+    """Return dim, optimizer and initializer of a `Table` of latent vectors and biases, or of users' biases alone."""
+    dim = config.model.dim or DEFAULT_DIM
+    scale = config.embedding.by_table.get(table_name, TableEmbeddingConfig()).init_scale
+    scale = config.embedding.init_scale if scale is None else scale
+    scales = {MEAN: dim**-0.5 if scale is None else scale, LOG_VARIANCE: 0.0, BIAS: 0.0}
+    dims = {BIAS: 1} if is_user else {MEAN: dim, LOG_VARIANCE: dim, BIAS: 1}
+    return {
+        "dim": dims,
+        "optimizer": build_row_optimizer(config, table_name),
+        "initializer": {part: Uniform(scale=scales[part]) for part in dims},
+    }
 
 
 def _choose_row_settings(

@@ -40,6 +40,16 @@ DEFAULT_SECTIONS = {
 }
 """Default sections for files with a known schema only; the other settings depend on their size."""
 
+FILE_MODEL_PRESETS = {
+    "gplvmf": {
+        "data.options": {"group_by": "user", "shuffle_window": 0}, "model.dim": 2, "embedding.optimizer": "adam",
+        "embedding.lr": 0.02, "embedding.init_scale": 0.87, "dense.lr": 0.02, "dense.weight_decay": 0.0,
+        "train.batch_size": 64, "train.epochs": 60,
+    },
+}  # fmt: skip
+"""Settings of models of files that do not depend on their size. The initial scale of latent vectors is a standard
+deviation of 0.5."""
+
 
 def _read_constant(data: str, name: str, default: Any) -> Any:
     """Return the constant `name` of the module that opens `data`."""
@@ -54,7 +64,8 @@ def _build_preset(data: str) -> RunConfig:
 PRESETS: dict[str, RunConfig] = {data: _build_preset(data) for data in SOURCES}
 
 MODEL_PRESETS: dict[str, dict[str, dict[str, Any]]] = {
-    data: _read_constant(data, "MODEL_PRESETS", {}) for data in SOURCES
+    data: _read_constant(data, "MODEL_PRESETS", FILE_MODEL_PRESETS if data in FORMATS else {})
+    for data in SOURCES
 }
 
 
@@ -458,7 +469,7 @@ def _fill_from_recorded(config: RunConfig, recorded_config: RunConfig) -> RunCon
         options = config.data.options
         schema = recorded_config.data.options["schema"]
         settings["data.options"] = _fill_schema_from_recorded(options, schema)
-    for name in ("shuffle_window", "validation_fraction"):
+    for name in ("group_by", "shuffle_window", "validation_fraction"):
         if name in recorded_config.data.options and name not in config.data.options:
             settings[f"data.options.{name}"] = recorded_config.data.options[name]
     for name in ("batch_size", "epochs", "patience", "monitor", "monitor_mode"):

@@ -27,6 +27,8 @@ class Objective(Protocol):
         check_source(source)    raises ConfigError, before training, for a validation or test part that `evaluate`
                                 cannot use
         predict(model, batch)   result of `Predictor` for a batch; without it a predictor raises
+        outputs                 names of the columns of this result that `colonnade predict` writes, instead of one
+                                score per label
     """
 
     monitor: str
@@ -122,7 +124,8 @@ def weighted_loss(logits: Tensor, batch: Batch) -> Tensor:
     if bool(((batch.label < 0) | (batch.label > 1)).any()):  # NaN is neither
         raise DataError(
             f"got labels from {batch.label.nan_to_num().min():g} to {batch.label.nan_to_num().max():g}, wanted 0 to 1 "
-            "for cross entropy; make labels of numbers with `at_least`, or pass a loss of your own to colonnade.fit"
+            "for cross entropy; make labels of numbers with `at_least`, train gplvmf on ratings, or pass a loss of your "
+            "own to colonnade.fit"
         )
     label = batch.label.to(logits)
     weight = None if batch.sample_weight is None else batch.sample_weight[:, None].to(logits)

@@ -351,7 +351,7 @@ class Label(DeclaredField):
     positive: Value | None = None
     """Value for which the label is 1 (a text such as yes, or an integer); else it is 0."""
     kind: Literal["binary", "number"] = "binary"
-    """Kind of label. binary: 0 or 1. number: any number, for a user-defined loss."""
+    """Kind of label. binary: 0 or 1. number: any number, for gplvmf or a loss of your own."""
     missing: Literal["error", "unknown"] = "error"
     """Treatment of missing values. unknown: NaN, an unknown label."""
 

@@ -15,6 +15,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from colonnade.data.contract import Splits
+from colonnade.data.ratings import group_ratings
 from colonnade.data.tabular.arrow_files import open_arrow_object
 from colonnade.data.tabular.arrow_types import id_dtype_of, is_number_type, is_time
 from colonnade.data.tabular.columns import (
@@ -46,7 +47,7 @@ from colonnade.data.tabular.join import (
     read_keyed_table,
 )
 from colonnade.data.tabular.narrow import narrow_column
-from colonnade.data.tabular.source import ReaderOptions, Selection
+from colonnade.data.tabular.source import ReaderOptions, Selection, TableSource
 from colonnade.data.tabular.times import Unit, describe_parts, find_time_unit, format_time
 from colonnade.errors import ConfigError, DataError
 
@@ -122,7 +123,21 @@ def open_table_files(path: Any, name: str, options: ReaderOptions, **syntax: Any
                 has_times=isinstance(bound.split_field, Time),
             )
         )
-    return replace(splits, notes=tuple(notes))
+    splits = replace(splits, notes=tuple(notes))
+    if options.group_by is None:
+        return splits
+    read_user = partial(_read_value, splits.train, options.group_by)
+    return group_ratings(splits, options.group_by, options.seed, read_user)
+
+
+def _read_value(source: TableSource, field_name: str, sample: int) -> Any:
+    """Return the value in a field's first column of a sample, counted in the order of an unshuffled source."""
+    column = next(f.columns[0] for f in source.file_schema.categorical if f.name == field_name)
+    values = Selection(source.pieces, source.key_range).read_selected(
+        source.files,
+        lambda block: source.files.read_column(block, column, lambda a: np.array(a.to_pylist())),
+    )
+    return np.concatenate(list(values))[sample]
 
 
 def open_days(

@@ -234,6 +234,7 @@ class ReaderOptions:
     validation_after: Annotated[Cutoff | None, CUTOFF] = None
     test_after: Annotated[Cutoff | None, CUTOFF] = None
     days: bool = False
+    group_by: Annotated[str | None, Expected("the name of the field of users")] = None
     shuffle_window: Annotated[int, Limits(ge=0)] = 0
     seed: Annotated[int, Limits(ge=0)] = 0
     threads: Annotated[int, Limits(ge=1)] = 1
@@ -256,6 +257,10 @@ class ReaderOptions:
             raise ConfigError(
                 "got days and a fraction or column to hold out by, wanted one of them: day by day, a model is tested "
                 "on the next day before it trains on it"
+            )
+        if self.days and self.group_by is not None:
+            raise ConfigError(
+                f"got days and group_by={self.group_by!r}, wanted one of them: a user's ratings are trained on together"
             )
         if self.order_by is not None and self.split_by is not None:
             raise ConfigError(

@@ -18,7 +18,7 @@ from colonnade.data.tabular.formats import FORMATS, find_format, list_endings
 from colonnade.data.tabular.infer import INFER_ROWS
 from colonnade.data.tabular.join import describe_reading, read_keyed_table
 from colonnade.data.tabular.opening import infer_schema_from_files, open_days, resolve_schema
-from colonnade.data.tabular.source import ReaderOptions, TableSource
+from colonnade.data.tabular.source import ReaderOptions
 from colonnade.errors import ConfigError
 
 
@@ -91,9 +91,10 @@ def build_portable_options(options: Mapping[str, Any], splits: Splits) -> dict[s
     The schema, if a file or absent, becomes plain values; paths become absolute; `Splits.options` are added.
     """
     recorded = {**options, **splits.options}
-    if isinstance(splits.train, TableSource):
+    file_schema = getattr(splits.train, "file_schema", None)
+    if file_schema is not None:
         recorded.pop("label", None)
-        recorded["schema"] = splits.train.file_schema.to_dict()
+        recorded["schema"] = file_schema.to_dict()
     if recorded.get("join"):
         recorded["join"] = {key: _make_portable(source) for key, source in recorded["join"].items()}
     for name in FILE_OPTIONS:
