@@ -100,8 +100,10 @@ def predict_part(run: Path, part: str, *, at: str | None, group: str | None) -> 
 
     from colonnade.cli.score_inputs import open_inputs
     from colonnade.predict import Predictor
+    from colonnade.train.objective import check_scores_samples
 
     with Predictor.open(run, at=at) as predictor:
+        check_scores_samples(predictor.model)
         config = predictor.config
         assert config is not None  # since the model could be built
         source = open_inputs(config.data.name, config.data.path, config.data.options, part=part)

@@ -48,7 +48,7 @@ from colonnade.predict.predictor import Predictor
 from colonnade.publish.model_files import REMEDY, Export, read_export
 from colonnade.table import Feature
 from colonnade.topology.sharding import row_wise
-from colonnade.train.objective import get_objective
+from colonnade.train.objective import check_scores_samples, get_objective
 
 EXAMPLE_SIZE = 7
 """Samples of the batch that is traced: a number that no layer is likely to have as a width."""
@@ -314,6 +314,7 @@ def _lookups_replaced(
         raise ConfigError(
             f"{type(model).__name__} has no scores to export: it retrieves items. Export its weights alone"
         )
+    check_scores_samples(model)
     compiled = model.__dict__.get("_compiled")
     try:
         collection.forward = compute_outputs  # type: ignore[method-assign]

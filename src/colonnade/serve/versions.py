@@ -36,6 +36,7 @@ from colonnade.publish.deltas import CURRENT, read_current
 from colonnade.publish.model_files import MODEL
 from colonnade.serve.control import ControlFolder, ServeOrder
 from colonnade.serve.recommend import Recommendations, Recommender
+from colonnade.train.objective import check_scores_samples
 
 if TYPE_CHECKING:
     from colonnade.serve.options import ServeOptions
@@ -541,10 +542,11 @@ class ServedModel:
                 f"{self.options.path}: got a {type(predictor.model).__name__}, wanted a model that scores records or "
                 "recommends items; ask a knowledge graph model by name with colonnade.rank_answers in Python"
             )
-        if not isinstance(predictor.model, Retriever) or self.options.network is not None:
-            return None
         items: Any = None
         try:
+            if not isinstance(predictor.model, Retriever) or self.options.network is not None:
+                check_scores_samples(predictor.model)
+                return None
             if self._recommender is not None:
                 items = self._recommender.catalogue
             elif self.options.items_file is not None:

@@ -86,6 +86,15 @@ def get_objective(model: nn.Module) -> Objective:
     return objective
 
 
+def check_scores_samples(model: nn.Module) -> None:
+    """Raise ConfigError for a model that does not score each sample by itself: its objective has `outputs`."""
+    if hasattr(get_objective(model), "outputs"):
+        raise ConfigError(
+            f"got a {type(model).__name__}, whose predictions need the training ratings of each user, wanted a model "
+            "that scores each sample by itself; predict files with colonnade predict"
+        )
+
+
 def add_metrics(objective: Any, functions: Mapping[str, MetricFunction]) -> Objective:
     """Return the objective with a user's metrics beside its own. Raises ConfigError if it cannot compute them."""
     if not isinstance(functions, Mapping):
