@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 
 EXAMPLES = (
-    "Scores are probabilities, one column per label, or mean and sd of ratings, in the order of the input. The output file appears when it is "
+    "Scores are probabilities, one column per label, or mean and sd of ratings, in the order of the input. The output "
+    "file appears when it is "
     "complete. The first time, a run folder's checkpoint is exported to RUN/serving; rows are then read in place.\n\n"
     "[bold]Examples[/bold]\n\n"
     "  colonnade predict runs/mine --path tomorrow.txt --output scores.parquet\n\n"

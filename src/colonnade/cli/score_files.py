@@ -1,7 +1,8 @@
 """Score files in Parquet, CSV or TSV, written as a stream and renamed into place when complete.
 
 Columns: `key` if the batches have one, then `score`, or `score_<label>` for each of several labels, or those that the
-model names. One line per sample, in the order of the input. Files of recommendations are written in the same way. Legend: B samples, T tasks.
+model names. One line per sample, in the order of the input. Files of recommendations are written in the same way.
+Legend: B samples, T tasks.
 """
 
 from __future__ import annotations

@@ -28,8 +28,9 @@ def open_inputs(
 ) -> Source:
     """Open all samples of the files at `path`, in their order, or only `part` of the data set.
 
-    training_path: files of training, whose ratings are read with those of the same users. name, options: reader (colonnade.data.SOURCES) and its options in training. Raises ConfigError for a reader that
-    always splits its samples into parts, DataError for bad files.
+    name, options: reader (colonnade.data.SOURCES) and its options in training. training_path: files of training, whose
+    ratings by the same users are read, too. Raises ConfigError for a reader that always splits its samples into parts,
+    DataError for bad files.
     """
     if part is not None:
         check_part(part)

@@ -11,7 +11,7 @@ latent vector, X inputs of the kernel.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,44 +72,57 @@ class MarginalLikelihood:
         if the context changes nothing, and nears 1 if ratings in other contexts say nothing.
         """
         numbers = [name for name in source.schema.dense if not name.startswith(COUNT)]
-        contexts = [f"relevance_{name}" for name in (*model.latent_dims, *numbers)]
+        contexts = [f"relevance_{name}" for name in (*model.latent_features, *numbers)]
+        names = ("mse", "mae", "nlpd", *contexts)
 
         def measure(batch: Batch) -> Mapping[str, Tensor]:
-            posterior = model.condition(batch)
+            processes = model.condition(batch)
             assert batch.label is not None
-            label = batch.label[: posterior.num_queries, 0].double()
-            mean, sd = (column.cpu() for column in model.predict_queries(posterior).T)
+            label = batch.label[: processes.num_queries, 0].cpu().double()
+            mean, sd = model.predict_queries(processes).cpu().T
             error = label - mean
             density = sd.log() + 0.5 * (error / sd).square() + 0.5 * math.log(2 * math.pi)
-            values = [error.square(), error.abs(), density, *model.measure_relevances(posterior)]
-            is_labelled = label.isfinite()
-            names = ("mse", "mae", "nlpd", *contexts)
-            return {
-                name: value.cpu()[is_labelled] for name, value in zip(names, values, strict=True)
-            }
+            relevances = model.measure_relevances(processes)
+            values = zip(names, (error.square(), error.abs(), density, *relevances), strict=True)
+            return {name: value.cpu()[label.isfinite()] for name, value in values}
 
         with evaluation_mode(model):
-            names = ("mse", "mae", "nlpd", *contexts)
             averages = average_metrics(measure, names, source, batch_size, mesh)
         return {"rmse": math.sqrt(averages.pop("mse")), **averages}
 
     def predict(self, model: GPLVMF, batch: Batch) -> Tensor:
         """Return mean and standard deviation of the ratings of a batch's held-out samples, which come first, (Q, 2)
         float64. The deviation includes the noise of ratings."""
-        return model.predict_queries(model.condition(batch))
+        return model(batch)
+
+
+Kernel = Callable[[Tensor, Tensor], Tensor]
+"""Function of samples of each user, (U, L) and (U, M), to their covariances (U, L, M) before the amplitude."""
 
 
 @dataclass(frozen=True, slots=True)
-class Posterior:
-    """Processes of a batch's users, given their training ratings."""
+class Inputs:
+    """Distribution of the inputs of the kernel that one item or context gives, float64 on the network's device."""
 
-    inputs: Tensor  # (R, X), scaled: the kernel is of their distances
-    prior_mean: Tensor  # (R,) in units of `GPLVMF.scale`, from `GPLVMF.offset` on
-    factor: Tensor  # (U, L, L) Cholesky factors
+    mean: Tensor  # (R, D)
+    variance: Tensor  # (R, D)
+    ids: Tensor  # (R,) int64: samples with one id have one vector; of numbers, the numbers of the samples
+
+
+@dataclass(frozen=True, slots=True)
+class Processes:
+    """Processes of a batch's users, given their training ratings, in units of `GPLVMF.scale`."""
+
+    inputs: Sequence[Inputs]
+    kernel: Kernel
+    prior_mean: Tensor  # (R,)
+    factor: Tensor  # (U, L, L): Cholesky factors
     whitened: Tensor  # (U, L, 1): factor^-1 (ratings - prior mean)
-    training: tuple[Tensor, Tensor]  # (U, L) samples, and which of them are there
-    queries: tuple[Tensor, Tensor]
-    num_queries: int
+    training: Tensor  # (U, L): samples
+    has_rating: Tensor  # (U, L) bool: False where a user has fewer ratings
+    queries: Tensor  # (U, most held-out ratings of a user): samples
+    has_query: Tensor
+    num_queries: int  # Q
 
 
 class GPLVMF(SplitModel):
@@ -118,8 +131,11 @@ class GPLVMF(SplitModel):
     The first feature is the user, the others are items and contexts: their tables have the parts mean (D), log_variance
     (D) and bias (1), the user's has bias (1). Samples are those of `data.ratings`: dense columns are real-valued
     contexts, which enter the kernel as they are, then a count for each feature. All users share the relevances of the
-    kernel's inputs, its amplitude and the noise. prior: latent vectors have the prior N(0, 1), of which a step draws one
-    vector for each id; without, they are learned by maximum likelihood (GPFM).
+    kernel's inputs, its amplitude and the noise.
+
+    prior: a latent vector has the prior N(0, 1), and a posterior whose mean and variance are learned. A training step
+    draws one vector for each id; predictions have the expected kernel, in closed form. Without, variances are 0, and
+    vectors are learned by maximum likelihood (GPFM).
     """
 
     objective = MarginalLikelihood()
@@ -134,10 +150,9 @@ class GPLVMF(SplitModel):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        self.features = [feature.name for feature in features]
-        dims = find_field_dims(tables, features[1:], MEAN)
-        self.latent_dims = {name.removesuffix(f".{MEAN}"): dim for name, dim in dims.items()}
+        self.tables = {feature.name: feature.table for feature in features}
         find_field_dims(tables, features, BIAS)
+        dims = find_field_dims(tables, features[1:], MEAN)
         self.num_numbers = num_dense - len(features)
         if self.num_numbers < 0:
             raise ConfigError(
@@ -145,11 +160,11 @@ class GPLVMF(SplitModel):
                 "the data by user with data.options.group_by"
             )
         self.embeddings = EmbeddingCollection(tables, features, seed=seed)
-        self.tables = {feature.name: feature.table for feature in features}
         self.prior = prior
-        num_inputs = sum(dims.values()) + self.num_numbers
-        first = torch.full((num_inputs,), -0.5 * math.log(max(num_inputs, 1)))
-        self.log_relevance = nn.Parameter(first)
+        self.dims = [*dims.values(), *[1] * self.num_numbers]
+        num_inputs = sum(self.dims)
+        start = torch.full((num_inputs,), -0.5 * math.log(max(num_inputs, 1)))
+        self.log_relevance = nn.Parameter(start)
         self.log_amplitude = nn.Parameter(torch.zeros(()))
         self.log_noise = nn.Parameter(torch.zeros(()))
         self.mean = nn.Parameter(torch.zeros(()))
@@ -158,10 +173,15 @@ class GPLVMF(SplitModel):
         self.register_buffer("offset", torch.zeros((), dtype=torch.float64))
         self.register_buffer("scale", torch.ones((), dtype=torch.float64))
 
+    @property
+    def latent_features(self) -> list[str]:
+        """Names of items and contexts with latent vectors."""
+        return list(self.tables)[1:]
+
     def fit_scale(self, label: Tensor, mesh: Mesh) -> None:
         """Set offset and scale to mean and standard deviation of all ranks' ratings. Collective."""
         y = label.double()
-        sums = torch.stack([torch.tensor(float(y.numel())).double(), y.sum(), y.square().sum()])
+        sums = torch.stack([y.new_tensor(y.numel()), y.sum(), y.square().sum()])
         count, total, squares = mesh.all_reduce("dense", sums.cpu()).tolist()
         mean = total / max(count, 1.0)
         self.offset.fill_(mean)
@@ -173,126 +193,155 @@ class GPLVMF(SplitModel):
         return torch.exp(torch.clamp_max(a @ b.transpose(1, 2) - 0.5 * squares, 0.0))
 
     def compute_negative_bound(self, batch: Batch) -> Tensor:
-        """Compute the sum over a batch's users of the negative log marginal likelihood, plus its share of the penalties:
-        an id's are divided among all its training ratings."""
+        """Compute the sum over a batch's users of the negative log marginal likelihood, and of the penalties of their
+        ids: an id's penalty is divided among all its training ratings."""
         rows = self.embeddings(batch)
-        posterior = self._condition(batch, rows, is_drawn=self.prior)
-        likelihood = 0.5 * posterior.whitened.square().sum()
-        likelihood = likelihood + posterior.factor.diagonal(dim1=1, dim2=2).log().sum()
-        constant = batch.size * (self.scale.log() + 0.5 * math.log(2 * math.pi))
-        counts = batch.dense[:, self.num_numbers :].to(likelihood)
-        warm_up = min(1.0, self.embeddings.step / WARM_UP_STEPS)
-        penalty = likelihood.new_zeros(())
-        for name, count in zip(self.features, counts.T, strict=True):
-            squares = rows[f"{name}.{BIAS}"].double().square()[:, 0]
-            penalty = penalty + (squares / (2 * BIAS_VARIANCE * count)).sum()
-            if self.prior and name in self.latent_dims:
-                mean, variance = self._read_latents(rows, name)
-                divergence = 0.5 * (mean.square() + variance - 1 - variance.log()).sum(1)
-                penalty = penalty + warm_up * (divergence / count).sum()
-        return likelihood + constant + penalty
+        inputs = self._read_inputs(batch, rows)
+        vectors = [x.mean for x in inputs]
+        if self.prior:
+            for i, name in enumerate(self.latent_features):
+                noise = self._draw_noise(name, batch.ids[name].values, self.dims[i])
+                vectors[i] = vectors[i] + inputs[i].variance.sqrt() * noise.to(vectors[i])
+        x = torch.cat(vectors, 1) * (0.5 * self.log_relevance.double()).exp()
 
-    def condition(self, batch: Batch) -> Posterior:
-        """Compute the processes of a batch's users at the mean of the latent vectors."""
-        return self._condition(batch, self.embeddings(batch), is_drawn=False)
+        def compute_kernel(a: Tensor, b: Tensor) -> Tensor:
+            return self.evaluate_network(x[a], x[b], out_like=x)
+
+        processes = self._condition(batch, rows, inputs, compute_kernel)
+        if processes.num_queries:
+            raise DataError(
+                f"gplvmf: got {processes.num_queries} held-out ratings in a batch of training, wanted whole users"
+            )
+        bound = 0.5 * processes.whitened.square().sum()
+        bound = bound + processes.factor.diagonal(dim1=1, dim2=2).log().sum()
+        bound = bound + batch.size * (self.scale.log() + 0.5 * math.log(2 * math.pi))
+        counts = batch.dense[:, self.num_numbers :].to(bound)
+        for name, count in zip(self.tables, counts.T, strict=True):
+            squares = rows[f"{name}.{BIAS}"].double().square()[:, 0]
+            bound = bound + (squares / (2 * BIAS_VARIANCE * count)).sum()
+        if self.prior:
+            warm_up = min(1.0, self.embeddings.step / WARM_UP_STEPS)
+            for latent, count in zip(inputs, counts.T[1:], strict=False):
+                divergence = latent.mean.square() + latent.variance - 1 - latent.variance.log()
+                bound = bound + warm_up * (0.5 * divergence.sum(1) / count).sum()
+        return bound
+
+    def condition(self, batch: Batch) -> Processes:
+        """Compute the processes of a batch's users under the expected kernel."""
+        rows = self.embeddings(batch)
+        inputs = self._read_inputs(batch, rows)
+
+        def compute_kernel(a: Tensor, b: Tensor) -> Tensor:
+            return math.prod(self._expect_factors(inputs, a, b), start=a.new_ones(()).double())
+
+        return self._condition(batch, rows, inputs, compute_kernel)
 
     def forward(self, batch: Batch) -> Tensor:
         return self.predict_queries(self.condition(batch))
 
-    def predict_queries(self, posterior: Posterior) -> Tensor:
+    def predict_queries(self, processes: Processes) -> Tensor:
         """Compute mean and standard deviation of the held-out ratings, (Q, 2) float64."""
-        queries, has_query = posterior.queries
-        cross = self._compute_covariance(posterior, posterior.queries)  # (U, L, most queries)
-        projected = torch.linalg.solve_triangular(posterior.factor, cross, upper=False)
-        mean = (projected * posterior.whitened).sum(1) + posterior.prior_mean[queries]
         amplitude, noise = self._compute_variances()
+        cross = amplitude * processes.kernel(processes.training, processes.queries)
+        cross = cross * processes.has_rating[:, :, None]
+        projected = torch.linalg.solve_triangular(processes.factor, cross, upper=False)
+        mean = (projected * processes.whitened).sum(1) + processes.prior_mean[processes.queries]
         variance = (amplitude - projected.square().sum(1)).clamp_min(0.0) + noise
         columns = torch.stack([self.offset + self.scale * mean, self.scale * variance.sqrt()], 2)
-        predictions = columns.new_empty(posterior.num_queries, 2)
-        predictions[queries[has_query]] = columns[has_query]
-        return predictions
+        return _gather_queries(processes, columns)
 
-    def measure_relevances(self, posterior: Posterior) -> Iterator[Tensor]:
-        """Yield, for each item or context, 1 - its factor of the covariance of each held-out rating with the training
+    def measure_relevances(self, processes: Processes) -> Iterator[Tensor]:
+        """Yield, for each item or context, 1 - its factor of the kernel of each held-out rating and the training
         ratings of its user, on average, (Q,); 0 without training ratings."""
-        training, has_rating = posterior.training
-        queries, has_query = posterior.queries
-        dims = [*self.latent_dims.values(), *[1] * self.num_numbers]
-        for inputs in posterior.inputs.split(dims, dim=1):
-            changes = (1 - self.network(inputs[queries], inputs[training])) * has_rating[:, None]
-            means = changes.sum(2) / has_rating.sum(1, keepdim=True).clamp_min(1)
-            relevance = means.new_empty(posterior.num_queries)
-            relevance[queries[has_query]] = means[has_query]
-            yield relevance
+        counts = processes.has_rating.sum(1, keepdim=True).clamp_min(1)
+        samples = processes.queries, processes.training
+        for factor in self._expect_factors(processes.inputs, *samples):
+            changes = (1 - factor) * processes.has_rating[:, None]
+            yield _gather_queries(processes, changes.sum(2) / counts)
 
-    def _condition(self, batch: Batch, rows: Mapping[str, Tensor], *, is_drawn: bool) -> Posterior:
-        """Compute the processes of a batch's users; is_drawn: at a draw of the latent vectors, else at their mean."""
-        prior_mean = self.mean.double() + sum(rows[f"{f}.{BIAS}"].double() for f in self.features)
-        prior_mean = prior_mean[:, 0]
-        inputs = [self._read_inputs(batch, rows, name, is_drawn) for name in self.latent_dims]
-        inputs.append(batch.dense[:, : self.num_numbers].to(prior_mean))
+    def _condition(
+        self, batch: Batch, rows: Mapping[str, Tensor], inputs: Sequence[Inputs], kernel: Kernel
+    ) -> Processes:
+        """Compute the processes of a batch's users under a kernel of its samples."""
+        biases = sum(rows[f"{name}.{BIAS}"].double() for name in self.tables)
+        prior_mean = (self.mean.double() + biases)[:, 0]
         is_training = batch.dense[:, self.num_numbers].cpu() > 0
-        users, user_of_sample = batch.ids[self.features[0]].values.unique(return_inverse=True)
-        training, has_rating = (
-            x.to(prior_mean.device)
-            for x in _pad_by_user(user_of_sample, is_training.nonzero()[:, 0], len(users))
-        )
-        queries = _pad_by_user(user_of_sample, (~is_training).nonzero()[:, 0], len(users))
         num_queries = int((~is_training).sum())
-        if bool(is_training[:num_queries].any()):
-            raise DataError("gplvmf: got training ratings before held-out ones, wanted these first")
-        x = torch.cat(inputs, 1) * (0.5 * self.log_relevance.double()).exp()
+        if batch.label is None or bool(is_training[:num_queries].any()):
+            raise DataError(
+                "gplvmf: got a batch without ratings, or with training ratings before held-out ones, wanted samples of "
+                "data.options.group_by"
+            )
+        users, user_of_sample = batch.ids[next(iter(self.tables))].values.unique(
+            return_inverse=True
+        )
+        training, has_rating, queries, has_query = (
+            x.to(prior_mean.device)
+            for part in (is_training, ~is_training)
+            for x in _pad_by_user(user_of_sample, part.nonzero()[:, 0], len(users))
+        )
         amplitude, noise = self._compute_variances()
-        mask = has_rating.to(x)
-        covariance = amplitude * self.evaluate_network(x[training], x[training], out_like=x)
-        covariance = covariance * mask[:, :, None] * mask[:, None]
+        mask = has_rating.to(prior_mean)
+        covariance = amplitude * kernel(training, training) * mask[:, :, None] * mask[:, None]
         covariance = covariance + torch.diag_embed(noise * mask + (1 - mask))
         factor, failures = torch.linalg.cholesky_ex(covariance)
         factor = torch.where((failures == 0)[:, None, None], factor, torch.nan)
-        assert batch.label is not None
-        ratings = (batch.label[:, 0].to(x) - self.offset) / self.scale
+        ratings = (batch.label[:, 0].to(prior_mean) - self.offset) / self.scale
         residual = torch.where(has_rating, (ratings - prior_mean)[training], 0.0)
         whitened = torch.linalg.solve_triangular(factor, residual[:, :, None], upper=False)
-        return Posterior(
-            x,
+        return Processes(
+            inputs,
+            kernel,
             prior_mean,
             factor,
             whitened,
-            (training, has_rating),
-            (queries[0].to(x.device), queries[1].to(x.device)),
+            training,
+            has_rating,
+            queries,
+            has_query,
             num_queries,
         )
+
+    def _read_inputs(self, batch: Batch, rows: Mapping[str, Tensor]) -> list[Inputs]:
+        """Return the inputs of items and contexts, then of numbers."""
+        inputs = []
+        for name in self.latent_features:
+            mean = rows[f"{name}.{MEAN}"].double()
+            variance = FIRST_VARIANCE * rows[f"{name}.{LOG_VARIANCE}"].double().exp()
+            variance = variance if self.prior else torch.zeros_like(mean)
+            inputs.append(Inputs(mean, variance, batch.ids[name].values.to(mean.device)))
+        numbers = batch.dense[:, : self.num_numbers].to(inputs[0].mean if inputs else self.offset)
+        samples = torch.arange(batch.size, device=numbers.device)
+        columns = numbers.split(1, dim=1) if self.num_numbers else ()
+        return inputs + [Inputs(x, torch.zeros_like(x), samples) for x in columns]
+
+    def _expect_factors(self, inputs: Sequence[Inputs], a: Tensor, b: Tensor) -> Iterator[Tensor]:
+        """Yield each item's or context's factor of the expected kernel of samples (U, L) and (U, M), (U, L, M)."""
+        relevances = self.log_relevance.double().exp().split(self.dims)
+        for x, relevance in zip(inputs, relevances, strict=True):
+            exponent: Any = 0.0
+            for mean, variance, weight in zip(x.mean.T, x.variance.T, relevance, strict=True):
+                spread = 1 + weight * (variance[a][:, :, None] + variance[b][:, None])
+                difference = mean[a][:, :, None] - mean[b][:, None]
+                exponent = exponent - 0.5 * (weight * difference.square() / spread + spread.log())
+            is_same = x.ids[a][:, :, None] == x.ids[b][:, None]
+            yield torch.where(is_same, 1.0, torch.exp(exponent))
 
     def _compute_variances(self) -> tuple[Tensor, Tensor]:
         """Return the variances of the processes and of the noise, in units of the variance of ratings."""
         return self.log_amplitude.double().exp(), self.log_noise.double().exp() + JITTER
 
-    def _compute_covariance(self, posterior: Posterior, samples: tuple[Tensor, Tensor]) -> Tensor:
-        """Compute the covariances of each user's training ratings with its `samples`, (U, L, most samples)."""
-        training, has_rating = posterior.training
-        x = posterior.inputs
-        kernel = self.evaluate_network(x[training], x[samples[0]], out_like=x)
-        return self._compute_variances()[0] * kernel * has_rating[:, :, None]
+    def _draw_noise(self, feature: str, ids: Tensor, dim: int) -> Tensor:
+        """Draw this step's standard normals, (R, dim), which depend only on (seed, step, table, id, column)."""
+        table = sorted(self.tables.values()).index(self.tables[feature])
+        return draw_normals(stream_key(self.embeddings.seed, self.embeddings.step, table), ids, dim)
 
-    def _read_latents(self, rows: Mapping[str, Tensor], feature: str) -> tuple[Tensor, Tensor]:
-        """Return means and variances of a feature's latent vectors, (R, D) float64 each."""
-        variance = FIRST_VARIANCE * rows[f"{feature}.{LOG_VARIANCE}"].double().exp()
-        return rows[f"{feature}.{MEAN}"].double(), variance
 
-    def _read_inputs(
-        self, batch: Batch, rows: Mapping[str, Tensor], feature: str, is_drawn: bool
-    ) -> Tensor:
-        """Return a feature's latent vectors, (R, D) float64: their means, or this step's draw, which depends only on
-        (seed, step, table, id, column)."""
-        mean, variance = self._read_latents(rows, feature)
-        if not is_drawn:
-            return mean
-        names = sorted(set(self.tables.values()))
-        key = stream_key(
-            self.embeddings.seed, self.embeddings.step, names.index(self.tables[feature])
-        )
-        noise = draw_normals(key, batch.ids[feature].values, mean.shape[1])
-        return mean + variance.sqrt() * noise.to(mean)
+def _gather_queries(processes: Processes, values: Tensor) -> Tensor:
+    """Return values of each user's held-out ratings, (U, most, ...), in the order of the batch, (Q, ...)."""
+    gathered = values.new_empty(processes.num_queries, *values.shape[2:])
+    gathered[processes.queries[processes.has_query]] = values[processes.has_query]
+    return gathered
 
 
 def draw_normals(key: int, ids: Tensor, dim: int) -> Tensor:

@@ -21,7 +21,9 @@ DIRECTIONS = {
         ("loss", "log_loss", "normalized_entropy", "expected_calibration_error", "mean rank"), LOWER
     ),
     **dict.fromkeys(("rmse", "mse", "mae", "mape", "nlpd", "perplexity"), LOWER),
-    **dict.fromkeys(("num_samples", "positive_rate", "calibration", "popularity", "relevance"), NEITHER),
+    **dict.fromkeys(
+        ("num_samples", "positive_rate", "calibration", "popularity", "relevance"), NEITHER
+    ),
 }
 """Direction of better values of each metric, by its name without a cutoff ("@20") and without a label ("_buy")."""
 LOWER_WORDS = ("loss", "entropy", "error", "mean rank", "mean_rank")

@@ -221,8 +221,8 @@ def _infer_label_field(path: Path, name: str, array: pa.Array) -> Label:
         return replace(plain, at_least=1.0)
     raise ConfigError(
         f"{path}, column {name}: got labels from {labels.min():g} to {labels.max():g}, wanted 0 and 1. Declare a "
-        f"schema with `{name}: {{type: label, at_least: {np.median(labels):g}}}`, which says from where on it is 1, or for "
-        f"gplvmf with `{name}: {{type: label, kind: number}}`"
+        f"schema with `{name}: {{type: label, at_least: {np.median(labels):g}}}`, which says from where on it is 1, or "
+        f"for gplvmf with `{name}: {{type: label, kind: number}}`"
     )
 
 
