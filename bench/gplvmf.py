@@ -155,7 +155,10 @@ def measure_arm(folder: Path, suite: str, number: int, system: str, quick: bool)
     elif suite == "folds":
         rows = read_food("train") + read_food("test")
         order = np.random.default_rng(0).permutation(len(rows)).tolist()
-        parts = [[rows[i] for k, i in enumerate(order) if (k % FOLDS == number) == is_test] for is_test in (False, True)]  # fmt: skip
+        parts = [
+            [rows[i] for k, i in enumerate(order) if (k % FOLDS == number) == is_test]
+            for is_test in (False, True)
+        ]
         write_files(folder, FOOD_COLUMNS, *parts)
     else:
         write_files(folder, FOOD_COLUMNS, read_food("train"), read_food("test"))

@@ -1,5 +1,6 @@
 from colonnade.models.dcn import DCN as DCN, DCNv2 as DCNv2
 from colonnade.models.dlrm import DLRM as DLRM
+from colonnade.models.gplvmf import GPLVMF as GPLVMF
 from colonnade.models.graphsage import GraphSAGE as GraphSAGE
 from colonnade.models.knowledge import (
     ComplEx as ComplEx,

@@ -133,9 +133,10 @@ def build_model(schema: Schema, config: RunConfig) -> SplitModel:
         )
     is_grouped = schema.dense[-len(features) :] == list_count_columns(schema.categorical)
     if is_grouped != (spec.rows == "gaussian"):
+        got, wanted = ("", "leave") if is_grouped else ("no ", "set")
         raise ConfigError(
-            f"{config.model.name}: got data {'' if is_grouped else 'not '}grouped by user, wanted "
-            f"{'other' if is_grouped else 'this'}: {'leave data.options.group_by out' if is_grouped else 'set data.options.group_by, for files of ratings'}"
+            f"{config.model.name}: got {got}ratings grouped by user, wanted {'no' if is_grouped else 'files of'} such "
+            f"ratings; {wanted} data.options.group_by{' out' * is_grouped}"
         )
     arguments |= {name: value for name, value in data_arguments.items() if name in parameters}
     if (unused := TOWER_SETTINGS & set(arguments)) and not config.model.has_tower_modules:

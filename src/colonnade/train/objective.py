@@ -133,8 +133,8 @@ def weighted_loss(logits: Tensor, batch: Batch) -> Tensor:
     if bool(((batch.label < 0) | (batch.label > 1)).any()):  # NaN is neither
         raise DataError(
             f"got labels from {batch.label.nan_to_num().min():g} to {batch.label.nan_to_num().max():g}, wanted 0 to 1 "
-            "for cross entropy; make labels of numbers with `at_least`, train gplvmf on ratings, or pass a loss of your "
-            "own to colonnade.fit"
+            "for cross entropy; make labels of numbers with `at_least`, train gplvmf on ratings, or pass your own loss "
+            "to colonnade.fit"
         )
     label = batch.label.to(logits)
     weight = None if batch.sample_weight is None else batch.sample_weight[:, None].to(logits)

@@ -250,10 +250,13 @@ def encode_label(field: Label, arrow_column: pa.Array) -> Floats:
             field.column,
             lambda row: f"{x[row]:g}",
             "a label that is 0 or 1",
-            "Declare at_least= to make one of a number, or `kind: number` for your own loss",
+            "Declare at_least= to make one of a number, or `kind: number` for ratings (gplvmf) or your own loss",
         )
     else:
-        refuse_values(np.isinf(x), field.column, lambda row: f"{x[row]:g}", "a finite number")
+        low, high = field.between or (np.finfo(np.float32).min, np.finfo(np.float32).max)
+        scale = f"from {low:g} to {high:g}" if field.between else "finite"
+        is_outside = (x < low) | (x > high)
+        refuse_values(is_outside, field.column, lambda row: f"{x[row]:g}", f"a number, {scale}")
     return x.astype(np.float32)
 
 

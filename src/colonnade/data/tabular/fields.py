@@ -354,8 +354,16 @@ class Label(DeclaredField):
     """Kind of label. binary: 0 or 1. number: any number, for gplvmf or a loss of your own."""
     missing: Literal["error", "unknown"] = "error"
     """Treatment of missing values. unknown: NaN, an unknown label."""
+    between: tuple[Real, Real] | None = None
+    """Lowest and highest number of a label of kind number, such as the scale of ratings; others are errors."""
 
     def _check_settings(self) -> None:
+        if self.between is not None and (
+            self.kind != "number" or not self.between[0] < self.between[1]
+        ):
+            raise self._build_setting_error(
+                "between", "Wanted the lower bound first, with kind: number"
+            )
         if self.at_least is not None and self.positive is not None:
             raise self._build_setting_error("positive", "Wanted one of at_least and positive")
 

@@ -45,7 +45,7 @@ open_parquet = build_opener(
                          with order_by: a time or number, instead of a fraction; samples at or after it are held out
     days                 True: Splits.days has a source for every file or folder directly below `path`, or that matches
     group_by             the category of users whose ratings a model learns from (gplvmf): a batch has all training
-                         ratings of its users, read into memory once, and held-out ratings come with those of their users
+                         ratings of its users, read into memory once; held-out ratings come with those of their users
     shuffle_window       samples; 0: in the order of the files. Else a new order each epoch from `seed`: row groups are
                          shuffled and combined into windows of about this many samples, which are permuted
     threads              number of row groups read at a time
