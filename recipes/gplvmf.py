@@ -19,19 +19,19 @@ def draw_ratings(users: int = 60, ratings: int = 40) -> Splits:
     ids = {name: draw.integers(0, n, size) for name, n in numbers.items()}
     angle = 0.9 * ids["dish"] + 2 * ids["place"] + draw.uniform(0, 6, users)[ids["user"]]
     table = pa.table({**ids, "rating": 3 + np.sin(angle) + 0.3 * draw.normal(size=size)})
-    fields = {name: {"type": "category", "dtype": "integer"} for name in ids}
-    schema = {"fields": fields | {"rating": {"type": "label", "kind": "number"}}}
+    fields = {"rating": {"type": "label", "kind": "number"}}
+    schema = {"fields": fields | {name: {"type": "category", "dtype": "integer"} for name in ids}}
     return open_arrow(table, schema=schema, group_by="user", test_fraction=0.2)
 
 
 def train(data: Splits, prior: bool) -> dict[str, float]:
     parts = {"mean": 4, "log_variance": 4, "bias": 1}
     start = {part: Uniform(scale=0.87 if part == "mean" else 0.0) for part in parts}
-    settings = {"optimizer": Adam(lr=0.02), "initializer": start}
-    tables = [Table("user", {"bias": 1}, optimizer=Adam(lr=0.02), initializer=Uniform(scale=0))]
-    tables += [Table(name, parts, **settings) for name in ("dish", "place", "shelf")]
+    adam, names = Adam(lr=0.02), ("dish", "place", "shelf")
+    tables = [Table("user", {"bias": 1}, optimizer=adam, initializer=Uniform(scale=0))]
+    tables += [Table(name, parts, optimizer=adam, initializer=start) for name in names]
     model = GPLVMF(tables, [Feature(t.name, t.name) for t in tables], num_dense=4, prior=prior)
-    return colonnade.fit(model, data, epochs=120, batch_size=30, dense_lr=0.02, quiet=True).metrics
+    return colonnade.fit(model, data, epochs=60, batch_size=20, dense_lr=0.02, quiet=True).metrics
 
 
 if __name__ == "__main__":

@@ -290,7 +290,7 @@ def test_a_killed_run_resumes_to_the_same_bits(tmp_path):
 
 
 def test_penalties_of_an_epoch_count_each_id_once():
-    """With the likelihood alone different in batches, what is added to it is the same for any batch size."""
+    """Compare the sums of an epoch in small batches and in one: likelihoods and penalties are the same."""
     model = build_model()
     open_alone(model)
     model.embeddings.step = 10**4

@@ -116,6 +116,14 @@ def test_churn_grows_with_the_epochs(run):
     assert 0.01 < churn[0] < churn[1] < 0.2
 
 
+def test_gplvmf_finds_the_context_that_matters_and_nears_the_noise(run):
+    for line in run("gplvmf.py").splitlines():
+        words = line.split()
+        metrics = dict(zip(words[1::2], map(float, words[2::2]), strict=True))
+        assert 0.3 < metrics["rmse"] < 0.45  # all ratings have a deviation of 0.77
+        assert metrics["relevance_shelf"] < 0.1 * metrics["relevance_place"]
+
+
 def test_dct_learns_with_fewer_bytes(run):
     output = run("dct.py", num_ranks=2)
     assert float(output.split("test_auc ")[1].split()[0]) > 0.75

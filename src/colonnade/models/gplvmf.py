@@ -275,8 +275,8 @@ class GPLVMF(SplitModel):
         return factors
 
     def _draw_vectors(self, name: str, mean: Tensor, variance: Tensor, ids: Tensor) -> Tensor:
-        """Draw this step's vectors of an input, (R, D), by (seed, step, table, id, column); return the mean of a number,
-        and without a prior."""
+        """Draw this step's vectors of an input, (R, D), by (seed, step, table, id, column), or the mean of
+        a number, and without a prior."""
         if not (self.prior and name):
             return mean
         table = sorted(self.tables.values()).index(self.tables[name])

@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 from functools import partial
 from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
@@ -126,7 +126,8 @@ def open_table_files(path: Any, name: str, options: ReaderOptions, **syntax: Any
     splits = replace(splits, notes=tuple(notes))
     if options.group_by is None:
         return splits
-    read_user = partial(_read_value, splits.train, options.group_by)
+    train = cast("TableSource", splits.train)
+    read_user = partial(_read_value, train, options.group_by)
     return group_ratings(splits, options.group_by, options.seed, read_user)
 
 
