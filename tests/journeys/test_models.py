@@ -213,3 +213,37 @@ def test_two_labels(shell):
     shell.check_same_scores("killed", "exported")
     scores = shell.read_scores("killed.csv")
     assert len(scores) == 500 and all(len(row) == 2 for row in scores)
+
+
+@pytest.mark.slow
+@pytest.mark.budget(100)
+def test_ratings_from_a_csv_file_to_predictions(shell):
+    draw = random.Random(3)
+    rows = []
+    for _ in range(1500):
+        guest, dish, hour = draw.randrange(50), draw.randrange(10), round(draw.uniform(0, 24), 1)
+        stars = 3 + (-1) ** guest * (dish - 4.5) / 3 + draw.gauss(0, 0.2)
+        rows.append((f"guest {guest}", f"dish {dish}", hour, round(min(5.0, max(1.0, stars)), 1)))
+    shell.write_table("stars.csv", "guest,dish,hour,stars", rows)
+    unrated = [("guest 0", "dish 9", 12), ("guest 1", "dish 9", 12), ("nobody", "dish 9", 12)]
+    shell.write_table("unrated.csv", "guest,dish,hour", unrated)
+    label = "{type: label, kind: number, between: [1, 5]}"
+    shell.write(
+        "stars.yaml",
+        f"fields:\n  stars: {label}\n  guest: {{type: category}}\n  dish: {{type: category}}\n"
+        "  hour: {type: number}\n",
+    )
+    train_and_kill(
+        shell,
+        f"colonnade train --data csv --path stars.csv {COMMON} --model gplvmf --set data.options.schema=stars.yaml "
+        "--set data.options.group_by=guest --set data.options.test_fraction=0.2 --set train.batch_size=10 "
+        "--set train.epochs=20",
+        ranks=2,
+    )
+    for run in ("whole", "killed"):
+        shell.run(f"colonnade predict {run} --path unrated.csv --output {run}.csv")
+    text = (shell.folder / "killed.csv").read_text()
+    assert text == (shell.folder / "whole.csv").read_text()
+    (high, sd), (low, _), (mean, doubt) = (map(float, line.split(",")) for line in text.split()[1:])
+    assert high > 4 and low < 2 and 2 < mean < 4 and doubt > 2 * sd
+    assert "relevance dish" in shell.run("colonnade evaluate killed")
