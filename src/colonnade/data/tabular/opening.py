@@ -15,7 +15,6 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from colonnade.data.contract import Splits
-from colonnade.data.ratings import group_ratings
 from colonnade.data.tabular.arrow_files import open_arrow_object
 from colonnade.data.tabular.arrow_types import id_dtype_of, is_number_type, is_time
 from colonnade.data.tabular.columns import (
@@ -126,6 +125,8 @@ def open_table_files(path: Any, name: str, options: ReaderOptions, **syntax: Any
     splits = replace(splits, notes=tuple(notes))
     if options.group_by is None:
         return splits
+    from colonnade.data.ratings import group_ratings  # imports torch, which `inspect` does not need
+
     train = cast("TableSource", splits.train)
     read_user = partial(_read_value, train, options.group_by)
     return group_ratings(splits, options.group_by, options.seed, read_user)
