@@ -87,7 +87,7 @@ def predict(
             config.data.path if path is None else path,
             config.data.options if data in (None, config.data.name) or share_schema else {},
             part=part,
-            training_path=config.data.path,
+            training=config.data,
         )
         size = batch_size or config.train.samples_per_step
         progress = _create_progress_bar(console)

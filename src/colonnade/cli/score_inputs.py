@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from colonnade.cli.settings import check_part
+from colonnade.config.run import DataConfig
 from colonnade.data import SOURCES, open_source
 from colonnade.data.contract import Source
 from colonnade.data.ratings import HeldOutRatings, UserSource
@@ -24,13 +25,13 @@ def open_inputs(
     options: Mapping[str, Any],
     *,
     part: str | None = None,
-    training_path: str | Path | None = None,
+    training: DataConfig | None = None,
 ) -> Source:
     """Open all samples of the files at `path`, in their order, or only `part` of the data set.
 
-    name, options: reader (colonnade.data.SOURCES) and its options in training. training_path: files of training, whose
-    ratings by the same users are read, too. Raises ConfigError for a reader that always splits its samples into parts,
-    DataError for bad files.
+    name, options: reader (colonnade.data.SOURCES) and its options in training. training: data of training; where it
+    groups ratings by user, those of the same users are read, too. Raises ConfigError for a reader that always splits
+    its samples into parts, DataError for bad files.
     """
     if part is not None:
         check_part(part)
@@ -41,15 +42,14 @@ def open_inputs(
     if name not in SOURCES:
         raise ConfigError(f"unknown source {name!r}; choose from {', '.join(sorted(SOURCES))}")
     name, path, options = resolve_preset(name, path, options)
-    reader = name
     if name in FORMATS:
         if path is not None and (format := find_format(Path(path).suffix)) is not None:
             name = format.name  # a model trained on one file format can score another
         source = open_table_file(name, path, options)
-        if "group_by" in options:
-            training = open_source(reader, training_path, **options).train
-            return HeldOutRatings(source, cast("UserSource", training))
-        return source
+        if training is None or training.options.get("group_by") is None:
+            return source
+        ratings = open_source(training.name, training.path, **training.options).train
+        return HeldOutRatings(source, cast("UserSource", ratings))
     raise ConfigError(
         f"the {name} reader has no files of samples by themselves; score a part of it with --part test"
     )
