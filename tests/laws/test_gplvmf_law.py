@@ -17,6 +17,7 @@ from colonnade import SGD, Adam, Feature, Mesh, PlanConfig, Table, Uniform, buil
 from colonnade.data import Splits, open_arrow
 from colonnade.data.counter import read_words, stream_key
 from colonnade.data.ratings import UserSource
+from colonnade.errors import ConfigError, DataError
 from colonnade.models.gplvmf import (
     BIAS_VARIANCE,
     FIRST_VARIANCE,
@@ -262,7 +263,7 @@ def train(mesh: Mesh, **settings):
     model = build_model(optimizer=Adam(lr=0.05, eps=1e-3))
     data = ratings()
     result = fit(
-        model, data, mesh=mesh, batch_size=5, epochs=8, dense_lr=0.02, quiet=True, test_at="evaluations", **settings
+        model, data, mesh=mesh, batch_size=4, epochs=8, dense_lr=0.02, quiet=True, test_at="evaluations", **settings
     )  # fmt: skip
     everything = UserSource.gather_users(data.train, torch.arange(data.train.num_samples))
     rows = {name: value.detach() for name, value in model.embeddings(everything).items()}
@@ -283,7 +284,7 @@ def test_ranks_train_what_one_rank_trains(num_ranks):
 
 def test_a_killed_run_resumes_to_the_same_bits(tmp_path):
     whole, metrics = train(Mesh())
-    train(Mesh(), run=tmp_path / "run", max_steps=11)
+    train(Mesh(), run=tmp_path / "run", max_steps=13)
     resumed, again = train(Mesh(), run=tmp_path / "run")
     assert all(torch.equal(value, resumed[name]) for name, value in whole.items())
     assert again == metrics
@@ -327,3 +328,17 @@ def test_a_context_that_changes_nothing_has_no_relevance():
     metrics = MarginalLikelihood().evaluate(model, data.test, 4, Mesh())
     assert metrics["relevance_mood"] < 1e-15 and 0 < metrics["relevance_item"] < 1
     assert metrics["relevance_hour"] > 0.5 and metrics["num_samples"] == data.test.num_samples
+
+
+def test_tables_and_batches_that_cannot_be_right_are_refused():
+    tables = [Table("user", {"bias": 1}), Table("item", {"mean": 2, "log_variance": 2, "bias": 1})]
+    features = [Feature("user", "user"), Feature("item", "item"), Feature("mood", "item")]
+    with pytest.raises(ConfigError, match="a table of its own for each"):
+        GPLVMF(tables, features, num_dense=3)
+    with pytest.raises(ConfigError, match="got 1 dense columns for 2 features"):
+        GPLVMF(tables, features[:2], num_dense=1)
+    model = build_model()
+    open_alone(model)
+    batch = next(iter(ratings().test.batches(3)))
+    with pytest.raises(DataError, match="with held-out ratings"):
+        MarginalLikelihood().loss(model, batch, Mesh())

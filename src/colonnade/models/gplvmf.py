@@ -37,7 +37,7 @@ FIRST_VARIANCE = 0.05
 """Variance of the latent vectors of new rows: part `log_variance` is the logarithm of its multiple."""
 BIAS_VARIANCE = 0.25
 """Variance of the prior of biases, in units of the variance of ratings."""
-WARM_UP_STEPS = 100
+WARM_UP_STEPS = 300
 """Number of steps over which the weight of the latent prior grows to 1. At full weight from the start, vectors collapse
 to the prior before they have learned anything."""
 JITTER = 1e-6
@@ -93,9 +93,9 @@ class MarginalLikelihood:
         return {"rmse": math.sqrt(averages.pop("mse")), **averages}
 
     def predict(self, model: GPLVMF, batch: Batch) -> Tensor:
-        """Return mean and standard deviation of the ratings of a batch's held-out samples, which come first, (Q, 2)
-        float64. The deviation includes the noise of ratings."""
-        return model(batch)[: int(model.find_held_out(batch).sum()), :2]
+        """Return mean and standard deviation of the ratings of a batch's held-out samples, (Q, 2) float64. The
+        deviation includes the noise of ratings."""
+        return model(batch)[model.find_held_out(batch), :2]
 
 
 class GPLVMF(SplitModel):
@@ -134,6 +134,11 @@ class GPLVMF(SplitModel):
             )
         self.embeddings = EmbeddingCollection(tables, features, seed=seed)
         self.tables = {feature.name: feature.table for feature in features}
+        if len({*self.tables.values()}) < len(features):
+            raise ConfigError(
+                f"gplvmf: got the tables {', '.join(self.tables.values())} of {', '.join(self.tables)}, wanted a table "
+                "of its own for each: leave out `table` in the schema"
+            )
         self.prior = prior
         num_inputs = sum(dims.values()) + self.num_numbers
         start = torch.full((num_inputs,), -0.5 * math.log(max(num_inputs, 1)))
