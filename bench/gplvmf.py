@@ -1,6 +1,6 @@
 """GPLVMF on ratings of food in contexts, beside GPFM and a factorization machine; and on ratings of known truth.
 
-Minutes: 12 (quick 1).
+Minutes: 20 (quick 2).
 
     rmse_food, mae_food    RMSE and MAE on the test file of the food ratings, mean of `SEEDS` seeds
     rmse_vs_gpfm           RMSE over that of GPFM (no prior, all else equal), mean of five folds of all food ratings
