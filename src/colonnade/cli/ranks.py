@@ -99,13 +99,18 @@ def run_ranks(
 
 
 def _wait_for_ranks(
-    rank_processes: Sequence[subprocess.Popen[bytes]], received_signals: list[int]
+    rank_processes: Sequence[subprocess.Popen[bytes]],
+    received_signals: list[int],
+    *,
+    waits_for_all: bool = False,
 ) -> Mapping[int, int] | None:
-    """Wait until all ranks have ended without failure, one has failed, or a second signal has come."""
+    """Wait until all ranks have ended without failure, one has failed, or a second signal has come.
+
+    waits_for_all: wait for the others, too, after one has failed."""
     stopped_at = 0.0
     while True:
         codes = [rank.poll() for rank in rank_processes]
-        if any(codes) or None not in codes:
+        if (any(codes) and not waits_for_all) or None not in codes:
             failures = {rank: code for rank, code in enumerate(codes) if code}
             return None if stopped_at or received_signals else failures
         while received_signals:
@@ -147,6 +152,11 @@ def train(
     from colonnade.machine import check_worker_count
 
     if is_under_torchrun():
+        if config.train.codistill.groups > 1:
+            raise ConfigError(
+                "got train.codistill.groups=2 under torchrun, which starts the ranks of one group; start a torchrun for "
+                "each group, with a --run and a train.seed of its own, and the other's run folder as train.codistill.peer"
+            )
         if ranks > 1:
             raise ConfigError("got --ranks under torchrun, which starts the ranks; leave it out")
         if at is not None and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
@@ -156,6 +166,8 @@ def train(
             )
         _end_with_launcher()
         return _train_as_rank(config, folder, at)
+    if config.train.codistill.groups > 1:
+        return train_groups(config, folder, ranks, console, at)
     if check_worker_count("--ranks", ranks) == 1:
         return _train_in_process(config, folder, Mesh(), console, at)
     if not hasattr(os, "memfd_create"):
@@ -189,6 +201,67 @@ def train(
     if not text:  # stopped before the first step
         raise KeyboardInterrupt
     return json.loads(text)
+
+
+def train_groups(
+    config: RunConfig, folder: Path, ranks: int, console: Console, at: int | None
+) -> dict[str, Any]:
+    """Train the groups of `train.codistill`, each by a `colonnade train` of its own. Group 0 prints here; the output of
+    others goes to a file.
+
+    Returns {}, because each group prints its outcome. After a failed group, the others are ended too, unless
+    `on_lost` is alone. Raises WorldError that names the failed groups.
+    """
+    from colonnade.checkpoint.header import list_checkpoints
+    from colonnade.config.run import dump_config
+    from colonnade.machine import check_worker_count
+    from colonnade.run.codistill import build_group_configs, name_group
+
+    if at is not None:
+        raise ConfigError(
+            "got --at with train.codistill.groups, whose groups go back together only by luck; leave it out"
+        )
+    if list_checkpoints(folder):
+        raise ConfigError(f"{folder} is a run, wanted a folder for two groups; give another --run")
+    configs = build_group_configs(config)
+    num_processes = check_worker_count("--ranks, in each of two groups", len(configs) * ranks)
+    threads = str(max(1, count_usable_processors() // num_processes))
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+    groups: list[subprocess.Popen[bytes]] = []
+    signals: list[int] = []
+    with handle_stop_signals(lambda number, _: signals.append(number)):
+        try:
+            for group, group_config in enumerate(configs):
+                run_folder = folder / name_group(group)
+                with create_memory_file("colonnade-config") as settings:
+                    Path(settings).write_text(dump_config(group_config), encoding="utf-8")
+                    command = [sys.executable, "-u", "-m", "colonnade", "train", settings]
+                    output = None if group == 0 else (folder / f"{run_folder.name}.log").open("ab")
+                    groups.append(
+                        subprocess.Popen(
+                            [*command, "--run", str(run_folder), "--ranks", str(ranks)],
+                            env={"OMP_NUM_THREADS": threads, **os.environ},
+                            pass_fds=[descriptor_of(settings)],
+                            stdout=output,
+                            preexec_fn=_end_with_launcher,
+                        )
+                    )
+            is_alone = config.train.codistill.on_lost == "alone"
+            failures = _wait_for_ranks(groups, signals, waits_for_all=is_alone)
+        finally:
+            signals.clear()
+            _terminate_ranks(groups, signals)
+    if failures:
+        names = ", ".join(f"group {g} with status {code}" for g, code in failures.items())
+        raise WorldError(
+            f"a group failed ({names}); its error is above. Both can continue from their newest checkpoints: train again "
+            f"with --run {folder}"
+        )
+    for group in range(1, len(groups)):
+        run_folder = folder / name_group(group)
+        console.print(f"group {group}: {run_folder}, output in {run_folder}.log", soft_wrap=True)
+    return {}
 
 
 def _train_in_process(

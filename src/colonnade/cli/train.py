@@ -333,6 +333,11 @@ def train_seeds(
     from colonnade.report.intervals import compute_confidence_interval
     from colonnade.train.best import select_judged
 
+    if config.train.codistill.groups > 1:
+        raise ConfigError(
+            "got --seeds with train.codistill.groups, whose groups have seeds of their own; train each pair by itself "
+            "with --seed"
+        )
     if is_under_torchrun() or checkpoint_step is not None:
         raise ConfigError(
             "got --seeds with torchrun or --at, wanted neither; train each seed by itself with --seed"

@@ -221,6 +221,40 @@ def _validate_loss_scale(value: Any) -> Any:
     return number
 
 
+class CodistillConfig(Section):
+    """Codistillation: two groups of ranks train the same model with other seeds, each also on what the other one's
+    published checkpoints predict for its batches."""
+
+    groups: Literal[1, 2] = 1
+    """Number of groups that one command starts, each with the ranks of --ranks: in RUN/group-0 and RUN/group-1, with
+    train.seed and train.seed + 1."""
+    peer: str | None = None
+    """Run folder of the other group, if you start each group yourself; a relative path begins at this run's folder."""
+    weight: Annotated[float, FIXED] = Field(1.0, ge=0)
+    """Weight of the peer's predictions beside the labels' 1 in the loss, which is divided by the sum of both."""
+    every_steps: Annotated[int, FIXED] = Field(100, ge=1)
+    """Number of steps between publications for the peer, each of which needs a checkpoint. The teacher of a step is
+    between one and two of these intervals old."""
+    burn_in_steps: Annotated[int | None, FIXED] = Field(None, ge=0)
+    """Number of steps on labels alone, rounded up to a multiple of every_steps; then the weight grows for as many
+    steps. Default: a tenth of the run's steps."""
+    on_lost: Literal["stop", "alone"] = "stop"
+    """Reaction to a peer that has not run for train.timeout while this group waits for it: stop with an error, or go
+    on with the labels alone."""
+
+    def choose_teacher_step(self, step: int) -> int:
+        """Return the peer's step that teaches the step after `step` updates; 0: none does."""
+        first_step = -(-(self.burn_in_steps or 0) // self.every_steps) * self.every_steps
+        if self.weight == 0 or step < first_step:
+            return 0
+        return max(0, self.every_steps * (step // self.every_steps - 1))
+
+    def compute_weight(self, step: int) -> float:
+        """Compute the weight of a taught step: it grows linearly over as many steps as the burn-in has."""
+        burn_in_steps = self.burn_in_steps or 0
+        return self.weight * min(1.0, (step - burn_in_steps + 1) / max(burn_in_steps, 1))
+
+
 class TrainConfig(Section):
     batch_size: Annotated[int | None, FIXED] = Field(None, ge=1)
     """Number of samples per step over all ranks. The same number trains the same model on any number of ranks. Default:
@@ -265,6 +299,8 @@ class TrainConfig(Section):
     """Folder or URL to publish checkpoints to for predictors, as changes since the checkpoint before. Default: none."""
     publish_at: Literal["best", "last"] = "best"
     """Checkpoints to publish if there is a validation part: only those with the best score so far, or all (last)."""
+    codistill: CodistillConfig = CodistillConfig()
+    """Codistillation with a second group of ranks."""
     warm_start: str | None = None
     """Run folder, or FOLDER@best, @last or @step, that supplies initial weights where names and widths agree. Default:
     none."""

@@ -307,9 +307,27 @@ def open_destinations(
         destinations.append(
             UrlPublisher(publisher, str(config.publish)) if is_published_to_url else publisher
         )
-        if step is not None:
-            destinations[-1].send(step, [step], print)
+    if config.codistill.peer is not None:
+        teacher = DeltaPublisher(
+            folder,
+            folder / TEACHER_FOLDER,
+            disk,
+            only_best=False,
+            every_steps=config.codistill.every_steps,
+            num_old_bases=NUM_OLD_TEACHERS,
+        )
+        destinations.append(teacher)
+    for destination in destinations:
+        if step is not None and not isinstance(destination, Mirror):
+            destination.send(step, [step], print)
     return destinations
+
+
+TEACHER_FOLDER = "teacher"
+"""Subfolder of the run folder of a group with its publication for the other group (`train.codistill`)."""
+NUM_OLD_TEACHERS = 2
+"""Publications that a group may need beside the newest one of its peer. Both waited for each other, so a group that
+resumes at interval k needs publication k - 1, and its peer has published k + 1 at most."""
 
 
 MAX_ATTEMPTS = 3  # to open a base while the run may replace it

@@ -127,13 +127,23 @@ class DeltaPublisher:
     """
 
     def __init__(
-        self, run_folder: Path, folder: Path, disk: Disk, *, only_best: bool = True
+        self,
+        run_folder: Path,
+        folder: Path,
+        disk: Disk,
+        *,
+        only_best: bool = True,
+        every_steps: int = 1,
+        num_old_bases: int = NUM_OLD_BASES,
     ) -> None:
-        """only_best: publish only checkpoints with the best validation score so far, if there is a validation part."""
+        """only_best: publish only checkpoints with the best validation score so far, if there is a validation part.
+        every_steps: publish only checkpoints of multiples of this step. num_old_bases: kept beside the newest."""
         self.run_folder = run_folder
         self.folder = folder
         self.disk = disk
         self.only_best = only_best
+        self.every_steps = every_steps
+        self.num_old_bases = num_old_bases
         self.problem: ColonnadeError | OSError | None = None  # of the newest checkpoint
 
     def send(
@@ -142,6 +152,8 @@ class DeltaPublisher:
         """Publish the saved checkpoint of `newest_step`. The delta needs the previously published checkpoint to exist,
         too."""
         step = newest_step
+        if step % self.every_steps:
+            return
         try:
             header = read_header(self.run_folder, step)
             best = header.get("best_step")
@@ -204,7 +216,7 @@ class DeltaPublisher:
             export_run(self.run_folder, self.folder / name, at=current.step)
         size = sum(path.stat().st_size for path in (self.folder / name).iterdir())
         bases = (*current.bases, BaseExport(name, current.number, current.tag, size))[
-            -1 - NUM_OLD_BASES :
+            -1 - self.num_old_bases :
         ]
         return CurrentPointer(current.run, current.number, current.step, current.tag, bases, 0)
 

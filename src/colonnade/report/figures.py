@@ -55,6 +55,7 @@ PHASE_ORDER = (
     "exchange: dense gradients",
     "exchange: samples",
     "exchange: other",
+    "teacher",
     "evaluate",
     "checkpoint",
 )

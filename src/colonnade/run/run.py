@@ -69,6 +69,7 @@ from colonnade.planning.timing import choose_plan
 from colonnade.processors import count_usable_processors
 from colonnade.publish.delivery import open_destinations
 from colonnade.row_optimizer import RowOptimizer
+from colonnade.run.codistill import Codistilled, wrap_objective
 from colonnade.run.cross_rank_check import (
     check_config_on_all_ranks,
     check_model_on_all_ranks,
@@ -218,7 +219,9 @@ class TrainingRun:
         }
 
     def close(self) -> None:
-        """Close the checkpoints of the run."""
+        """Close the checkpoints of the run, and its teacher."""
+        if isinstance(self.trainer.objective, Codistilled):
+            self.trainer.objective.close()
         if self.checkpoints is not None:
             self.checkpoints.close()
 
@@ -294,7 +297,8 @@ def prepare_run(requested: RunSetup) -> TrainingRun:
     if config.plan.servers == "auto" and not requested.read_only:
         num_servers = choose_servers_on_rank_0(replace(requested, config=config))
         config = override_settings(config, {"plan.servers": num_servers})
-    requested = replace(requested, config=config)
+    requested = wrap_objective(replace(requested, config=config))
+    config = requested.config
     setup = replace(requested, mesh=_select_mesh(requested))
     check_model_on_all_ranks(
         setup.model,
@@ -344,6 +348,8 @@ def prepare_run(requested: RunSetup) -> TrainingRun:
     if setup.trained_folder is not None:
         if setup.mesh.rank == 0:
             _write_run_files(setup, setup.trained_folder, placed)
+            if isinstance(setup.objective, Codistilled):
+                setup.objective.mark_running()
         if checkpoints is not None:
             checkpoints.destinations = open_destinations(
                 config.train, setup.trained_folder, checkpoints, step, setup.disk

@@ -26,6 +26,9 @@ class Objective(Protocol):
         metrics                 allowed names for `train.monitor`; other names then raise before training
         check_source(source)    raises ConfigError, before training, for a validation or test part that `evaluate`
                                 cannot use
+        prepare_step(trainer)   called on every rank before each step; False ends training, as a request to stop does.
+                                It may wait only at steps that have a checkpoint
+        step_metrics            numbers of this rank's last step by name, for the record
         predict(model, batch)   result of `Predictor` for a batch; without it a predictor raises
         outputs                 names of the columns of this result that `colonnade predict` writes, instead of one
                                 score per label

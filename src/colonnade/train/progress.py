@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from rich.console import Console, RenderableType
@@ -69,7 +70,7 @@ class Progress:
         self._interval_start = self._last_line_time = self._started = 0.0
         self._first_step = self._step = self._reported_step = self._num_lines = 0
         self._is_first = True
-        self._last_step: tuple[int, float, Batch, float] | None = None
+        self._last_step: tuple[int, float, Batch, float, Mapping[str, Any]] | None = None
 
     def start_reporting(self, done_steps: int, trainer: TrainerState | None = None) -> None:
         """Start at `done_steps` and append to the folder's files. trainer: the one to record the counters of."""
@@ -85,14 +86,23 @@ class Progress:
         self._reported_step = done_steps - done_steps % self.every
         self._interval_start = self._last_line_time = self._started = time.perf_counter()
 
-    def report_step(self, step: int, loss: float, batch: Batch, num_ranks: int) -> None:
-        """Report a step. loss: mean over the global batch. Raises CallbackError."""
+    def report_step(
+        self,
+        step: int,
+        loss: float,
+        batch: Batch,
+        num_ranks: int,
+        metrics: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        """Report a step. loss: mean over the global batch. metrics: other numbers to record, of this rank.
+
+        Raises CallbackError."""
         self._step = step
         self._callbacks.epoch = batch.position.epoch + batch.ends_epoch
         self._callbacks.call("on_step", step, {"loss": loss})
         self._num_samples += batch.size * num_ranks
         now = time.perf_counter()
-        self._last_step = (step, loss, batch, now)
+        self._last_step = (step, loss, batch, now, metrics)
         if step % self.every or step - self._reported_step < self.every // 2:
             return
         if self._is_first or now - self._interval_start >= MIN_SECONDS:
@@ -103,7 +113,7 @@ class Progress:
         """Show and write the values of the last step, unless that is done."""
         if self._last_step is None:
             return
-        step, loss, batch, now = self._last_step
+        step, loss, batch, now, metrics = self._last_step
         self._last_step = None
         self._reported_step = step
         rate = self._num_samples / max(now - self._interval_start, 1e-9)
@@ -124,7 +134,9 @@ class Progress:
                 f"{self._format_time_left(now, step)}{text and f'  {text}'}"
             )
         if self._record.has_readers:
-            self._write_step_metrics(step, {"loss": loss, "samples_per_second": rate}, batch)
+            values = {"loss": loss, "samples_per_second": rate}
+            values |= {name: float(value) for name, value in metrics.items()}
+            self._write_step_metrics(step, values, batch)
             if tiers is not None:
                 self._record.write_line(step, "tiers", tiers.to_dict())
 

@@ -5,7 +5,8 @@ writer has a thread, which prints a traceback when a disk is full.
 
 run/metrics.jsonl      {"step", "kind", "time", ...}; by kind:
     train      loss; samples_per_second over all ranks; lr by param group of rows and dense network; loss_scale, where
-               it is dynamic
+               it is dynamic; with codistillation `teacher`, the peer's step that taught this one (0: none), and of this
+               rank's samples label_loss, peer_loss and peer_difference, the mean of |probability - the peer's|
     phases     seconds of the training thread by phase, and `total` seconds, since the previous such line
     rows       rows that batches needed since the previous such line: resident, read (from files or write buffers),
                born (initialised); and rows evicted

@@ -174,7 +174,12 @@ class Trainer:
 
     def _train_steps(self, batches: Lookahead, outcome: Outcome) -> None:
         """Run steps, evaluations and checkpoints until training ends."""
+        prepare_step = getattr(self.objective, "prepare_step", None)
         while not (self._has_stopped_early() or self._has_reached_max_steps()):
+            is_read = self.position.epoch >= self.num_epochs
+            if prepare_step is not None and not is_read and not prepare_step(self):
+                outcome.stopped = True
+                break
             result = self.train_step(batches, outcome)
             if result is None:
                 if (
@@ -196,7 +201,9 @@ class Trainer:
             if batch.ends_epoch or is_last or _is_due(step, train.evaluate_steps):
                 is_best = self._evaluate_and_return_is_best(batch.ends_epoch)
             is_over = batch.ends_epoch or is_last or stop or self._has_stopped_early()
-            is_due = _is_due(step, train.checkpoint_steps)
+            is_due = _is_due(step, train.checkpoint_steps) or (
+                train.codistill.peer is not None and _is_due(step, train.codistill.every_steps)
+            )
             if is_over or is_best or is_due or self.dense.is_checkpoint_requested:
                 self.begin_checkpoint(batches.fetched)
             if self.checkpoints is not None:
@@ -276,7 +283,11 @@ class Trainer:
         outcome.samples += num_samples
         shown_batch = batch if num_samples == batch.size else replace(batch, size=num_samples)
         self.progress.report_step(
-            self.collection.step, global_loss, shown_batch, self.mesh.trainers.num_ranks
+            self.collection.step,
+            global_loss,
+            shown_batch,
+            self.mesh.trainers.num_ranks,
+            getattr(self.objective, "step_metrics", {}),
         )
         return batch, stop
 
