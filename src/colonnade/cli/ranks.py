@@ -154,8 +154,8 @@ def train(
     if is_under_torchrun():
         if config.train.codistill.groups > 1:
             raise ConfigError(
-                "got train.codistill.groups=2 under torchrun, which starts the ranks of one group; start a torchrun for "
-                "each group, with a --run and a train.seed of its own, and the other's run folder as train.codistill.peer"
+                "got train.codistill.groups=2 under torchrun, which starts the ranks of one group; start one for "
+                "each group, with its own --run and train.seed, and the other's folder as train.codistill.peer"
             )
         if ranks > 1:
             raise ConfigError("got --ranks under torchrun, which starts the ranks; leave it out")
@@ -255,8 +255,8 @@ def train_groups(
     if failures:
         names = ", ".join(f"group {g} with status {code}" for g, code in failures.items())
         raise WorldError(
-            f"a group failed ({names}); its error is above. Both can continue from their newest checkpoints: train again "
-            f"with --run {folder}"
+            f"a group failed ({names}); its error is above. Both can continue from their newest checkpoints: train "
+            f"again with --run {folder}"
         )
     for group in range(1, len(groups)):
         run_folder = folder / name_group(group)

@@ -59,7 +59,7 @@ class Codistilled(Probability):
         self.config = config
         self.settings = config.train.codistill
         self.folder = folder
-        self.peer = folder / str(self.settings.peer)
+        self.peer = (folder / str(self.settings.peer)).resolve()
         self.teacher: Predictor | None = None
         self.weight = 0.0
         self.step_metrics: Mapping[str, Any] = {"teacher": 0}
@@ -184,8 +184,8 @@ class Codistilled(Probability):
         text = f"the peer group {self.peer} is lost: {reason}"
         if self.settings.on_lost == "stop":
             raise WorldError(
-                f"{text}. Start it again and go on with the same command, or set train.codistill.on_lost=alone to train "
-                "on the labels alone"
+                f"{text}. Start it again and go on with the same command, or go on with the labels alone: "
+                "train.codistill.on_lost=alone"
             )
         if not self.is_alone:
             trainer.progress.print_line(f"{text}. Training continues on the labels alone")
@@ -193,11 +193,12 @@ class Codistilled(Probability):
 
     def _check_peer(self, teacher: Predictor, trainer: Any) -> None:
         """Raise ConfigError if a teacher is of this run's seed, or of a run with other steps or labels."""
+        assert teacher.config is not None, "its network was built from it"
         own, other = (config.model_dump() for config in (self.config, teacher.config))
         if own["train"]["seed"] == other["train"]["seed"]:
             raise ConfigError(
-                f"{self.peer}: got the seed {self.config.train.seed} of this run, wanted another one: groups of one seed "
-                "teach each other nothing. Start one of them anew with another train.seed"
+                f"{self.peer}: got the seed {self.config.train.seed} of this run, wanted another one: groups of one "
+                "seed teach each other nothing. Start one of them anew with another train.seed"
             )
         for name in SHARED_SETTINGS:
             pair = [get_setting(config, name) for config in (own, other)]
@@ -209,8 +210,8 @@ class Codistilled(Probability):
         labels = trainer.data.train.schema.labels
         if teacher.labels != labels:
             raise ConfigError(
-                f"{self.peer}: got labels {', '.join(teacher.labels)}, wanted {', '.join(labels)}; train both groups on "
-                "the same labels"
+                f"{self.peer}: got labels {', '.join(teacher.labels)}, wanted {', '.join(labels)}; train both groups "
+                "on the same labels"
             )
 
     def _close_teacher(self) -> None:
@@ -270,7 +271,7 @@ def wrap_objective(setup: RunSetup) -> RunSetup:
     if type(setup.objective) is not Probability:
         raise ConfigError(
             f"got train.codistill with model.name={setup.config.model.name}, whose objective is "
-            f"{type(setup.objective).__name__}; wanted a model of probabilities (colonnade.models), or no train.codistill"
+            f"{type(setup.objective).__name__}; wanted a model of probabilities, or no train.codistill"
         )
     burn_in_steps = settings.burn_in_steps
     if burn_in_steps is None and list_checkpoints(setup.folder):
