@@ -121,7 +121,7 @@ def test_groups_that_learn_nothing_of_each_other_have_the_bits_of_two_runs(
 
 
 def test_the_teacher_is_the_peer_of_exactly_one_interval_before(tmp_path, monkeypatch):
-    """Its predictions have the bits of what the peer predicted after that update."""
+    """Teachers have the bits of what the peer predicted after that update."""
     run = open_group(tmp_path, 0, 1, Mesh())
     batch = next(iter(run.trainer.data.test.batches(50)))
     run.close()

@@ -118,6 +118,12 @@ def _check_rank_state_files(path: Path, header: Mapping[str, Any]) -> None:
         )
 
 
+def suggest_group(folder: Path) -> str:
+    """Return words that name a group's run folder inside `folder`; "" if it is not that of several groups."""
+    group = folder / "group-0"
+    return f"; give the run folder of one of its groups, {group}" if group.is_dir() else ""
+
+
 def resolve_step(run_folder: Path, checkpoint_choice: int | str | None) -> int:
     """Return the saved step for `checkpoint_choice`: a step, "last", "best" (by the validation part), or None.
 
@@ -128,7 +134,7 @@ def resolve_step(run_folder: Path, checkpoint_choice: int | str | None) -> int:
     if not steps:
         raise CheckpointError(
             f"{run_folder} holds no checkpoint; name the folder of a run (`colonnade train --run`), or one that "
-            "`collection.save` wrote"
+            f"`collection.save` wrote{suggest_group(run_folder)}"
         )
     if checkpoint_choice == "last":
         return steps[-1]

@@ -300,6 +300,8 @@ def check_model_path(model: str, copy: str | None, at: str | None, wait: bool) -
         return
     if copy is not None:
         raise ConfigError(f"--copy: got a folder for {model}, which is no URL; leave it out")
+    from colonnade.checkpoint.header import suggest_group
+
     path = Path(model)
     is_publication = (path / "published.json").exists()
     if is_publication and at is not None:
@@ -311,7 +313,7 @@ def check_model_path(model: str, copy: str | None, at: str | None, wait: bool) -
     if not has_model and not wait:
         raise ConfigError(
             f"{model} has no model: wanted a run folder, an exported folder or a publication; give --wait if a run "
-            "will publish there"
+            f"will publish there{suggest_group(path)}"
         )
 
 

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from colonnade import __version__
 from colonnade.checkpoint.completeness import read_checkpoint
-from colonnade.checkpoint.header import list_checkpoints, resolve_step
+from colonnade.checkpoint.header import list_checkpoints, resolve_step, suggest_group
 from colonnade.checkpoint.states import load_state
 from colonnade.checkpoint.stores import open_recorded_stores
 from colonnade.config.run import load_config
@@ -301,7 +301,7 @@ def export_if_missing(path: Path, *, at: int | str | None = None) -> Path:
     if not (path / "checkpoints").is_dir():
         raise CheckpointError(
             f"{path} is neither a run folder with a checkpoint nor an exported model; "
-            "train first, or give another folder"
+            f"train first, or give another folder{suggest_group(path)}"
         )
     step = resolve_step(path, at)
     read_checkpoint(path, step)  # an export does not show whether its checkpoint was damaged later

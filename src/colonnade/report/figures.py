@@ -130,6 +130,30 @@ def draw_metric_charts(run: RunRecord) -> list[Figure]:
     return charts
 
 
+def draw_codistillation_chart(run: RunRecord) -> Figure | None:
+    """Draw how much the group differs from its teacher, and both terms of its loss; None without a teacher."""
+    lines = [line for line in run.lines_of_kind("train") if line.get("teacher")]
+    names = ("peer_difference", "label_loss", "peer_loss")
+    data = [
+        build_line_trace(
+            smooth_curve(
+                thin_points([(line["step"], line[name]) for line in lines if name in line])
+            ),
+            name.replace("_", " "),
+            color,
+        )
+        for name, color in zip(names, COLORS, strict=False)
+    ]
+    note = "Of samples of the first rank: cross entropy of the labels and of the peer's predictions, in nats; mean of "
+    return (
+        build_chart(
+            "Codistillation", f"{note}|own probability - the peer's|.", data, y="loss, difference"
+        )
+        if lines
+        else None
+    )
+
+
 def draw_learning_rate_chart(run: RunRecord) -> Figure | None:
     """Draw the learning rates; None if they are constant, as the settings then show them."""
     lines = [line for line in run.lines_of_kind("train") if isinstance(line.get("lr"), dict)]

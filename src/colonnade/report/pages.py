@@ -222,6 +222,7 @@ def render_run_page(run: RunRecord) -> str:
                 figures.draw_loss_chart(run),
                 *figures.draw_metric_charts(run),
                 figures.draw_learning_rate_chart(run),
+                figures.draw_codistillation_chart(run),
             ],
             "speed": [
                 figures.draw_throughput_chart(run),
