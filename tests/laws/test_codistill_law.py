@@ -347,13 +347,15 @@ def test_a_request_to_stop_ends_the_wait_at_a_checkpoint(tmp_path):
         ("got the seed 0 of this run, wanted another", {"train.seed": 0}),
         ("got train.batch_size=50, wanted 100", {"train.batch_size": 50}),
         ("got train.codistill.every_steps=1, wanted 3", {"train.codistill.every_steps": 1}),
+        ("got columns or encodings that are not those of this run", {}),
     ],
 )
 def test_a_run_that_is_no_peer_is_refused_by_name(text, settings, tmp_path):
     train_pair(tmp_path, (3, 6))
     run = open_group(tmp_path, 0, 9, Mesh())
     peer = override_settings(build_group_configs(build_config(CONFIG))[1], settings)
-    teacher = SimpleNamespace(config=peer, labels=run.trainer.data.train.schema.labels)
+    schema = replace(run.trainer.data.train.schema, labels=("clicked",))
+    teacher = SimpleNamespace(config=peer, schema=schema)
     with pytest.raises(ConfigError, match=text):
         run.trainer.objective._check_peer(teacher, run.trainer)
     run.close()

@@ -227,7 +227,8 @@ def test_what_a_run_keeps_for_life():
         "data.name", "data.last_batch", "data.options.rows", "data.options.schema.fields", "data.options.schema.threads"
     }  # fmt: skip
     assert {name for name in fixed if name.startswith(("train.", "dense."))} == {
-        "train.batch_size", "train.seed", "train.progressive", "dense.optimizer"
+        "train.batch_size", "train.seed", "train.progressive", "dense.optimizer",
+            "train.codistill.weight", "train.codistill.every_steps", "train.codistill.burn_in_steps",
     }  # fmt: skip
     models = {f"model.{name}" for name in ModelConfig.model_fields} - {
         "model.compile",

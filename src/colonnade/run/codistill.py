@@ -192,7 +192,7 @@ class Codistilled(Probability):
         self.is_alone = True
 
     def _check_peer(self, teacher: Predictor, trainer: Any) -> None:
-        """Raise ConfigError if a teacher is of this run's seed, or of a run with other steps or labels."""
+        """Raise ConfigError if a teacher is of this run's seed, or of a run with other steps or another schema."""
         assert teacher.config is not None, "its network was built from it"
         own, other = (config.model_dump() for config in (self.config, teacher.config))
         if own["train"]["seed"] == other["train"]["seed"]:
@@ -207,11 +207,10 @@ class Codistilled(Probability):
                     f"{self.peer}: got {name}={pair[1]}, wanted {pair[0]} as in this run; start both groups with the "
                     "same"
                 )
-        labels = trainer.data.train.schema.labels
-        if teacher.labels != labels:
+        if teacher.schema != trainer.data.train.schema:
             raise ConfigError(
-                f"{self.peer}: got labels {', '.join(teacher.labels)}, wanted {', '.join(labels)}; train both groups "
-                "on the same labels"
+                f"{self.peer}: got columns or encodings that are not those of this run, so that it misreads these "
+                "samples; give both groups the same data.options.schema (config.yaml has it) and labels"
             )
 
     def _close_teacher(self) -> None:
