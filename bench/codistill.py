@@ -12,8 +12,10 @@ Minutes: 150 (quick 8).
                           log loss is the best of one group on all of it, over the steps of that group
     steps_of_double_batch the same for one group of twice the batch, with the best of three learning rates
 
-Churn is of group 0 of two pairs, or of two models. Each pair is written to FILE when it ends, and a call with the same
-FILE adds the others; `--cases` takes a part. Data come from $COLONNADE_DATA, else from ../shared/data.
+Churn is of group 0 of two pairs, or of two models. Beside the pairs is one model whose labels are mixed with the mean
+label, with weight 0.1: a control of what the peer's predictions say. Each pair is written to FILE when it ends, and a
+call with the same FILE adds the others; `--cases` takes a part. Data come from $COLONNADE_DATA, else from
+../shared/data.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -35,10 +38,15 @@ import torch
 from harness import ROOT, ArmFile, Measured, open_parser, run_module, run_script, say
 from numpy.typing import NDArray
 from own_data import read_samples, write_file
+from rich.console import Console
+from torch import Tensor, nn
 
-from colonnade import measure_churn
+from colonnade import Batch, Mesh, measure_churn
 from colonnade.cli.churn import predict_part
-from colonnade.config.run import load_config
+from colonnade.config.run import load_config, override_settings
+from colonnade.run.defaults import get_preset
+from colonnade.run.run import open_run
+from colonnade.train.objective import Probability, weighted_loss
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "ml-1m": ("movielens", {"train.epochs": 4, "train.patience": 0}),
@@ -54,7 +62,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 WEIGHTS = (1.0, 3.0, 6.0)
 EVERY_STEPS = 50
 NUM_PAIRS = 3
-ALONE, MEAN = "one model", ", mean of both"
+ALONE, MEAN, SMOOTHED = "one model", ", mean of both", "smoothed labels"
+SMOOTHING = 0.1
 RATIOS = {
     "reduced_equal_loss": ("ml-1m", 0.0005),
     "reduced_loss_0015": ("ml-1m", 0.0015),
@@ -74,6 +83,26 @@ def train(run: Path, words: Sequence[str], settings: Mapping[str, Any]) -> None:
     run_module(sys.executable, command, name="colonnade train", threads=1)
 
 
+class Smoothed(Probability):
+    """Cross entropy of labels that are mixed with the mean label of their batch."""
+
+    def loss(self, model: nn.Module, batch: Batch, mesh: Mesh) -> Tensor:
+        assert batch.label is not None
+        label = (batch.label + SMOOTHING * batch.label.mean(0)) / (1 + SMOOTHING)
+        return weighted_loss(model(batch), replace(batch, label=label))
+
+
+def train_smoothed(run_folder: Path, data: str, settings: Mapping[str, Any]) -> None:
+    """Train one model on smoothed labels."""
+    config = override_settings(get_preset(data), {**settings, "train.threads": 1})
+    run = open_run(config, Mesh(), run_folder, console=Console(quiet=True))
+    run.trainer.objective = Smoothed()
+    try:
+        run.train()
+    finally:
+        run.close()
+
+
 def predict_test(run: Path) -> tuple[Part, Part]:
     """Return probabilities and labels of the test part, (S,)."""
     predicted = predict_part(run, "test", at=None, group=None)
@@ -81,7 +110,7 @@ def predict_test(run: Path) -> tuple[Part, Part]:
 
 
 def measure_pair(
-    case: str, weight: float | None, pair: int, settings: Mapping[str, Any]
+    case: str, system: str, weight: float | None, pair: int, settings: Mapping[str, Any]
 ) -> dict[str, tuple[float, float]]:
     """Train twice with other seeds; return churn and mean log loss, also of the means of both groups.
 
@@ -97,7 +126,10 @@ def measure_pair(
                 values["train.codistill"] = {
                     "groups": 2, "every_steps": EVERY_STEPS, "weight": weight
                 }  # fmt: skip
-            train(run, ["--data", data], values)
+            if system == SMOOTHED:
+                train_smoothed(run, data, values)
+            else:
+                train(run, ["--data", data], values)
             folders = [run] if weight is None else [run / "group-0", run / "group-1"]
             predicted = [predict_test(folder) for folder in folders]
             labels = predicted[0][1]
@@ -223,18 +255,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     os.environ.setdefault("COLONNADE_DATA", str(ROOT.parent / "shared" / "data"))
     file = ArmFile(options.json, "codistill", compute_ratios, {"torch": torch.__version__})
-    weights = [None, *(options.weights[:1] if options.quick else options.weights)]
+    weights = options.weights[:1] if options.quick else options.weights
+    systems = {ALONE: None, SMOOTHED: None, **{f"weight {weight:g}": weight for weight in weights}}
     quick = {"ml-1m": {"train.epochs": 1}, "stream": {"data.options.num_train": 200_000}}
     for pair in range(1 if options.quick else NUM_PAIRS):
         for case in (case for case in CASES if case in options.cases):
-            for weight in weights:
-                system = ALONE if weight is None else f"weight {weight:g}"
+            for system, weight in systems.items():
                 known = {(m.case, m.system, m.unit): m.values for m in file.measured}
                 if len(known.get((case, system, "churn"), [])) > pair:
                     continue
                 settings = quick[case] if options.quick else {}
                 rows = []
-                for suffix, values in measure_pair(case, weight, pair, settings).items():
+                for suffix, values in measure_pair(case, system, weight, pair, settings).items():
                     for unit, value in zip(("churn", "log loss"), values, strict=True):
                         earlier = known.get((case, system + suffix, unit), [])
                         rows.append(Measured(case, system + suffix, unit, [*earlier, value]))

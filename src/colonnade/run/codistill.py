@@ -15,13 +15,11 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +29,8 @@ from colonnade.checkpoint.contract import TrainerState
 from colonnade.checkpoint.header import list_checkpoints
 from colonnade.comm.mesh import Mesh
 from colonnade.config.run import OWN, RunConfig, load_config, override_settings
-from colonnade.errors import CheckpointError, ColonnadeError, ConfigError, WorldError
+from colonnade.errors import ConfigError, WorldError
+from colonnade.formats import parse_stamped_json
 from colonnade.planning.placement import count_run_steps
 from colonnade.predict.predictor import Predictor
 from colonnade.publish.delivery import TEACHER_FOLDER, list_published_steps
@@ -44,8 +43,6 @@ POLL_SECONDS = 0.05
 """Seconds between two looks for the peer's publication."""
 BURN_IN_SHARE = 0.1
 """Share of a run's steps before the first teacher."""
-SHARED_SETTINGS = ("train.batch_size", "train.codistill.every_steps")
-"""Settings by which the steps of two groups correspond."""
 
 
 class Codistilled(Probability):
@@ -67,21 +64,20 @@ class Codistilled(Probability):
         """True after the peer was lost: the group does not wait for it any more."""
         self._taught_by = 0  # step that the current teacher should have
         self._idle_since: float | None = None  # when the peer was first found not running
-        self._lock: int | None = None
+        self._lock: IO[bytes] | None = None
 
     def mark_running(self) -> None:
         """Let the peer know that this group runs, until `close` or the end of the process; rank 0 calls it."""
         folder = self.folder / TEACHER_FOLDER
         folder.mkdir(parents=True, exist_ok=True)
-        self._lock = os.open(folder / "running", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._lock = (folder / "running").open("ab")
         fcntl.flock(self._lock, fcntl.LOCK_SH)  # shared, so that a peer's look never refuses it
 
     def close(self) -> None:
         """Close the teacher, and let the peer know that this group runs no more."""
         self._close_teacher()
         if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+            self._lock.close()
 
     def loss(self, model: nn.Module, batch: Batch, mesh: Mesh) -> Tensor:
         """Compute this rank's part of the loss's mean over the global batch."""
@@ -114,22 +110,18 @@ class Codistilled(Probability):
         if teacher_step == self._taught_by:
             return True
         with trainer.phases("teacher", include_waits=True):
-            return self._change_teacher(teacher_step, trainer)
-
-    def _change_teacher(self, teacher_step: int, trainer: Any) -> bool:
-        """Open another teacher; see `prepare_step`. Collective."""
-        self._close_teacher()
-        answer = self._wait_for_teacher(teacher_step, trainer)
-        if answer is None:
-            return False
-        self._taught_by = teacher_step
-        if "lost" in answer:
-            self._go_on_alone(answer["lost"], trainer)
-        elif not trainer.mesh.is_server:
-            # Building a network draws random numbers, which a run that resumes here would draw once more.
-            with torch.random.fork_rng(devices=[]):
-                self.teacher = Predictor.open(self.peer / TEACHER_FOLDER, at=answer["step"])
-            self._check_peer(self.teacher, trainer)
+            self._close_teacher()
+            answer = self._wait_for_teacher(teacher_step, trainer)
+            if answer is None:
+                return False
+            self._taught_by = teacher_step
+            if "lost" in answer:
+                self._go_on_alone(answer["lost"], trainer)
+            elif not trainer.mesh.is_server:
+                # Building a network draws random numbers, which a run that resumes here would draw once more.
+                with torch.random.fork_rng(devices=[]):
+                    self.teacher = Predictor.open(self.peer / TEACHER_FOLDER, at=answer["step"])
+                self._check_peer(self.teacher, trainer)
         return True
 
     def _wait_for_teacher(self, step: int, trainer: Any) -> dict[str, Any] | None:
@@ -137,16 +129,10 @@ class Codistilled(Probability):
         mesh = trainer.mesh
         self._idle_since = None
         while True:
-            own: dict[str, Any] = {"stop": trainer.stop_requested}
-            if mesh.rank == 0:
-                try:
-                    own |= self._look_for(step)
-                except (ColonnadeError, OSError) as error:
-                    own["error"] = str(error)
+            own = self._look_for(step) if mesh.rank == 0 else {}
+            own["stop"] = trainer.stop_requested
             answers = mesh.all_gather_bytes("control", json.dumps(own).encode())
             first, *others = map(json.loads, answers)
-            if "error" in first:
-                raise CheckpointError(first["error"])
             if "step" in first or "lost" in first:
                 return first
             if any(answer["stop"] for answer in (first, *others)):
@@ -159,24 +145,27 @@ class Codistilled(Probability):
         A peer that has stopped early teaches on with its last publication.
         """
         folder = self.peer / TEACHER_FOLDER
+        has_ended = not is_running(folder)  # before the pointer is read, which may then be the last
         current = read_current(folder)
         if current is not None and current.step >= step:
             if step in list_published_steps(folder, current):
                 return {"step": step}
             return {"lost": f"it does not have step {step:,} any more, only newer ones"}
-        if is_running(folder):
+        if not has_ended:
             self._idle_since = None
             return {}
-        if current is not None and has_stopped_early(self.peer):
-            return {"step": current.step}
+        path = self.peer / "summary.json"
+        if current is not None and path.exists():
+            summary = parse_stamped_json(path, path.read_bytes(), "colonnade summary")
+            if summary.get("stopped_early"):
+                return {"step": current.step}
         now = time.monotonic()
         self._idle_since = self._idle_since or now
         seconds = self.config.train.timeout
         if self.is_alone or now - self._idle_since > seconds:
             last = "nothing" if current is None else f"step {current.step:,} last"
-            return {
-                "lost": f"it published {last}, wanted step {step:,}, and has not run for {seconds:g} s"
-            }
+            reason = f"it published {last}, wanted step {step:,}, and has not run for {seconds:g} s"
+            return {"lost": reason}
         return {}
 
     def _go_on_alone(self, reason: str, trainer: Any) -> None:
@@ -194,19 +183,18 @@ class Codistilled(Probability):
     def _check_peer(self, teacher: Predictor, trainer: Any) -> None:
         """Raise ConfigError if a teacher is of this run's seed, or of a run with other steps or another schema."""
         assert teacher.config is not None, "its network was built from it"
-        own, other = (config.model_dump() for config in (self.config, teacher.config))
-        if own["train"]["seed"] == other["train"]["seed"]:
+        own, other = self.config.train, teacher.config.train
+        if own.seed == other.seed:
             raise ConfigError(
-                f"{self.peer}: got the seed {self.config.train.seed} of this run, wanted another one: groups of one "
-                "seed teach each other nothing. Start one of them anew with another train.seed"
+                f"{self.peer}: got the seed {own.seed} of this run, wanted another one: groups of one seed teach each "
+                "other nothing. Start one of them anew with another train.seed"
             )
-        for name in SHARED_SETTINGS:
-            pair = [get_setting(config, name) for config in (own, other)]
-            if pair[0] != pair[1]:
-                raise ConfigError(
-                    f"{self.peer}: got {name}={pair[1]}, wanted {pair[0]} as in this run; start both groups with the "
-                    "same"
-                )
+        steps = [(train.batch_size, train.codistill.every_steps) for train in (own, other)]
+        if steps[0] != steps[1]:
+            raise ConfigError(
+                f"{self.peer}: got train.batch_size and train.codistill.every_steps {steps[1]}, wanted {steps[0]} as "
+                "in this run; start both groups with the same"
+            )
         if teacher.schema != trainer.data.train.schema:
             raise ConfigError(
                 f"{self.peer}: got columns or encodings that are not those of this run, so that it misreads these "
@@ -220,32 +208,15 @@ class Codistilled(Probability):
         self.step_metrics = {"teacher": 0}
 
 
-def get_setting(values: Mapping[str, Any], name: str) -> Any:
-    """Return a setting of nested mappings by dotted name."""
-    for part in name.split("."):
-        values = values[part]
-    return values
-
-
 def is_running(folder: Path) -> bool:
     """Return whether the run of a publication for a peer is open in any process of any machine."""
-    try:
-        file = os.open(folder / "running", os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
+    if not (folder / "running").exists():
         return False
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(file)
-    return False
-
-
-def has_stopped_early(run_folder: Path) -> bool:
-    """Return whether the summary of a run says that it ended because its scores no longer got better."""
-    with suppress(OSError, ValueError):
-        return json.loads((run_folder / "summary.json").read_bytes()).get("stopped_early") is True
+    with (folder / "running").open("r+b") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
     return False
 
 
@@ -274,8 +245,7 @@ def wrap_objective(setup: RunSetup) -> RunSetup:
         )
     burn_in_steps = settings.burn_in_steps
     if burn_in_steps is None and list_checkpoints(setup.folder):
-        recorded = load_config(setup.folder / "config.yaml")
-        burn_in_steps = recorded.train.codistill.burn_in_steps
+        burn_in_steps = load_config(setup.folder / "config.yaml").train.codistill.burn_in_steps
     if burn_in_steps is None:
         num_steps = count_run_steps(setup.config, setup.data)
         if num_steps is None:
