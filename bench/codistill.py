@@ -12,7 +12,8 @@ Minutes: 150 (quick 8).
                           log loss is the best of one group on all of it, over the steps of that group
     steps_of_double_batch the same for one group of twice the batch, with the best of three learning rates
 
-Churn is of group 0 of two pairs, or of two models. Beside the pairs is one model whose labels are mixed with the mean
+Churn is of group 0 of two pairs, or of two models, at the step of the best validation log loss: later steps fit worse
+and churn more. Beside the pairs is one model whose labels are mixed with the mean
 label, with weight 0.1: a control of what the peer's predictions say. Each pair is written to FILE when it ends, and a
 call with the same FILE adds the others; `--cases` takes a part. Data come from $COLONNADE_DATA, else from
 ../shared/data.
@@ -49,7 +50,9 @@ from colonnade.run.run import open_run
 from colonnade.train.objective import Probability, weighted_loss
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "ml-1m": ("movielens", {"train.epochs": 4, "train.patience": 0}),
+    "ml-1m": (
+        "movielens", {"train.epochs": 4, "train.patience": 0, "train.monitor": "log_loss"}
+    ),
     "stream": (
         "synthetic",
         {
