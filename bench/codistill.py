@@ -21,7 +21,6 @@ call with the same FILE adds the others; `--cases` takes a part. Data come from 
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import sys
@@ -47,6 +46,7 @@ from colonnade.cli.churn import predict_part
 from colonnade.config.run import load_config, override_settings
 from colonnade.run.defaults import get_preset
 from colonnade.run.run import open_run
+from colonnade.train.metrics_file import read_metrics_lines
 from colonnade.train.objective import Probability, weighted_loss
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -155,10 +155,9 @@ def measure_two(first: Part, second: Part, labels: Part) -> tuple[float, float]:
 
 def read_curve(run: Path) -> list[tuple[int, float]]:
     """Return steps and validation log losses of a run."""
-    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    lines = read_metrics_lines(run / "metrics.jsonl")
     return [
-        (line["step"], line["validation_log_loss"]) for line in lines if line["kind"] == "evaluate"
-        and "validation_log_loss" in line
+        (line["step"], line["validation_log_loss"]) for line in lines if "validation_log_loss" in line
     ]  # fmt: skip
 
 
