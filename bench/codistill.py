@@ -62,7 +62,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }  # fmt: skip
 """Data and settings of churn by case."""
-WEIGHTS = (1.0, 3.0, 6.0)
+WEIGHTS = (1.0, 2.0, 4.0)
 EVERY_STEPS = 50
 NUM_PAIRS = 3
 ALONE, MEAN, SMOOTHED = "one model", ", mean of both", "smoothed labels"

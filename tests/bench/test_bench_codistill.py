@@ -17,9 +17,9 @@ def test_churn_is_compared_at_equal_log_loss():
     values = {
         codistill.ALONE: ([0.05, 0.07], 0.51),
         "weight 1": ([0.054, 0.054], 0.5104),
-        "weight 3": ([0.048, 0.048], 0.5114),
+        "weight 2": ([0.048, 0.048], 0.5114),
         "weight 6": ([0.03, 0.03], 0.52),
-        f"weight 3{codistill.MEAN}": ([0.03, 0.03], 0.505),
+        f"weight 2{codistill.MEAN}": ([0.03, 0.03], 0.505),
     }
     measured = [
         Measured("ml-1m", system, unit, numbers)
