@@ -52,7 +52,7 @@ class StepGradients:
         self.contexts: list[LookupContext] = []
         self.pushed: Pushed | None = None
         self._drop = drop
-        self._may_arrive_late = may_arrive_late
+        self.may_arrive_late = may_arrive_late
         self._has_stepped = False
 
     def add_batch(self, context: LookupContext) -> None:
@@ -92,7 +92,7 @@ class StepGradients:
             num_backwards += len(context.gradients.backwards)
         if self.pushed is None:
             self.pushed = Pushed(self.exchange.begin_push(self.contexts, step), num_backwards)
-            if not self._may_arrive_late:
+            if not self.may_arrive_late:
                 self.pushed.wait_for_gradients()
         elif self.pushed.num_backwards != num_backwards:
             raise RuntimeError(

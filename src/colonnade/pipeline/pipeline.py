@@ -18,7 +18,7 @@ from torch import Tensor
 from colonnade.batch import Batch
 from colonnade.errors import BudgetExceeded, ConfigError
 from colonnade.exchange.cached_state import drop_copies
-from colonnade.lookup.contract import Caller, LookupContext, PinnedRows, Pushed, RowSource
+from colonnade.lookup.contract import Caller, LookupContext, PinnedRows, RowSource
 from colonnade.pipeline.gradients import StepGradients, Update, Updates
 from colonnade.pipeline.lookahead import LATE, BatchStages, Lookahead, LookaheadSettings
 from colonnade.pipeline.open_rows import OpenRows
@@ -214,9 +214,14 @@ class Pipeline:
             self.exchange.consumers,
         )
 
-    def send_gradients(self) -> Pushed:
-        """Send the gradients that backward recorded since the last step: see `StepGradients.send_gradients`."""
-        return self.gradients.send_gradients(self.steps.value)
+    def send_gradients(self) -> None:
+        """Send the gradients that backward recorded since the last step, before all ranks agree to apply them, so that
+        sums of dense gradients overlap: see `StepGradients.send_gradients`.
+
+        Not to servers if they may arrive late: what ranks agree on would wait behind them, on the same connections.
+        `push_gradients` then sends them."""
+        if not (self.rows.mesh.world.has_servers and self.gradients.may_arrive_late):
+            self.gradients.send_gradients(self.steps.value)
 
     def push_gradients(self, optimizers: Tensor, settings: Tensor) -> None:
         """Send recorded gradients to the rows' owners, apply them once, release the rows.
