@@ -488,3 +488,35 @@ def test_every_rank_makes_the_groups_of_trainers_in_one_order(monkeypatch):
         assert over_hosts == ((0, 3) if rank in (0, 3) else (1, 4))
         assert peer_monitor.participants["trainers dense in host"] == {0, 1, 3, 4}
     assert len(orders) == 1
+
+
+def pushes_and_signals(mesh, staleness_steps):
+    """Train some steps; return in which order the ranks' status and gradients of rows were sent."""
+    calls, all_reduce, all_to_all = [], Mesh.all_reduce, Mesh.all_to_all
+
+    def record_status(self, channel, *arguments, **options):
+        calls.extend(["status"] * (channel == "push"))
+        return all_reduce(self, channel, *arguments, **options)
+
+    def record_gradients(self, channel, *arguments, **options):
+        calls.extend(["gradients"] * (channel == "push"))
+        return all_to_all(self, channel, *arguments, **options)
+
+    Mesh.all_reduce, Mesh.all_to_all = record_status, record_gradients
+    settings = {"plan.servers": 1, "plan.staleness_steps": staleness_steps, "train.max_steps": 4}
+    config = override_settings(build_config(CONFIG), settings)
+    try:
+        run = open_run(config, mesh, None, console=console_of(mesh))
+        run.train()
+        run.close()
+    finally:
+        Mesh.all_reduce, Mesh.all_to_all = all_reduce, all_to_all
+    return calls
+
+
+@pytest.mark.parametrize("staleness_steps", [0, 1, 2])
+def test_no_rank_waits_for_late_gradients_to_learn_the_others_status(staleness_steps):
+    """Both travel on the same connections, so a status that is sent second arrives after all gradients."""
+    pair = ["status", "gradients"] if staleness_steps >= 2 else ["gradients", "status"]
+    for calls in run_ranks(3, pushes_and_signals, staleness_steps):
+        assert calls[:6] == 3 * pair
