@@ -203,7 +203,7 @@ def list_closure(module: str) -> set[str]:
         ("embedding", 146, ("plan.search", "plan.measure.device", "planning", "train", "run")),
         (
             "predict",
-            197,
+            198,
             ("plan.search", "plan.measure.device", "planning", "train.trainer", "run"),
         ),
     ],

@@ -24,7 +24,7 @@ def test_a_report_is_drawn_and_fits(width, tmp_path):
     titles = [chart["title"] for chart in output["charts"]]
     assert titles == [
         "Training loss", "AUC", "Log loss", "Learning rates", "Throughput", "Phases of a step",
-        "Phases of a step over time", "Row sources", "Bytes sent", "Hit rates", "Reads from below",
+        "Phases of a step over time", "Speed-up by ranks", "Row sources", "Bytes sent", "Hit rates", "Reads from below",
         "Bytes to and from below", "Time spent waiting for rows", "Write amplification", "Lifetime bytes written",
         "Table sizes", "Table traffic",
     ]  # fmt: skip

@@ -69,6 +69,7 @@ MEANINGS = {
     "test_fraction": "Without `test`: share of the samples for testing, 0 to 1, the last in the order of the files.",
     "threads": "Number of parts of a file that are read at a time.",
     "time": "Column of times; default: by its name.",
+    "types": "Types of feedback, the strongest first, e.g. [purchase, cart, [view, click]]; default: one type.",
     "user": "Column of users; default: by its name.",
     "users": "File with a row for each user: features by which models know it.",
     "validation": "Separate file or folder with the validation samples.",
