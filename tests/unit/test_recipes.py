@@ -143,7 +143,7 @@ def test_dct_learns_with_fewer_bytes(run):
 def test_mrmn_ranks_better_by_all_types_than_by_purchases(run):
     lines = run("mrmn.py", num_ranks=2).splitlines()
     several, one = (float(line.split()[-1]) for line in lines if line.startswith("rank 0"))
-    assert len(lines) == 4 and several > 1.1 * one > 0.05  # popularity: 0.03
+    assert several > 1.1 * one > 0.05  # popularity: 0.03
 
 
 def test_lemmas_advise_a_batch_by_the_noise_of_a_run(run, tmp_path):
