@@ -124,6 +124,7 @@ def test_gplvmf_finds_the_context_that_matters_and_nears_the_noise(run):
         assert metrics["relevance_shelf"] < 0.1 * metrics["relevance_place"]
 
 
+@pytest.mark.slow  # five processes that each load torch
 def test_codistilled_groups_agree(run, tmp_path):
     """Without a teacher (weight 0) their churn is 0.021, and their log loss 0.481 and 0.486."""
     output = run("codistill.py", str(tmp_path / "run"))
