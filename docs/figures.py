@@ -24,6 +24,8 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
 PAGES = (ROOT / "README.md", ROOT / "docs" / "results.md")
 BEGIN, END = "<!-- figures: {} -->", "<!-- end of figures -->"
+NOT_TIMED = ("quality", "advise_batch", "codistill", "gplvmf", "mrmn")
+"""First parts of names of files without times and rates."""
 MAX_OTHERS_SHARE = 0.05
 """Share of the machine that other processes may have used while times were taken."""
 
@@ -495,6 +497,8 @@ def missed_rows() -> Iterable[tuple[str | Figure, ...]]:
         ("FM over ids: the chosen plan's time over the best plan's", "partials_over_ids", "chooser_regret", 1.05),
         ("thresholded sums against int8, sums half of an exact step, 100 Mbit/s", "dct", "vs_int8", 1.15),
         ("advice: error of predicted efficiency, median", "advise", "efficiency_error_median", 0.1),
+        ("GPLVMF: RMSE over that of GPFM", "gplvmf", "rmse_vs_gpfm", 1),
+        ("GPLVMF: distance to the noise over that of a factorization machine", "gplvmf", "noise_gap_of_fm", 0.5),
         ("the default cache against no cache, 200 Mbit/s", "staleness", "default_vs_no_cache", 2.2),
         ("server, 100 candidates: requests/s with a p99 of 10 ms", "serve", "rate_at_p99_10ms", 500),
         ("server, 100 candidates: share of bare calls' speed", "serve", "of_direct_call", 0.6),
@@ -576,9 +580,27 @@ def claim_rows() -> Iterable[tuple[str | Figure, ...]]:
          "14", "synthetic"),
         ("Lemmas: batch", "log loss at the advised batch less the lowest of seven batches", "advise_batch",
          "loss_at_advised_batch", 4, "advise_batch", "12", movielens),
+        ("Online distillation: less churn", "part of one model's churn saved, log loss at most 0.0005 higher", "codistill",
+         "reduced_equal_loss", 2, "codistill --cases ml-1m", "40", movielens),
+        ("", "the same, log loss at most 0.0015 higher", "codistill", "reduced_loss_0015", 2, "codistill --cases ml-1m",
+         "40", movielens),
+        ("MRMN: several types of feedback", "NDCG@10 over that of the same model on fives alone", "mrmn",
+         "ndcg_vs_primary", 2, "mrmn", "150", movielens),
+        ("", "NDCG@10 over that of the best of other models", "mrmn", "ndcg_vs_best_peer", 2, "mrmn", "150", movielens),
+        ("", "share of seeds in which strengths of types are in order", "mrmn", "strength_ordered", 1, "mrmn", "150",
+         movielens),
+        ("GPLVMF: ratings in contexts", "RMSE on the food ratings' test file, mean of five seeds", "gplvmf", "rmse_food", 3,
+         "gplvmf", "20", "food"),
+        ("", "MAE, likewise", "gplvmf", "mae_food", 3, "gplvmf", "20", "food"),
+        ("GPLVMF: better than GPFM", "RMSE over that of GPFM, mean of five folds", "gplvmf", "rmse_vs_gpfm", 3, "gplvmf",
+         "20", "food"),
+        ("GPLVMF: real-valued contexts", "distance to the noise over that of a factorization machine", "gplvmf",
+         "noise_gap_of_fm", 3, "gplvmf", "20", "synthetic"),
+        ("GPLVMF: which contexts matter", "relevance of one that does over one that does not, least of five seeds", "gplvmf",
+         "relevance_ratio", 0, "gplvmf", "20", "synthetic"),
     ):  # fmt: skip
         is_measured = (RESULTS / f"{file}.json").exists() and name in read_results(file)["ratios"]
-        is_timing = not file.startswith(("quality", "advise_batch"))
+        is_timing = not file.startswith(NOT_TIMED)
         reached = Ratio(file, name, digits, is_timing) if is_measured else "not measured"
         yield (claim, what, reached, f"`colonnade bench {command}`", minutes, data)
 

@@ -72,7 +72,10 @@ def test_held_out_ratings_come_with_the_training_ratings_of_their_users(tmp_path
         size = held_out.size
         assert torch.equal(batch.label[:size], held_out.label)
         assert torch.equal(batch.dense[:size, :1], held_out.dense)
-        assert not batch.dense[:size, 1:].any() and (batch.dense[size:, 1:] > 0).all()
+        assert not batch.dense[:size, 1].any() and (batch.dense[size:, 1:] > 0).all()
+        dishes = torch.cat([part.ids["dish"].values for part in data.train.batches(100)])
+        counts = [(dishes == dish).sum() for dish in batch.ids["dish"].values[:size]]
+        assert batch.dense[:size, 2].tolist() == counts
         users = batch.ids["customer"].values
         assert set(users[size:].tolist()) <= set(users[:size].tolist())
         for user in users[:size].unique():
@@ -177,9 +180,11 @@ def test_a_file_is_trained_on_predicted_and_evaluated(tmp_path, monkeypatch, col
     metrics = json.loads((tmp_path / "run" / "summary.json").read_text())["metrics"]
     assert metrics["test_rmse"] < 0.6 and metrics["test_relevance_place"] == 0
     new = "customer,dish,hour,place\nperson 1,dish 1,12,home\nnobody,dish 1,12,home\nperson 1,dish 1,9999,home\n"
+    new += "person 1,dish A,12,home\nperson 1,dish B,12,home\n"
     (tmp_path / "new.csv").write_text(new)
     run("predict run --path new.csv --output new-scores.csv")
-    known, unknown, far = pc.read_csv("new-scores.csv").to_pylist()
+    known, unknown, far, *unseen = pc.read_csv("new-scores.csv").to_pylist()
+    assert unseen[0] == pytest.approx(unseen[1]) and unseen[0]["sd"] > known["sd"]
     assert known["sd"] < 0.9 * unknown["sd"] and unknown["sd"] == pytest.approx(far["sd"])
     assert 2 < unknown["mean"] < 4
     assert "relevance dish" in run("evaluate run")

@@ -227,7 +227,9 @@ def train_groups(
     num_processes = check_worker_count("--ranks, in each of two groups", len(configs) * ranks)
     threads = str(max(1, count_usable_processors() // num_processes))
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+    settings_file = folder / "config.yaml"
+    if not settings_file.exists():
+        settings_file.write_text(dump_config(config), encoding="utf-8")
     groups: list[subprocess.Popen[bytes]] = []
     signals: list[int] = []
     with handle_stop_signals(lambda number, _: signals.append(number)):
@@ -258,6 +260,8 @@ def train_groups(
             f"a group failed ({names}); its error is above. Both can continue from their newest checkpoints: train "
             f"again with --run {folder}"
         )
+    # Only now: a group may have refused to go on with these settings.
+    settings_file.write_text(dump_config(config), encoding="utf-8")
     for group in range(1, len(groups)):
         run_folder = folder / name_group(group)
         console.print(f"group {group}: {run_folder}, output in {run_folder}.log", soft_wrap=True)

@@ -6,7 +6,7 @@ Legend: S training ratings, U users, Q held-out ratings of a batch, C categorica
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,7 +29,8 @@ from colonnade.errors import ConfigError, DataError
 
 COUNT = "count of "
 """Prefix of the dense columns, the last ones, with the number of training ratings that have the sample's id in a
-categorical column. It is 0 in held-out ratings, by which a model tells them from training ratings."""
+categorical column. Those of the first column are 0 in held-out ratings, by which a model tells them from training
+ratings."""
 MAX_RATINGS = 200
 """Largest number of training ratings of a user: the cost of an exact process grows with their cube."""
 READ_RATINGS = 1 << 16
@@ -48,6 +49,8 @@ class UserSource(BlockSource):
     schema: Schema
     file_schema: Any
     ratings: TensorColumns  # S ratings, user by user
+    id_counts: Mapping[str, tuple[Tensor, Tensor]]
+    """Distinct ids of each categorical column, ascending, and the number of ratings of each."""
     users: Tensor  # (U,) int64, ascending: ids of the users
     offsets: Tensor  # (U + 1,)
     shuffle_key: int
@@ -71,6 +74,14 @@ class UserSource(BlockSource):
         begins = self.offsets[positions]
         rows = locate_bag_items(begins, self.offsets[positions + 1] - begins)[1]
         return self.ratings.gather_rows(rows)
+
+    def count_ratings(self, name: str, ids: Tensor) -> Tensor:
+        """Return the number of training ratings of each id (n,) in a categorical column, (n,) float32."""
+        known, counts = self.id_counts[name]
+        if not len(known):
+            return torch.zeros(len(ids))
+        positions = torch.searchsorted(known, ids).clamp(max=len(known) - 1)
+        return counts[positions] * (known[positions] == ids)
 
     def find_users(self, ids: Tensor) -> Tensor:
         """Return the positions of the distinct users among `ids` that have training ratings."""
@@ -103,7 +114,11 @@ class HeldOutRatings:
     def _join_training_ratings(self, batch: Batch) -> Batch:
         known = self.training.find_users(batch.ids[self.training.user_column].values)
         training = self.training.gather_users(known)
-        counts = torch.zeros(batch.size, len(self.schema.categorical))
+        of_columns = [
+            self.training.count_ratings(column.name, batch.ids[column.name].values)
+            for column in self.schema.categorical[1:]
+        ]
+        counts = torch.stack([torch.zeros(batch.size), *of_columns], 1)
         label = torch.full((batch.size, 1), torch.nan) if batch.label is None else batch.label
         assert training.label is not None
         return Batch(
@@ -143,10 +158,11 @@ def group_ratings(
     is_known = label[:, 0].isfinite().nonzero()[:, 0]
     rows = is_known[ids[user_column][is_known].argsort(stable=True)]
     ids = {name: values[rows] for name, values in ids.items()}
-    counts = []
-    for values in ids.values():
-        _, positions, numbers = values.unique(return_inverse=True, return_counts=True)
+    counts, id_counts = [], {}
+    for name, values in ids.items():
+        known, positions, numbers = values.unique(return_inverse=True, return_counts=True)
         counts.append(numbers[positions].float())
+        id_counts[name] = known, numbers.float()
     dense = torch.cat([batch.dense for batch in batches])[rows]
     ratings = TensorColumns(
         dense=torch.cat([dense, torch.stack(counts, 1)], 1),
@@ -163,7 +179,7 @@ def group_ratings(
             "some, or train fm"
         )
     file_schema = getattr(splits.train, "file_schema", None)
-    train = UserSource(schema, file_schema, ratings, users, offsets, seed)
+    train = UserSource(schema, file_schema, ratings, id_counts, users, offsets, seed)
     validation, test = (
         None if part is None else HeldOutRatings(part, train)
         for part in (splits.validation, splits.test)

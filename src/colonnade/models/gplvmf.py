@@ -253,10 +253,16 @@ class GPLVMF(SplitModel):
     def _read_inputs(self, batch: Batch, rows: Mapping[str, Tensor]) -> list[Input]:
         """Return the inputs of items and contexts, then of numbers, float64."""
         inputs: list[Input] = []
-        for name in self.latent_dims:
+        counts = batch.dense[:, self.num_numbers + 1 :].to(self.offset)
+        for name, count in zip(self.latent_dims, counts.T, strict=True):
             mean = rows[f"{name}.{MEAN}"].double()
-            variance = FIRST_VARIANCE * rows[f"{name}.{LOG_VARIANCE}"].double().exp()
-            variance = variance if self.prior else torch.zeros_like(mean)
+            variance = torch.zeros_like(mean)
+            if self.prior:
+                variance = FIRST_VARIANCE * rows[f"{name}.{LOG_VARIANCE}"].double().exp()
+                is_new = (
+                    count[:, None] == 0
+                )  # rows of ids without ratings are random; they have the prior
+                mean, variance = mean.masked_fill(is_new, 0.0), variance.masked_fill(is_new, 1.0)
             inputs.append((name, mean, variance, batch.ids[name].values))
         numbers = batch.dense[:, : self.num_numbers].to(self.offset)
         samples = torch.arange(batch.size)

@@ -266,7 +266,8 @@ def compute_hinge_loss(model: MRMN, pairs: ContrastiveBatch, types: Tensor, mesh
     sizes = mesh.all_gather("gather", torch.tensor(size))
     total = mesh.all_reduce("dense", pairs.weight.sum(dtype=torch.float64))
     first = int(sum(sizes[: mesh.rank])) + 1
-    window = first + torch.arange(size)[:, None] + torch.arange(model.negatives)
+    num_negatives = min(model.negatives, max(len(ids) - 1, 1))
+    window = first + torch.arange(size)[:, None] + torch.arange(num_negatives)
     window %= max(len(ids), 1)
     is_known = mark_matching_candidates(*pairs.known, size, ids).gather(1, window)
     types = types.to(users.device)

@@ -325,9 +325,9 @@ def open_destinations(
 
 TEACHER_FOLDER = "teacher"
 """Subfolder of the run folder of a group with its publication for the other group (`train.codistill`)."""
-NUM_OLD_TEACHERS = 2
+NUM_OLD_TEACHERS = 3
 """Publications that a group may need beside the newest one of its peer. Both waited for each other, so a group that
-resumes at interval k needs publication k - 1, and its peer has published k + 1 at most."""
+resumes at interval k needs publication k - 1, and its peer has published k + 2 at most: it waits only after that."""
 
 
 MAX_ATTEMPTS = 3  # to open a base while the run may replace it

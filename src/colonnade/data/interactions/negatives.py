@@ -41,7 +41,9 @@ def replace_negatives(source: Source | None, negatives: int | str | Path) -> Que
             f"got ranked_negatives={words}, wanted the number of drawn items (99), or a file of negatives"
         )
     split = source.interactions
-    num_known = split.history.counts + split.validation.counts + split.test.counts
+    parts = (split.history, split.validation, split.test)
+    known = torch.cat([bag.samples * split.num_items + bag.values for bag in parts]).unique()
+    num_known = torch.bincount(known // split.num_items, minlength=len(source.truth.counts))
     fewest = split.num_items - int((num_known * (source.truth.counts > 0)).max())
     ranking = f"held-out items are ranked among {words} drawn items that the user has in no part"
     if fewest < int(words):
