@@ -193,5 +193,6 @@ def test_a_file_is_trained_on_predicted_and_evaluated(tmp_path, monkeypatch, col
     labels = [float(line.split(",")[3]) for line in lines]
     scores = pc.read_csv("test-scores.csv")["mean"].to_numpy()
     assert np.sqrt(np.mean((scores - labels) ** 2)) == pytest.approx(metrics["test_rmse"], rel=1e-6)
+    assert "what predictions are made from" in run("predict run --part train --output no.csv", 2)
     for command in ("churn run run", "serve run", "export run exported --torch"):
         assert "training ratings of each user" in run(command, 2)

@@ -36,6 +36,11 @@ def open_inputs(
     if part is not None:
         check_part(part)
         source = getattr(open_source(name, path, **options), part)
+        if isinstance(source, UserSource):
+            raise ConfigError(
+                "got --part train, whose ratings are what predictions are made from; wanted a part that holds ratings "
+                "out (--part test), or --path FILE"
+            )
         if source is None:
             raise ConfigError(f"this data set has no {part} part; choose another with --part")
         return source
