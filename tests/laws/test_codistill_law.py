@@ -244,14 +244,20 @@ def test_a_group_waits_for_its_peer_and_the_order_makes_no_difference(first, tmp
     """Groups run at the same time, one of them later; large deltas make every publication a full one."""
     train_pair(tmp_path / "turns")
     errors = []
+    # Opened one after the other: they draw initial weights from torch's generator, which threads share.
+    runs = [
+        open_group(tmp_path / "free", group, STEPS, Mesh(), train__timeout=60) for group in (0, 1)
+    ]
 
-    def train(group):
+    def train(run):
         try:
-            train_to(tmp_path / "free", group, STEPS, Mesh(), train__timeout=60)
+            run.train()
         except BaseException as error:
             errors.append(error)
+        finally:
+            run.close()
 
-    threads = [threading.Thread(target=train, args=(group,)) for group in (first, 1 - first)]
+    threads = [threading.Thread(target=train, args=(runs[g],)) for g in (first, 1 - first)]
     for thread in threads:
         thread.start()
     for thread in threads:
