@@ -290,6 +290,18 @@ def test_a_killed_run_resumes_to_the_same_bits(tmp_path):
     assert again == metrics
 
 
+def test_all_parts_of_the_first_step_have_one_scale():
+    """A step has several batches with train.accumulate."""
+    model = build_model()
+    open_alone(model)
+    first, second, *_ = ratings().train.batches(4)
+    model.objective.loss(model, first, Mesh())
+    fitted = model.offset.clone(), model.scale.clone()
+    assert float(fitted[0]) != 0
+    model.objective.loss(model, second, Mesh())
+    assert (model.offset, model.scale) == fitted
+
+
 def test_penalties_of_an_epoch_count_each_id_once():
     """Compare the sums of an epoch in small batches and in one: likelihoods and penalties are the same."""
     model = build_model()

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -239,16 +239,16 @@ def train_groups(
                 with create_memory_file("colonnade-config") as settings:
                     Path(settings).write_text(dump_config(group_config), encoding="utf-8")
                     command = [sys.executable, "-u", "-m", "colonnade", "train", settings]
-                    output = None if group == 0 else (folder / f"{run_folder.name}.log").open("ab")
-                    groups.append(
-                        subprocess.Popen(
+                    log_file = folder / f"{run_folder.name}.log"
+                    with log_file.open("ab") if group else nullcontext() as output:
+                        process = subprocess.Popen(
                             [*command, "--run", str(run_folder), "--ranks", str(ranks)],
                             env={"OMP_NUM_THREADS": threads, **os.environ},
                             pass_fds=[descriptor_of(settings)],
                             stdout=output,
                             preexec_fn=_end_with_launcher,
                         )
-                    )
+                    groups.append(process)
             is_alone = config.train.codistill.on_lost == "alone"
             failures = _wait_for_ranks(groups, signals, waits_for_all=is_alone)
         finally:
@@ -256,9 +256,11 @@ def train_groups(
             _terminate_ranks(groups, signals)
     if failures:
         names = ", ".join(f"group {g} with status {code}" for g, code in failures.items())
+        can_continue = any(list_checkpoints(folder / name_group(g)) for g in range(len(groups)))
+        remedy = f"Both can continue from their newest checkpoints: train again with --run {folder}"
         raise WorldError(
-            f"a group failed ({names}); its error is above. Both can continue from their newest checkpoints: train "
-            f"again with --run {folder}"
+            f"a group failed ({names}); its error is above. "
+            f"{remedy if can_continue else 'There is no checkpoint yet'}"
         )
     # Only now: a group may have refused to go on with these settings.
     settings_file.write_text(dump_config(config), encoding="utf-8")

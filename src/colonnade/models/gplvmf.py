@@ -56,13 +56,13 @@ class MarginalLikelihood:
     outputs = ("mean", "sd")
 
     def loss(self, model: GPLVMF, batch: Batch, mesh: Mesh) -> Tensor:
-        """Compute this rank's part of the bound. The first step sets mean and scale of ratings, which is collective."""
+        """Compute this rank's part of the bound. The first batch sets mean and scale of ratings. Collective."""
         if batch.label is None or batch.label.shape[1] != 1 or model.find_held_out(batch).any():
             raise DataError(
                 "gplvmf: got a batch without one label, or with held-out ratings, wanted all training ratings of its "
                 "users: group the data with data.options.group_by"
             )
-        if model.embeddings.step == 0:
+        if model.embeddings.step == 0 and not model.is_scaled:
             model.fit_scale(batch.label, mesh)
         return model.compute_negative_bound(batch) / max(batch.world_weight, 1e-12)
 
@@ -150,6 +150,7 @@ class GPLVMF(SplitModel):
         self.scale: Tensor
         self.register_buffer("offset", torch.zeros((), dtype=torch.float64))
         self.register_buffer("scale", torch.ones((), dtype=torch.float64))
+        self.is_scaled = False
 
     def fit_scale(self, label: Tensor, mesh: Mesh) -> None:
         """Set offset and scale to mean and standard deviation of all ranks' ratings. Collective."""
@@ -158,6 +159,7 @@ class GPLVMF(SplitModel):
         count, total, squares = mesh.all_reduce("dense", sums.cpu()).tolist()
         mean = total / max(count, 1.0)
         self.offset.fill_(mean)
+        self.is_scaled = True
         self.scale.fill_(math.sqrt(max(squares / max(count, 1.0) - mean**2, 0.0)) or 1.0)
 
     def find_held_out(self, batch: Batch) -> Tensor:
@@ -215,8 +217,13 @@ class GPLVMF(SplitModel):
         return outputs
 
     def _condition(
-        self, batch: Batch, rows: Mapping[str, Tensor], kernel: Tensor, samples: Tensor, is_sample: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        self,
+        batch: Batch,
+        rows: Mapping[str, Tensor],
+        kernel: Tensor,
+        samples: Tensor,
+        is_sample: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return, for each user, which samples are training ratings (U, T), the Cholesky factor of their covariance,
         (U, T, T) with ones for other samples, and factor^-1 (ratings - prior mean), (U, T, 1)."""
         if batch.label is None:
@@ -259,9 +266,8 @@ class GPLVMF(SplitModel):
             variance = torch.zeros_like(mean)
             if self.prior:
                 variance = FIRST_VARIANCE * rows[f"{name}.{LOG_VARIANCE}"].double().exp()
-                is_new = (
-                    count[:, None] == 0
-                )  # rows of ids without ratings are random; they have the prior
+                # Rows of ids without training ratings are random; these ids have the prior.
+                is_new = count[:, None] == 0
                 mean, variance = mean.masked_fill(is_new, 0.0), variance.masked_fill(is_new, 1.0)
             inputs.append((name, mean, variance, batch.ids[name].values))
         numbers = batch.dense[:, : self.num_numbers].to(self.offset)

@@ -42,11 +42,17 @@ DEFAULT_SECTIONS = {
 
 FILE_MODEL_PRESETS = {
     "gplvmf": {
-        "data.options": {"group_by": "user", "shuffle_window": 0}, "model.dim": 3, "embedding.optimizer": "adam",
-        "embedding.lr": 0.02, "embedding.init_scale": 0.87, "dense.lr": 0.02, "dense.weight_decay": 0.0,
-        "train.batch_size": 64, "train.epochs": 100,
+        "data.options": {"group_by": "user", "shuffle_window": 0},
+        "model.dim": 3,
+        "embedding.optimizer": "adam",
+        "embedding.lr": 0.02,
+        "embedding.init_scale": 0.87,
+        "dense.lr": 0.02,
+        "dense.weight_decay": 0.0,
+        "train.batch_size": 64,
+        "train.epochs": 100,
     },
-}  # fmt: skip
+}
 """Settings of models of files that do not depend on their size. The initial scale of latent vectors is a standard
 deviation of 0.5."""
 

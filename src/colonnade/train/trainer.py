@@ -256,7 +256,7 @@ class Trainer:
             if not has_pushed_gradients:
                 send()
         with self.phases("push rows"):
-            self.collection.pipeline.send_gradients()  # with the dense gradients; applied when all ranks agree
+            self.collection.pipeline.send_gradients()  # applied when all ranks agree
         with self.phases("check gradients"):
             if has_pushed_gradients:  # the push brings the gradients of weights that owners use
                 send()

@@ -135,9 +135,9 @@ def open_interactions(
     options = _build_split_options(kind, data, shares, cutoffs, split_seed)
     data, divided, lines = _divide(data, options, name_types(types))
     interactions = build_split(data, divided, is_ordered=is_ordered)
-    drawn = {"seed": seed, "max_pairs": max_pairs}
-    graph = {"fan_outs": fan_outs, "node_digest": node_digest, **drawn}
-    bags = {"max_history": max_history, "negatives": negatives, **drawn}
+    sampling = {"seed": seed, "max_pairs": max_pairs}
+    graph = {"fan_outs": fan_outs, "node_digest": node_digest, **sampling}
+    bags = {"max_history": max_history, "negatives": negatives, **sampling}
     splits = _open_samples(interactions, samples, graph if samples == "neighbours" else bags)
     splits = _replace_negatives(splits, ranked_negatives)
     notes = (note, *lines, *_describe_split(data, divided, kind, splits.test))
